@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from mopd.cli import main
+from mopd.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main(["convert", "megatron-to-hf", *sys.argv[1:]]))

@@ -53,9 +53,9 @@ def measure(device_name: str, work: Path) -> dict[str, Any]:
     """Updates of a model shaped as Qwen3-1.7B (CPU: smaller), in bf16."""
     import torch
 
-    from mopd.transfer.group import GroupOrder, GroupStore, TransferGroup
-    from mopd.transfer.mapped import mapped_bytes, send_mapped
-    from mopd.transfer.memory import SharedMemory
+    from mopd.weights.group import GroupOrder, GroupStore, TransferGroup
+    from mopd.weights.mapped import mapped_bytes, send_mapped
+    from mopd.weights.memory import SharedMemory
 
     device = torch.device(device_name)
     metas = _metas(device_name, work)
@@ -104,7 +104,7 @@ def _metas(device_name: str, work: Path) -> list[Any]:
     from mopd.bench.models import SIZES
     from mopd.conversion.models.reading import read_dims
     from mopd.student.weights import hf_tensors
-    from mopd.transfer.buckets import TensorMeta
+    from mopd.weights.buckets import TensorMeta
 
     (work / "config.json").write_text(
         json.dumps({**SIZES["qwen3-1.7b"], **SHAPE[device_name], "max_position_embeddings": 2048})
@@ -116,7 +116,7 @@ def _receive(pipe: Connection, order: Any, metas: Sequence[Any], device_name: st
     """The engine's side: slots, into which each update is copied."""
     import torch
 
-    from mopd.transfer.mapped import open_receiver
+    from mopd.weights.mapped import open_receiver
 
     device = torch.device(device_name)
     slots = {meta.name: torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in metas}
@@ -133,7 +133,7 @@ def _sums(weights: dict[str, Any]) -> list[int]:
     """Of each tensor's bytes and their places, on its device."""
     import torch
 
-    from mopd.transfer.buckets import digest
+    from mopd.weights.buckets import digest
 
     return [int(digest(tensor.contiguous().view(-1).view(torch.uint8))) for tensor in weights.values()]
 

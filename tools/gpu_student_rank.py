@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mopd.base.types import MicroBatchPlan, SampleMeta
 from mopd.config.data import DataConfig, ValidationConfig
 from mopd.config.groups import TeacherConfig
 from mopd.config.losses import TopKLossConfig
@@ -33,7 +34,6 @@ from mopd.data.packing import pack
 from mopd.data_plane.local import LocalDataPlane
 from mopd.student import parallel
 from mopd.student.worker import StudentWorker
-from mopd.types import MicroBatchPlan, SampleMeta
 
 DOMAINS = ("a", "b")
 NUM_SAMPLES = 16

@@ -173,12 +173,12 @@ def join():
 
 def through_model(source: Path, megatron: Path, target: Path, layout, *, is_export: bool) -> None:
     """The same conversions with the whole model in memory, as a training run has it."""
-    from mopd import cpu_shim
     from mopd.config.student import StudentConfig
     from mopd.conversion.hf.reader import HfReader
     from mopd.conversion.hf.writer import write_folder
     from mopd.conversion.models.reading import read_dims
     from mopd.conversion.torch_dist.writer import CONTENT
+    from mopd.student import cpu_shim
     from mopd.student.checkpoints import checkpoint
     from mopd.student.model.gpt import build_model
     from mopd.student.weights import iter_hf_weights, load_hf_into

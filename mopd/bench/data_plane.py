@@ -27,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mopd.base.files.temporary import TemporaryFolder
+from mopd.base.types import LOSS_FIELDS, UserError
 from mopd.bench.harness import BenchReport, Comparison, Goals, at_most, rounds, rows, say
 from mopd.bench.models import make_samples
 from mopd.bench.processes import TIMEOUT_S, children, received
@@ -37,11 +39,9 @@ from mopd.data_plane.frames import packed, unpacked
 from mopd.data_plane.interface import Storage
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import open_reader
-from mopd.files.temporary import TemporaryFolder
 from mopd.placement.storage import open_queue
 from mopd.student import parallel
 from mopd.student.reading import StageReader
-from mopd.types import LOSS_FIELDS, UserError
 
 MIB = 2**20
 SIZES, QUICK_SIZES = (64 * MIB, 1024 * MIB), (8 * MIB, 32 * MIB)

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 
 from mopd import __version__
-from mopd.files.writing import write_text
+from mopd.base.files.writing import write_text
 
 T = TypeVar("T")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from mopd.base.tasks import Tasks
 from mopd.bench.processes import forks
 from mopd.config.schema import Recipe
 from mopd.launch.link import LinkEnded, RankLink
@@ -26,7 +27,6 @@ from mopd.launch.ranks import CommandChannel, facts_of, obey
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
 from mopd.placement.weights import GroupWeightSync
-from mopd.tasks import Tasks
 
 END_S = 20.0
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mopd.base.types import SampleMeta, UserError
 from mopd.config.data import DataConfig
 from mopd.config.groups import SettledEngine, TeacherConfig, TorchEngineConfig
 from mopd.config.losses import TopKLossConfig
@@ -22,7 +23,6 @@ from mopd.config.student import OptimizerConfig, StudentConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.data_plane.local import LocalDataPlane
 from mopd.student.weights import hf_tensors
-from mopd.types import SampleMeta, UserError
 
 Dtype = Literal["float32", "bfloat16"]
 DOMAIN = "all"

@@ -28,29 +28,29 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from mopd.base.metrics import StepMetrics
+from mopd.base.tasks import Stop
+from mopd.base.types import DomainSums, MicroBatchPlan
 from mopd.bench import stand_ins
 from mopd.bench.harness import BenchReport, Comparison, Goals, Others, at_most, say
 from mopd.bench.processes import family_busy_s
 from mopd.bench.stand_ins import SHARES, Lengths, Scenario, make_recipe, make_stream
 from mopd.config.groups import RoutingConfig
 from mopd.config.schema import Recipe
-from mopd.controller import Controller
 from mopd.data.packing import PackingRules
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineLimits, SamplingParams
-from mopd.ledger import Ledger
-from mopd.metrics import StepMetrics
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
+from mopd.engines.wire.messages import decode
+from mopd.engines.wire.weights import StagedWeights, Staging, WeightChunk, stage_updates
+from mopd.orchestrator.controller import Controller
+from mopd.orchestrator.ledger import Ledger
+from mopd.orchestrator.rewards import RewardWorker
+from mopd.orchestrator.rollout import RolloutWorker, derive_seed
+from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
 from mopd.placement.weights import GroupWeightSync
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
 from mopd.rewards.domains import build_rewards
-from mopd.rollout.rewards import RewardWorker
-from mopd.rollout.worker import RolloutWorker, derive_seed
-from mopd.tasks import Stop
-from mopd.teachers.worker import TeacherGroup, TeacherWorker
-from mopd.types import DomainSums, MicroBatchPlan
-from mopd.wire.messages import decode
-from mopd.wire.weights import StagedWeights, Staging, WeightChunk, stage_updates
 
 MOST_OF_BOUND = 1.10
 """Largest allowed step, relative to what bounds it: measured, and of an asynchronous run also nominal."""

@@ -19,10 +19,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from mopd.base.types import UserError
 from mopd.bench.harness import own_busy_s
 from mopd.placement.engine_file import EngineFile
 from mopd.placement.process import ServerCommand, ServerProcess
-from mopd.types import UserError
 
 TIMEOUT_S = 600.0
 """Longest wait for another process."""

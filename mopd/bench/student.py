@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 
+from mopd.base.files.temporary import TemporaryFolder
+from mopd.base.types import UserError
 from mopd.bench.clock import peak_bytes
 from mopd.bench.harness import BenchReport, Comparison, Goals, Others, at_least, at_most, ratio, rows, say, timed
 from mopd.bench.models import (
@@ -38,12 +40,10 @@ from mopd.bench.models import (
 from mopd.conversion.hf.pretrained import load_weights
 from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import pack, packing_rules, plan_metrics
-from mopd.files.temporary import TemporaryFolder
 from mopd.planning.devices import GPUS
 from mopd.planning.stages import forward_flops
 from mopd.student import parallel
 from mopd.student.worker import StudentWorker
-from mopd.types import UserError
 
 MOST_OF_PLAIN = 1.3
 """Times plain PyTorch's step that the student's may take."""

@@ -26,18 +26,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mopd.base.files.temporary import TemporaryFolder
+from mopd.base.types import UserError
 from mopd.bench.harness import BenchReport, Comparison, Others, at_least, at_most, ratio, rounds, rows, say, timed
 from mopd.bench.models import DOMAIN, Dtype, make_recipe, make_tokens, qwen3, size_on_gpu, write_model
 from mopd.bench.processes import TIMEOUT_S, TOKEN, family_busy_s, servers
 from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.conversion.hf.pretrained import load_weights
 from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
-from mopd.files.temporary import TemporaryFolder
 from mopd.placement.engine_file import teacher_file
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
-from mopd.types import UserError
 
 Score = Callable[[Sequence[Tensor], Sequence[int]], Awaitable[object]]
 

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mopd import cpu_shim
+from mopd.base.files.temporary import TemporaryFolder
+from mopd.base.types import UserError
 from mopd.bench.harness import BenchReport, Comparison, Goals, Others, at_least, at_most, ratio, rounds, rows, say
 from mopd.bench.hop import Hop, hop
 from mopd.bench.models import make_recipe, qwen3, write_model
@@ -44,18 +45,16 @@ from mopd.conversion.models.reading import read_dims
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams
-from mopd.files.temporary import TemporaryFolder
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
+from mopd.engines.replicas.transfer import TransferTargets
 from mopd.placement.engine_file import rollout_file
 from mopd.placement.weights import GroupWeightSync
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
-from mopd.replicas.transfer import TransferTargets
-from mopd.student import parallel
+from mopd.student import cpu_shim, parallel
 from mopd.student.model.gpt import build_model
 from mopd.student.weights import hf_tensors, iter_hf_weights
 from mopd.student.worker import WeightPart
-from mopd.transfer.group import GroupOrder, GroupStore, Pending, TransferGroup
-from mopd.types import UserError
+from mopd.weights.group import GroupOrder, GroupStore, Pending, TransferGroup
 
 MIB = 2**20
 BARE, HTTP = "bare broadcast", "http"

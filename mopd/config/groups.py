@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mopd.base.types import UserError
 from mopd.config.placements import (
     AutoPlacementConfig,
     ExternalConfig,
@@ -31,7 +32,6 @@ from mopd.config.values import (
     require_positive,
     require_seconds,
 )
-from mopd.types import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mopd.base.files.reading import shown_path
+from mopd.base.files.yaml_text import MAX_YAML_BYTES, MAX_YAML_VALUES, comment, dump_inline
+from mopd.base.types import UserError
 from mopd.config.groups import EngineGroupConfig, TeacherConfig, TeacherDefaultsConfig
 from mopd.config.reading.build import Builder, Path_, place
 from mopd.config.reading.tree import (
@@ -30,9 +33,6 @@ from mopd.config.reading.tree import (
     type_values,
 )
 from mopd.config.schema import Recipe
-from mopd.files.reading import shown_path
-from mopd.files.yaml_text import MAX_YAML_BYTES, MAX_YAML_VALUES, comment, dump_inline
-from mopd.types import UserError
 
 DEFAULT_ORIGIN = "default"
 """Origin of a value that no file sets."""

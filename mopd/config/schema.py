@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mopd.base.types import LOSS_FIELDS
 from mopd.config.data import DataConfig, DataPlane, LocalPlaneConfig, ValidationConfig
 from mopd.config.groups import (
     Assignment,
@@ -35,7 +36,6 @@ from mopd.config.values import (
     require_seed,
 )
 from mopd.config.weights import AutoSyncConfig, WeightSync, check_weight_sync
-from mopd.types import LOSS_FIELDS
 
 MAX_SAMPLES = 1_000_000
 """Responses of one optimizer step."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mopd.base.text import visible
 from mopd.config.values import MAX_PROCESSES, check_unrepeated, require_at_least
-from mopd.text import visible
 
 MAX_SEEDS = 1000
 """Slurm's own default limit of an array."""

@@ -13,8 +13,8 @@ from collections.abc import Hashable, Iterable
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from mopd.files.yaml_text import MAX_KEY_CHARACTERS
-from mopd.text import visible
+from mopd.base.files.yaml_text import MAX_KEY_CHARACTERS
+from mopd.base.text import visible
 
 Item = TypeVar("Item", bound=Hashable)
 MAX_TEXT_BYTES = 4000

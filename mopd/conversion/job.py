@@ -26,10 +26,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar
 
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import shown_path
-from mopd.files.writing import sync, writing
-from mopd.types import UserError
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import shown_path
+from mopd.base.files.writing import sync, writing
+from mopd.base.types import UserError
 
 _SPARE_BYTES = 2**24
 """Room for manifest, index and journal in the check of disk space."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mopd.base.files.reading import shown_path
+from mopd.base.types import UserError
 from mopd.config.data import SHIPPED, DataFileConfig, mapping_of
 from mopd.data.files import MISSING, listed, lookup, quoted, read_rows
 from mopd.data.image_files import read_rgb
 from mopd.data.images import holds_images, stored_images
-from mopd.files.reading import shown_path
-from mopd.types import UserError
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 """ShareGPT's ``from`` -> chat role; other values are roles already."""

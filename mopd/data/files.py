@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mopd.files.json_text import MAX_DEPTH, parse_json
-from mopd.files.reading import open_regular, shown_path
-from mopd.text import one_line
-from mopd.types import UserError
+from mopd.base.files.json_text import MAX_DEPTH, parse_json
+from mopd.base.files.reading import open_regular, shown_path
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 
 MISSING = object()
 """Result of ``lookup`` for a key that leads nowhere (a null that is present is ``None``)."""

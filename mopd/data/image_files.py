@@ -11,9 +11,9 @@ import warnings
 
 from PIL import Image, ImageFile, UnidentifiedImageError
 
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.config.data import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
-from mopd.text import one_line
-from mopd.types import UserError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import shown_path
+from mopd.base.types import UserError
 from mopd.config.data import MAX_IMAGE_PIXELS
 from mopd.conversion.models.config_keys import read_config
 from mopd.conversion.models.vision_config import VISION_FORMATS
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import shown_path
-from mopd.types import UserError
 
 PREPROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 _CURE = "fetch the file again"

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mopd.base.types import UserError
 from mopd.data.image_files import digest_of, read_rgb
 from mopd.data.image_processing import ImageProcessing
-from mopd.types import UserError
 
 
 class ImageProcessor:

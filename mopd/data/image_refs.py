@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mopd.types import ImageRef
+from mopd.base.types import ImageRef
 
 
 def refs_to_tensor(refs: Sequence[ImageRef]) -> Tensor:

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mopd.base.files.reading import read_bytes, shown_path
+from mopd.base.types import ImageRef, PromptImage, UserError
 from mopd.config.data import DataConfig, DataFileConfig
 from mopd.data.files import MISSING, ColumnReader, lookup, quoted
 from mopd.data.image_files import MAX_IMAGE_BYTES, MAX_IMAGES, digest_of, read_rgb
-from mopd.files.reading import read_bytes, shown_path
-from mopd.types import ImageRef, PromptImage, UserError
 
 
 @dataclass(frozen=True, slots=True)

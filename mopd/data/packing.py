@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 
+from mopd.base.types import MicroBatchPlan, SampleMeta, UserError
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
-from mopd.types import MicroBatchPlan, SampleMeta, UserError
 
 MicroBatch = tuple[SampleMeta, ...]
 Place = tuple[int, int]

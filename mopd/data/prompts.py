@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mopd.base.files.reading import shown_path
+from mopd.base.types import ImageRef, PromptImage, UserError
 from mopd.config.data import DataConfig, DataFileConfig
 from mopd.config.groups import Assignment
 from mopd.data.columns import RowReader
@@ -19,8 +21,6 @@ from mopd.data.files import MISSING, listed, quoted, read_rows
 from mopd.data.images import ImageStore, holds_images
 from mopd.data.templates.rendering import MAX_PROMPT_CHARACTERS, Renderer
 from mopd.data.vision_prompts import OTHER_MEDIA, VisionPrompts
-from mopd.files.reading import shown_path
-from mopd.types import ImageRef, PromptImage, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from mopd.types import Prompt, UserError
+from mopd.base.types import Prompt, UserError
 
 
 class PromptStream:

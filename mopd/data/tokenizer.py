@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from mopd.base.types import UserError
 from mopd.conversion.hf import pretrained
-from mopd.types import UserError
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mopd.base.types import ImageRef, UserError
 from mopd.conversion.models.dims import VisionDims
 from mopd.conversion.models.reading import read_dims
 from mopd.data.files import MISSING, quoted
 from mopd.data.image_files import digest_of, image_size
 from mopd.data.image_processing import ImageProcessing, read_image_processing, sees_images
 from mopd.data.images import stored_images
-from mopd.types import ImageRef, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mopd.types import Batch, CutOffError, SampleMeta
+from mopd.base.types import Batch, CutOffError, SampleMeta
 
 
 class StorageEnded(CutOffError):

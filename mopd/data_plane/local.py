@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mopd.base.types import Batch, SampleMeta
 from mopd.data_plane.ids import (
     check_claims,
     check_known,
@@ -19,7 +20,6 @@ from mopd.data_plane.ids import (
 )
 from mopd.data_plane.reading import DirectReader
 from mopd.data_plane.server import SampleServer
-from mopd.types import Batch, SampleMeta
 
 
 class LocalDataPlane:

@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.writing import write_json, writing
+from mopd.base.types import Batch, SampleMeta, UserError
 from mopd.conversion.job import sha256_of
 from mopd.data_plane.ids import (
     check_claims,
@@ -23,9 +26,6 @@ from mopd.data_plane.ids import (
     kept,
 )
 from mopd.data_plane.transfer_queue import QueueClient
-from mopd.files.json_text import read_json_object
-from mopd.files.writing import write_json, writing
-from mopd.types import Batch, SampleMeta, UserError
 
 HASHES = "files.json"
 """Name of the file in a folder of ``save`` that holds SHA-256 by file name; written last."""

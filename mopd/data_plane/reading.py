@@ -11,11 +11,11 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
+from mopd.base.types import UserError
 from mopd.data_plane.frames import FrameError, from_frames, packed, unpacked
 from mopd.data_plane.interface import Reader, StorageEnded
 from mopd.data_plane.queue_plane import QueueReader
 from mopd.data_plane.server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, Read
-from mopd.types import UserError
 
 MAX_FRAME_BYTES = 2**33
 """Largest frame, one tensor; a connection that brings a larger one is closed."""

@@ -23,10 +23,10 @@ import zmq
 import zmq.auth.thread
 from torch import Tensor
 
+from mopd.base.tasks import THREAD_END_S
+from mopd.base.text import message_of
+from mopd.base.types import UserError
 from mopd.data_plane.frames import FrameError, packed, to_frames, unpacked
-from mopd.tasks import THREAD_END_S
-from mopd.text import message_of
-from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from mopd.base.text import last_line
+from mopd.base.types import UserError
 from mopd.data_plane.interface import StorageEnded
-from mopd.text import last_line
-from mopd.types import UserError
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mopd.base.types import UserError
 from mopd.engines.interface import Generation, SamplingParams, Scores, WeightsLost
-from mopd.types import UserError
 
 MAX_EXCESS = 1e-4
 """Probability mass above 1 that rounding explains (``docs/losses.md``); a log-prob may exceed 0 by as much."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from mopd.base.types import PromptImage
 from mopd.engines.interface import EngineRejected, Images
-from mopd.types import PromptImage
 
 NO_VISION = "the model sees no images: route rows with images to one that does"
 SequenceT = TypeVar("SequenceT")

@@ -14,9 +14,9 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from mopd.transfer.buckets import TensorMeta
-from mopd.transfer.group import GroupOrder
-from mopd.types import PromptImage
+from mopd.base.types import PromptImage
+from mopd.weights.buckets import TensorMeta
+from mopd.weights.group import GroupOrder
 
 DEFAULT_RETRY_AFTER_S = 1.0
 """Pause in seconds after a full queue that names none, or an invalid one."""

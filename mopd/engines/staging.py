@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mopd.files.writing import writing
-from mopd.types import NonFiniteError
+from mopd.base.files.writing import writing
+from mopd.base.types import NonFiniteError
 
 _FILE_BYTES = 2**28
 

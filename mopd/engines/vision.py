@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mopd.base.types import PromptImage
 from mopd.conversion.models.config_keys import read_config
 from mopd.conversion.models.dims import VisionDims
 from mopd.conversion.models.reading import read_dims
@@ -17,7 +18,6 @@ from mopd.data.image_processing import ImageProcessing, read_image_processing
 from mopd.data.mrope import image_starts
 from mopd.engines.images import refuse_images
 from mopd.engines.interface import Images
-from mopd.types import PromptImage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mopd.files.writing import refusal, writing
-from mopd.text import one_line
-from mopd.types import UserError
+from mopd.base.files.writing import refusal, writing
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 
 LAUNCH_DIR = "MOPD_LAUNCH_DIR"
 """Environment variable: folder where ranks leave their process ids and errors."""

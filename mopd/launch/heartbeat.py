@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from mopd.base.types import UserError
 from mopd.config.values import MAX_SECONDS
 from mopd.launch.failure import rank_and_world_size
-from mopd.types import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

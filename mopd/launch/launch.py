@@ -20,7 +20,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from mopd.files.temporary import TemporaryFolder
+from mopd.base.files.temporary import TemporaryFolder
+from mopd.base.text import visible
 from mopd.launch import sharing
 from mopd.launch.agent import Death, OthersFailedError, RankAgent, TerminatedError
 from mopd.launch.failure import (
@@ -35,11 +36,11 @@ from mopd.launch.failure import (
     read_stopped,
     reserve,
 )
-from mopd.launch.node import RANK_DEFAULTS, node_name
+from mopd.launch.node import RANK_DEFAULTS
 from mopd.launch.nodes import Kind, Nodes
 from mopd.placement import reaper
 from mopd.placement.ending import TERMINATE_TIMEOUT_S
-from mopd.text import visible
+from mopd.run.folder import node_name
 
 _LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|closed by peer|Broken pipe|Timed out waiting|[Ss]ocket [Tt]imeout|"

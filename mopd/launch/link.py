@@ -25,8 +25,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mopd.files.writing import refusal
-from mopd.types import CutOffError, NonFiniteError, UserError
+from mopd.base.files.writing import refusal
+from mopd.base.types import CutOffError, NonFiniteError, UserError
 
 Frames = Sequence[bytes | memoryview]
 

@@ -6,15 +6,11 @@ import argparse
 import ipaddress
 import os
 import re
-import socket
 from dataclasses import dataclass
 
+from mopd.base.types import UserError
 from mopd.launch.failure import is_rank
-from mopd.text import file_name
-from mopd.types import UserError
 
-NODE_NAME = "MOPD_NODE_NAME"
-"""Environment variable: another name for this machine, as where two of its launchers stand for two nodes."""
 RUN_SECRET = "MOPD_RUN_SECRET"
 """Environment variable: a secret of the run's launchers, against what others write into their store."""
 LOOPBACK = "127.0.0.1"
@@ -35,13 +31,6 @@ _LEFT_OUT = re.compile(
     r"IFNAME|NCCL_(IB_|HOSTID|COMM_ID|NET)|NVSHMEM_(HCA|IB_|BOOTSTRAP)|KMP_AFFINITY|CUDA_ARCH_LIST"
 )
 """In a name: where files lie, what is printed and which interface a node has differ between nodes by right."""
-
-
-def node_name() -> str:
-    """``NODE`` in ``RUN/logs/NODE/ROLE.log``, fit for a file name: Slurm's name of the node, else the host's without
-    its domain."""
-    given = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME")
-    return file_name(given or socket.gethostname().partition(".")[0] or "localhost")
 
 
 def compared_environment() -> dict[str, str]:

@@ -24,14 +24,15 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from mopd.base.tasks import StopAsked
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.launch.failure import ERROR_CODE, STOPPED_CODE, USER_ERROR_CODE
-from mopd.launch.node import RUN_SECRET, Place, node_name
+from mopd.launch.node import RUN_SECRET, Place
 from mopd.launch.sharing import WAIT, signed_store
 from mopd.placement.ending import TERMINATE_TIMEOUT_S
-from mopd.tasks import StopAsked
-from mopd.text import one_line
-from mopd.transfer.signing import ForgedEntry
-from mopd.types import UserError
+from mopd.run.folder import node_name
+from mopd.weights.signing import ForgedEntry
 
 if TYPE_CHECKING:
     from torch.distributed import Store

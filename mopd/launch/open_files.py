@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import resource
 
+from mopd.base.types import UserError
 from mopd.config.student import ParallelConfig
-from mopd.types import UserError
 
 OF_A_GROUP = 4
 """Descriptors of a gloo group besides those of its pairs: a listener, an epoll, a pipe."""

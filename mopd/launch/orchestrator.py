@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from mopd.base.types import CutOffError, UserError
 from mopd.data_plane.interface import StorageEnded
 from mopd.launch.link import LinkEnded, RankLink, error_of
 from mopd.launch.signals import ENDING
 from mopd.placement.ending import END_S
 from mopd.placement.process import how_it_ended
-from mopd.types import CutOffError, UserError
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mopd.files.writing import writing
+from mopd.base.files.writing import writing
 from mopd.launch.failure import is_our_launchers
 
 MARGIN_S, MARGIN_SHARE = 10.0, 0.2

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mopd.base.types import MicroBatchPlan, SampleMeta, UserError
 from mopd.config.schema import Recipe
+from mopd.engines.wire.weights import WeightPacker
 from mopd.launch.failure import num_groups
 from mopd.launch.heartbeat import LeaderWatch
 from mopd.launch.link import Frames, RankLink
 from mopd.launch.rank_log import StallWatch
 from mopd.student.sending import StageSender, announced
 from mopd.student.worker import StudentWorker, WeightPart
-from mopd.types import MicroBatchPlan, SampleMeta, UserError
-from mopd.wire.weights import WeightPacker
 
 MAX_COMMAND_BYTES = 64 * 2**20
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.launch.failure import local_world_size, rank_and_world_size
 from mopd.launch.heartbeat import agent_store
-from mopd.text import one_line
-from mopd.types import UserError
 
 REACH_S = 30.0
 """For the first ranks of all nodes to connect, once they are there."""

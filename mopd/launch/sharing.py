@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mopd.files.json_text import parse_json
-from mopd.files.reading import read_text
-from mopd.files.writing import writing
+from mopd.base.files.json_text import parse_json
+from mopd.base.files.reading import read_text
+from mopd.base.files.writing import writing
+from mopd.base.types import UserError
 from mopd.launch.failure import LAUNCH_DIR, group_rank, num_groups, rank_and_world_size
 from mopd.launch.node import RUN_SECRET
-from mopd.transfer.signing import ForgedEntry
-from mopd.types import UserError
+from mopd.weights.signing import ForgedEntry
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -121,7 +121,7 @@ def _agents_store(*, is_first: bool) -> Store:
 
 def signed_store(store: Store) -> Store:
     """Sign entries with the secret of the run, where it has one (``MOPD_RUN_SECRET``)."""
-    from mopd.transfer.store import SignedStore  # heavy
+    from mopd.weights.store import SignedStore  # heavy
 
     secret = os.environ.get(RUN_SECRET)
     return SignedStore(store, secret) if secret else store

@@ -10,28 +10,28 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
+from mopd.base.text import json_lines
+from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.reader import HfReader
 from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.replicas.interface import SampleFailed
+from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.torch.loading import read_config
 from mopd.launch.failure import rank_0_host
 from mopd.orchestrator.leading import Lead, engine_device, join
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
+from mopd.orchestrator.validation import ValidationResult, Validator
+from mopd.orchestrator.workers import Inputs, build_routers, build_validator, read_inputs
 from mopd.placement.gpus import without_sharing
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.weights import GroupWeightSync
-from mopd.replicas.interface import SampleFailed
-from mopd.replicas.router import Router
 from mopd.report.terminal import Terminal
-from mopd.run.validation import ValidationResult, Validator
-from mopd.run.workers import Inputs, build_routers, build_validator, read_inputs
-from mopd.text import json_lines
-from mopd.types import UserError
 
 
 def evaluate(lead: Lead, *, model: str | None, checkpoint: str | None, as_json: bool) -> str | None:

@@ -13,23 +13,23 @@ from typing import Any, TypeVar
 
 import torch
 
+from mopd.base.tasks import Stop, StopAsked, Tasks
+from mopd.base.types import UserError
 from mopd.config.load import Loaded
 from mopd.conversion.models.reading import read_dims
 from mopd.data_plane.interface import Storage
+from mopd.engines.replicas.interface import SampleFailed
 from mopd.launch.failure import rank_0_host
 from mopd.launch.heartbeat import Heartbeat
 from mopd.launch.link import LinkEnded, RankLink, error_head
 from mopd.launch.rank_log import StallWatch
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
+from mopd.orchestrator.workers import Inputs, Workers, build_workers, read_inputs
 from mopd.placement.gpus import local_rank
 from mopd.placement.groups import Groups
 from mopd.placement.storage import open_storage
-from mopd.replicas.interface import SampleFailed
 from mopd.run.stopping import watched
-from mopd.run.workers import Inputs, Workers, build_workers, read_inputs
-from mopd.tasks import Stop, StopAsked, Tasks
-from mopd.types import UserError
 
 T = TypeVar("T")
 

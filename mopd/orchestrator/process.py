@@ -14,18 +14,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from mopd.base.types import UserError
 from mopd.launch.failure import close_standard_input, ignore_library_warnings
 from mopd.launch.link import LinkEnded, RankLink
+from mopd.launch.preparing import recipe_of_task
 from mopd.launch.signals import ENDING
 from mopd.orchestrator.evaluation import evaluate
 from mopd.orchestrator.leading import Lead, Led
+from mopd.orchestrator.preflight.checks import Preflight
+from mopd.orchestrator.preflight.showing import print_checks, print_failures
 from mopd.orchestrator.training import train_task
-from mopd.preflight.checks import Preflight
-from mopd.preflight.showing import print_checks, print_failures
 from mopd.report.terminal import log_to_terminal
 from mopd.run.manifests import make_manifests
-from mopd.run.preparing import recipe_of_task
-from mopd.types import UserError
 
 
 def check(lead: Lead, *, as_json: bool) -> str | None:

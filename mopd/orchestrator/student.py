@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mopd.base.types import DomainSums, MicroBatchPlan, SampleMeta
 from mopd.config.groups import VllmEngineConfig
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import packing_rules
+from mopd.engines.wire.weights import StagedConstants, StagedWeights
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.transfer import Transfer
 from mopd.placement.sharing.turns import GpuTurns
 from mopd.placement.weights import GroupWeightSync
-from mopd.types import DomainSums, MicroBatchPlan, SampleMeta
-from mopd.wire.weights import StagedConstants, StagedWeights
 
 
 class StudentGroup:

@@ -12,19 +12,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mopd.base.files.writing import write_json
+from mopd.base.metrics import StepMetrics, truncate_jsonl
+from mopd.base.tasks import Stop, StopAsked
+from mopd.base.text import json_lines
+from mopd.base.types import SampleMeta, UserError
 from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
-from mopd.controller import Controller
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.stream import PromptStream
 from mopd.data_plane.queue_plane import QueuePlane
-from mopd.files.writing import write_json
-from mopd.ledger import Ledger
-from mopd.metrics import StepMetrics, truncate_jsonl
+from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.leading import Lead, Led
+from mopd.orchestrator.ledger import Ledger
+from mopd.orchestrator.preflight.checks import check_before_training
 from mopd.orchestrator.student import StudentGroup
+from mopd.orchestrator.validation import append_record, is_due
+from mopd.orchestrator.workers import Workers
 from mopd.placement.sharing.rollout import TurnsGenerator
-from mopd.preflight.checks import check_before_training
 from mopd.report.build import build_report, print_summary
 from mopd.report.run_files import Best, best_of, mean
 from mopd.report.sinks import Sinks
@@ -34,11 +39,6 @@ from mopd.run.checkpointing import Checkpointer, complete_steps
 from mopd.run.folder import RunDir
 from mopd.run.machine import describe_machine
 from mopd.run.manifests import check_commits, check_unchanged, make_manifests, read_fingerprints, write_manifests
-from mopd.run.validation import append_record, is_due
-from mopd.run.workers import Workers
-from mopd.tasks import Stop, StopAsked
-from mopd.text import json_lines
-from mopd.types import SampleMeta, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ def _stopped(run: RunDir, recipe: Recipe, by: str) -> str:
 class RunObserver:
     """Implements the controller's ``Observer`` for a run folder.
 
-    A step's record gets ``teachers/…`` and ``rollout/…`` (see ``mopd.replicas.statistics``), ``kl_floor/DOMAIN`` and
+    A step's record gets ``teachers/…`` and ``rollout/…`` (``engines/replicas/statistics.py``), ``kl_floor/DOMAIN`` and
     ``kl_net/DOMAIN``: the KL that the domain's teachers measured against their own folders before the first step, and
     ``kl_k1`` less that.
     """

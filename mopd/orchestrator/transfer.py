@@ -22,10 +22,10 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from mopd.config.weights import BucketsConfig, IpcConfig
-from mopd.transfer.buckets import from_json
-from mopd.transfer.group import GroupOrder, GroupStore
-from mopd.transfer.mapped import mapped_bytes
-from mopd.transfer.stages import Words
+from mopd.weights.buckets import from_json
+from mopd.weights.group import GroupOrder, GroupStore
+from mopd.weights.mapped import mapped_bytes
+from mopd.weights.stages import Words
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ Ask = Callable[..., Awaitable[Any]]
 
 
 class Targets(Protocol):
-    """The replicas that receive an update, as ``mopd.replicas.transfer.TransferTargets`` reaches them."""
+    """The replicas that receive an update, as ``mopd.engines.replicas.transfer.TransferTargets`` reaches them."""
 
     async def lacking(self, weight_version: int | None) -> list[str]: ...
     async def join(self, names: Sequence[str], order: Mapping[str, Any], tensors: bytes) -> dict[str, str]: ...

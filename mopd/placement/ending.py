@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 
+from mopd.base.tasks import THREAD_END_S
 from mopd.engines.concurrency import CANCEL_GRACE_S
 from mopd.placement.reaper import TRACKER_S
 from mopd.rewards.process import END_S as REWARDS_END_S
-from mopd.tasks import THREAD_END_S
 
 STOP_GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL to a server of this run. Nobody waits for an answer of it any more: it is cut off

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import open_regular, shown_path
+from mopd.base.files.writing import write_json
+from mopd.base.types import UserError
 from mopd.config.data import MAX_IMAGE_PIXELS
 from mopd.config.groups import AutoEngineConfig, SettledEngine, VllmEngineConfig
 from mopd.config.placements import LocalConfig, RayConfig, RegisteredConfig
@@ -23,10 +27,6 @@ from mopd.config.values import (
     require_positive,
     require_seconds,
 )
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import open_regular, shown_path
-from mopd.files.writing import write_json
-from mopd.types import UserError
 
 FORMAT = "mopd engine 1"
 _CURE = "let mopd write it anew"

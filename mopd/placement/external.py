@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mopd.base.types import UserError
 from mopd.config.placements import ExternalConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import EngineError, EngineInfo, EngineRejected, EngineUnavailable
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
 from mopd.engines.torch.loading import read_config
 from mopd.placement.interface import GroupPlan
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
 from mopd.serving.address import read_token_file
-from mopd.types import UserError
 
 PAUSE_S = 0.5
 PROBE_TIMEOUT_S = 10.0

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mopd.base.files.temporary import TemporaryFolder
 from mopd.config.groups import VllmEngineConfig
 from mopd.config.machine.places import engine_groups
 from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig, RayConfig, RegisteredConfig
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none
-from mopd.files.temporary import TemporaryFolder
+from mopd.engines.replicas.identity import Needs
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
 from mopd.placement.engine_file import rollout_file, teacher_file
 from mopd.placement.engine_loading import load_engine
 from mopd.placement.external import ExternalGroup
@@ -32,9 +35,6 @@ from mopd.placement.sharing.pool import SharedPool
 from mopd.placement.sharing.rollout import RolloutMemory
 from mopd.placement.sharing.turns import GpuTurns, MemoryHolder
 from mopd.placement.weights import GroupWeightSync, Repair
-from mopd.replicas.identity import Needs
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
 from mopd.report.run_files import RunFiles
 
 if TYPE_CHECKING:

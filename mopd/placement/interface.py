@@ -7,12 +7,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from mopd.base.text import file_name
 from mopd.config.groups import EngineGroupConfig
+from mopd.engines.replicas.identity import Needs
+from mopd.engines.replicas.interface import Kind, Replica
+from mopd.engines.replicas.router import Router
 from mopd.placement.engine_file import EngineFile
-from mopd.replicas.identity import Needs
-from mopd.replicas.interface import Kind, Replica
-from mopd.replicas.router import Router
-from mopd.text import file_name
 
 KeptAwake = Callable[[], AbstractAsyncContextManager[None]]
 """Held while a group works, or its replicas start: the group has the GPUs that it shares."""

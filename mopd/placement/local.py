@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from mopd.base.files.temporary import TemporaryFolder
+from mopd.base.files.writing import writing
 from mopd.config.placements import LocalConfig
-from mopd.files.temporary import TemporaryFolder
-from mopd.files.writing import writing
 from mopd.placement.gpus import visible_gpus
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerCommand, ServerProcess

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mopd
-from mopd.files.writing import writing
+from mopd.base.files.writing import writing
 from mopd.placement import reaper
 
 TAIL_BYTES = 4096

@@ -95,7 +95,8 @@ def keep_server(folder: str, command: Sequence[str]) -> int:
 
 def _remove_parent(folder: str) -> None:
     """Remove the folder of all servers, unless another one's is in it or its owner lives. The owner's lock is one of
-    this very folder: in a new one of its name the next server would be taken for abandoned (``files/temporary.py``)."""
+    this very folder: in a new one of its name the next server would be taken for abandoned
+    (``base/files/temporary.py``)."""
     with contextlib.suppress(OSError):
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -21,19 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mopd.base.files.reading import shown_path
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.config.placements import RegisteredConfig
 from mopd.conversion.hf.manifest import HASHES, Manifest
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import cancel
 from mopd.engines.interface import EngineError, EngineInfo, EngineRejected
-from mopd.files.reading import shown_path
+from mopd.engines.replicas.identity import fingerprint, fingerprint_difference, problems_of
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
 from mopd.placement.interface import GroupPlan
-from mopd.replicas.identity import fingerprint, fingerprint_difference, problems_of
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
 from mopd.serving.registration import Registration, read_registrations, read_server_token, remove_registration
-from mopd.text import one_line
-from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
 

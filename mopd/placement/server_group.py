@@ -16,16 +16,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
+from mopd.base.types import UserError
 from mopd.config.placements import LocalConfig, RayConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none, cancel
 from mopd.engines.interface import EngineError, EngineInfo, EngineUnavailable
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
 from mopd.placement.ending import KILL_WAIT_S, STOP_GRACE_S, WATCHERS_CLOSE_S
 from mopd.placement.interface import GroupPlan, KeptAwake
 from mopd.placement.process import ServerState
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
-from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
 

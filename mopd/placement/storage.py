@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from mopd.base.types import UserError
 from mopd.config.data import LocalPlaneConfig, TransferQueueConfig
 from mopd.config.placements import RayConfig
 from mopd.config.schema import Recipe
@@ -16,7 +17,6 @@ from mopd.placement.gpus import places_here
 from mopd.placement.groups import plan_groups
 from mopd.placement.ray.cluster import wanted_cpus
 from mopd.placement.ray.connection import connect, disconnect
-from mopd.types import UserError
 
 RELEASE_S = 10.0
 """For a cluster to notice that what it shows as taken was given back: a run that ended just before."""

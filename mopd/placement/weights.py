@@ -16,14 +16,14 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, EngineUnreachable, OnRunning, TakesWeights
+from mopd.engines.replicas.router import Router
+from mopd.engines.replicas.transfer import TransferTargets
+from mopd.engines.wire.weights import StagedWeights, stage_updates, unpacked_weights
 from mopd.placement.interface import KeptAwake
-from mopd.replicas.router import Router
-from mopd.replicas.transfer import TransferTargets
-from mopd.text import one_line
-from mopd.types import UserError
-from mopd.wire.weights import StagedWeights, stage_updates, unpacked_weights
 
 logger = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from mopd.base.files.reading import shown_path
+from mopd.base.types import UserError
 from mopd.config.load import Loaded
 from mopd.conversion.models.config_keys import CONFIG_FILE
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.reading import read_dims
-from mopd.files.reading import shown_path
-from mopd.hub.names import HubName, hub_model
-from mopd.types import UserError
+from mopd.data.hub.names import HubName, hub_model
 
 STUDENT = "student"
 

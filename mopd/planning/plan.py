@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mopd.base.hardware import Hardware
+from mopd.base.types import UserError
 from mopd.config.groups import EngineGroupConfig
 from mopd.config.load import Loaded
 from mopd.config.machine.auto import settle
@@ -14,7 +16,6 @@ from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import ModelDims, layout_problem
 from mopd.conversion.models.stages import stages_of
-from mopd.hardware import Hardware
 from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad
 from mopd.planning.devices import GIB, Cluster, Rates
 from mopd.planning.memory.activations import micro_batches
@@ -26,7 +27,6 @@ from mopd.planning.stages import drawing_time, scoring_time, sending_s, staging_
 from mopd.planning.traffic import Flow, links
 from mopd.planning.vision import TowerPlan, plan_tower
 from mopd.planning.workload import Workload
-from mopd.types import UserError
 
 MAX_BALANCED = 256
 """Replicas of a group beyond which no balance is looked for."""

@@ -23,6 +23,8 @@ import torch
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
+from mopd.base.files.temporary import TemporaryFolder
+from mopd.base.types import SampleMeta
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import MoeConfig, ParallelConfig
@@ -30,12 +32,10 @@ from mopd.conversion.models.dims import ModelDims
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
-from mopd.files.temporary import TemporaryFolder
+from mopd.engines.wire.weights import stage_updates
 from mopd.planning.devices import Rates
 from mopd.planning.stages import STEP_CALLS, TORCH_CALLS_PER_LAYER, forward_flops, num_tensors
 from mopd.planning.workload import Workload
-from mopd.types import SampleMeta
-from mopd.wire.weights import stage_updates
 
 MOST_LAYERS = 4
 NUM_STEPS = 8

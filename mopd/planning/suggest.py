@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mopd.base.types import UserError
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.config.machine.places import NodePool, engine_groups, place
 from mopd.config.placements import ExternalConfig, LocalConfig, RegisteredConfig
@@ -24,7 +25,6 @@ from mopd.planning.models import STUDENT
 from mopd.planning.plan import group_load, trainer_load
 from mopd.planning.stages import head_layers
 from mopd.planning.workload import Workload
-from mopd.types import UserError
 
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 SHOWN = 8

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mopd.base.types import UserError
 from mopd.config.schema import Recipe
-from mopd.types import UserError
 
 ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES = 4, 4, 8
 """int32 ids and fp32 log-probs on the wire and in the data plane; int64 tokens in the data plane."""

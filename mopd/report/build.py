@@ -15,7 +15,8 @@ from typing import Any
 
 from rich.table import Table
 
-from mopd.files.writing import write_text
+from mopd.base.files.writing import write_text
+from mopd.base.text import visible
 from mopd.report.charts import cell
 from mopd.report.curves import Phase, percents, phase_name, phases
 from mopd.report.groups import LATENCY_HEADING, GroupResult, label, latencies, summarise_groups
@@ -31,7 +32,6 @@ from mopd.report.pipeline import (
 )
 from mopd.report.run_files import RunFiles, best_of
 from mopd.report.terminal import Terminal
-from mopd.text import visible
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from mopd.base.text import visible
+from mopd.base.types import UserError
 from mopd.config.load import differences, flatten
 from mopd.report.build import Report, summarise
 from mopd.report.charts import Series, cell, short
@@ -17,8 +19,6 @@ from mopd.report.curves import Curves, curves_by_metric, is_zero, panel_of
 from mopd.report.page import chart, duration, render
 from mopd.report.run_files import RunFiles
 from mopd.report.terminal import Terminal
-from mopd.text import visible
-from mopd.types import UserError
 
 MAX_RUNS = 16
 LAST = 20

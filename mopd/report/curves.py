@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mopd.metrics import VOLATILE_PREFIXES
+from mopd.base.metrics import VOLATILE_PREFIXES
 from mopd.report.charts import Point
 from mopd.report.groups import is_group_metric
 from mopd.report.pipeline import AGE_SHARE

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mopd.metrics import GROUP_ROOMS
+from mopd.base.metrics import GROUP_ROOMS
 
 BREAKER_STATES = ("ok", "trial", "broken", "stale", "restarting", "gone")
 """What the values of ``breaker`` mean, in order."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mopd.files.reading import open_regular, shown_path
-from mopd.text import visible
-from mopd.types import UserError
+from mopd.base.files.reading import open_regular, shown_path
+from mopd.base.text import visible
+from mopd.base.types import UserError
 
 MAX_FILES = 20_000
 """More than ranks and servers of the largest run."""

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from mopd.metrics import StepMetrics
+from mopd.base.metrics import StepMetrics
 from mopd.report.groups import ALL, BREAKER_STATES, LATENCY_HEADING, Room, group_values, label, latencies, trouble
 from mopd.report.pipeline import ages_line, pipeline_line, summarise_ages, summarise_pipeline
 from mopd.report.terminal import Terminal

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import read_text, shown_path
-from mopd.files.yaml_text import read_yaml_object
-from mopd.metrics import MAX_STEP, read_jsonl
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import read_text, shown_path
+from mopd.base.files.yaml_text import read_yaml_object
+from mopd.base.metrics import MAX_STEP, read_jsonl
+from mopd.base.types import UserError
 from mopd.report.thumbnails import are_thumbnails
-from mopd.types import UserError
 
 MAX_NUMBER = 1e150
 """Sums and products of two such numbers are finite; nothing that a run measures comes near."""

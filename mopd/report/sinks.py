@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+from mopd.base.files.writing import write_text, writing
+from mopd.base.metrics import JsonlWriter, StepMetrics, truncate_jsonl
+from mopd.base.text import one_line, visible
+from mopd.base.types import UserError
 from mopd.config.load import to_tree
 from mopd.config.output import WandBConfig
 from mopd.config.schema import Recipe
-from mopd.files.writing import write_text, writing
-from mopd.metrics import JsonlWriter, StepMetrics, truncate_jsonl
 from mopd.report.progress import make_progress
 from mopd.report.run_files import RunFiles
 from mopd.report.terminal import Terminal
-from mopd.text import one_line, visible
-from mopd.types import UserError
 
 
 class Sink(Protocol):

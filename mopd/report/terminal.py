@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mopd.text import visible
+from mopd.base.text import visible
 
 
 class Terminal(Console):

@@ -10,13 +10,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+from mopd.base.files.reading import shown_path
+from mopd.base.types import UserError
 from mopd.config.rewards import CustomRewardConfig
-from mopd.files.reading import shown_path
 from mopd.rewards.child import MAX_REWARD
 from mopd.rewards.interface import Graded, RewardItem
 from mopd.rewards.process import RewardFailed, RewardProcess
 from mopd.rewards.served import GIB, ServedReward
-from mopd.types import UserError
 
 BYTES_PER_VALUE = 32
 """Most bytes of one number in an answer."""

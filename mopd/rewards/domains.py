@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
+from mopd.base.types import UserError
 from mopd.config.reading.tree import shown_key
 from mopd.config.rewards import DEFAULT, CustomRewardConfig, ExactMatchConfig, MultipleChoiceConfig, RewardConfig
 from mopd.rewards.custom import CustomReward
 from mopd.rewards.interface import Graded, Reward, RewardItem
 from mopd.rewards.judged import JudgedReward
 from mopd.rewards.texts import ExactMatchReward, MultipleChoiceReward
-from mopd.types import UserError
 
 
 class DomainRewards:

@@ -7,8 +7,8 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mopd.base.types import UserError
 from mopd.rewards.interface import RewardItem
-from mopd.types import UserError
 
 CODE_SHAPES = (
     "a list of assert statements (MBPP's test_list), a list of {input, output} cases (LiveCodeBench), or a structure "

@@ -11,15 +11,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import shown_path
+from mopd.base.types import UserError
 from mopd.config.rewards import CodeConfig, JsonSchemaConfig, MathConfig, RegexConfig
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import shown_path
 from mopd.rewards.graders.system_calls import architecture_named
 from mopd.rewards.ground_truths import schema_of, tests_of, text_of
 from mopd.rewards.interface import Graded, RewardItem
 from mopd.rewards.process import RewardFailed, RewardProcess
 from mopd.rewards.served import GIB, ServedReward
-from mopd.types import UserError
 
 JudgedConfig = MathConfig | RegexConfig | JsonSchemaConfig | CodeConfig
 MAX_PROCESSES = 32

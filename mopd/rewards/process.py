@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mopd.files.json_text import parse_json
-from mopd.files.temporary import TemporaryFolder
+from mopd.base.files.json_text import parse_json
+from mopd.base.files.temporary import TemporaryFolder
 from mopd.rewards.supervisor import KILL_S, MAX_PROCESSES, descendants
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")

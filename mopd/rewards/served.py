@@ -9,10 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from mopd.base.text import one_line
+from mopd.base.types import CutOffError, UserError
 from mopd.rewards.interface import Graded, RewardItem
 from mopd.rewards.process import RewardFailed, RewardProcess
-from mopd.text import one_line
-from mopd.types import CutOffError, UserError
 
 GIB = 2**30
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mopd.base.types import UserError
 from mopd.config.data import DataFileConfig
 from mopd.config.load import Loaded
 from mopd.config.placements import ExternalConfig
 from mopd.config.reading.tree import dotted
 from mopd.config.schema import Recipe
-from mopd.hub.names import HubName, hub_data, hub_model
-from mopd.types import UserError
+from mopd.data.hub.names import HubName, hub_data, hub_model
 
 MAX_NAMES = 500
 """Names of the Hub in one recipe."""
@@ -142,7 +142,7 @@ def _pinned(wanted: Sequence[Wanted], commits: Mapping[str, str]) -> list[Wanted
 def _fetch(wanted: Sequence[Wanted]) -> Located:
     from huggingface_hub import constants  # heavy, and most recipes never come here
 
-    from mopd.hub.fetch import Fetched, fetch_data, fetch_model
+    from mopd.data.hub.fetch import Fetched, fetch_data, fetch_model
 
     paths: dict[str, Sequence[str]] = {}
     commits: dict[str, str] = {}

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 import mopd
-from mopd.hardware import driver_version
+from mopd.base.hardware import driver_version
 
 PACKAGES = (
     "megatron-core",

@@ -10,6 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import open_regular, shown_path
+from mopd.base.files.writing import write_json
+from mopd.base.types import UserError
 from mopd.config.groups import TeacherConfig
 from mopd.config.placements import ExternalConfig
 from mopd.config.schema import Recipe
@@ -18,12 +22,8 @@ from mopd.conversion.hf.manifest import Manifest, compare_manifests, make_manife
 from mopd.conversion.hf.reader import INDEX_FILE, PROCESSOR_PATTERNS, WEIGHTS_FILE, matching_files, weight_files
 from mopd.conversion.job import sha256_of
 from mopd.conversion.models.config_keys import CONFIG_FILE
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import open_regular, shown_path
-from mopd.files.writing import write_json
-from mopd.replicas.identity import PROBE_TOKENS
+from mopd.engines.replicas.identity import PROBE_TOKENS
 from mopd.report.run_files import CURE
-from mopd.types import UserError
 
 NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
 """Places of a weight file that nodes compare besides both ends of each of its tensors."""

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import shown_path
+from mopd.base.files.writing import write_json, writing
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.config.schema import Recipe
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import shown_path
-from mopd.files.writing import write_json, writing
 from mopd.run.checkpointing import complete_steps, latest
 from mopd.run.folder import RunDir, folder_name, is_step_name
 from mopd.run.manifests import read_fingerprints
-from mopd.text import one_line
-from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mopd.files.reading import shown_path
+from mopd.base.files.reading import shown_path
+from mopd.base.types import UserError
 from mopd.run.checkpointing import complete_steps
 from mopd.run.folder import RunDir
 from mopd.run.resuming import read_attempts
 from mopd.run.stopping import stop_requested
 from mopd.serving.registration import read_registrations
-from mopd.types import UserError
 
 SILENT_S = 30.0
 """A registered server writes its file anew every two seconds."""

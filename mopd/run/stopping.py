@@ -13,12 +13,12 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from mopd.files.json_text import read_json_object
-from mopd.files.writing import write_json, writing
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.writing import write_json, writing
+from mopd.base.tasks import Stop
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.report.run_files import RunFiles
-from mopd.tasks import Stop
-from mopd.text import one_line
-from mopd.types import UserError
 
 POLL_S = 0.2
 MAX_BYTES = 4096

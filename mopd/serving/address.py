@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mopd.files.reading import read_text, shown_path
-from mopd.files.writing import write_json
-from mopd.types import UserError
+from mopd.base.files.reading import read_text, shown_path
+from mopd.base.files.writing import write_json
+from mopd.base.types import UserError
 
 BACKLOG = 2048
 LAST_PORT = 65535

@@ -27,6 +27,8 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.engines.interface import (
     EngineInfo,
     EngineRejected,
@@ -36,21 +38,10 @@ from mopd.engines.interface import (
     Told,
     WeightsLost,
 )
-from mopd.serving.admission import Admission, ServerLimits
-from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, read_deadline, while_wanted
-from mopd.serving.errors import Refusal, bad_request, stale_weights
-from mopd.serving.host import CanSleep, EngineHost
-from mopd.serving.images import KeptImages
-from mopd.serving.metrics import ServerMetrics
-from mopd.serving.request_checks import LOOPBACK_NAMES, add_request_checks
-from mopd.serving.streaming import StreamedResponse, frames_of
-from mopd.serving.updates import SMALL_BYTES, WeightRoutes, WeightUpdates
-from mopd.text import one_line
-from mopd.types import UserError
-from mopd.wire.images import MAX_BODY_BYTES as MAX_IMAGES_BODY_BYTES
-from mopd.wire.images import ImageFiles, ImagesKept
-from mopd.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
-from mopd.wire.messages import (
+from mopd.engines.wire.images import MAX_BODY_BYTES as MAX_IMAGES_BODY_BYTES
+from mopd.engines.wire.images import ImageFiles, ImagesKept
+from mopd.engines.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
+from mopd.engines.wire.messages import (
     VERSION,
     GenerateRequest,
     MessageT,
@@ -62,6 +53,15 @@ from mopd.wire.messages import (
     encode_aside,
     split_points,
 )
+from mopd.serving.admission import Admission, ServerLimits
+from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, read_deadline, while_wanted
+from mopd.serving.errors import Refusal, bad_request, stale_weights
+from mopd.serving.host import CanSleep, EngineHost
+from mopd.serving.images import KeptImages
+from mopd.serving.metrics import ServerMetrics
+from mopd.serving.request_checks import LOOPBACK_NAMES, add_request_checks
+from mopd.serving.streaming import StreamedResponse, frames_of
+from mopd.serving.updates import SMALL_BYTES, WeightRoutes, WeightUpdates
 
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")

@@ -27,7 +27,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from mopd.text import one_line
+from mopd.base.text import one_line
 
 
 class Refusal(Exception):

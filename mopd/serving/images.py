@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from mopd.base.text import one_line
+from mopd.base.types import PromptImage, UserError
 from mopd.engines.images import NO_VISION
 from mopd.engines.interface import EngineRejected, Images
 from mopd.engines.vision import EngineSight, check_images
+from mopd.engines.wire.image_table import Array, from_table
 from mopd.serving.errors import Refusal, bad_request
-from mopd.text import one_line
-from mopd.types import PromptImage, UserError
-from mopd.wire.image_table import Array, from_table
 
 MAX_KEPT_BYTES = 2**29
 """Bytes of kept files; beyond them the least recently requested images are dropped."""

@@ -23,14 +23,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from mopd.base.files.json_text import parse_json
+from mopd.base.files.reading import OTHERS_WRITE, read_private, shown_path
+from mopd.base.files.writing import write_private, writing
+from mopd.base.text import file_name, one_line, visible
+from mopd.base.types import UserError
 from mopd.config.reading.build import build_from_json
 from mopd.config.values import check_server_url
-from mopd.files.json_text import parse_json
-from mopd.files.reading import OTHERS_WRITE, read_private, shown_path
-from mopd.files.writing import write_private, writing
 from mopd.serving.address import MAX_TOKEN_BYTES, check_token
-from mopd.text import file_name, one_line, visible
-from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from types import FrameType
 
 import uvicorn
 
+from mopd.base.types import UserError
 from mopd.serving.address import BACKLOG, Address
 from mopd.serving.app import EngineServer, Served, create_app
 from mopd.serving.connections import ServerConfig
 from mopd.serving.registration import Registrar
-from mopd.types import UserError
 
 CLOSE_TIMEOUT_S = 10.0
 

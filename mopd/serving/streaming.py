@@ -19,13 +19,13 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mopd.engines.interface import Generation, Told
+from mopd.engines.wire.frames import frame
+from mopd.engines.wire.limits import CONTENT_TYPE
+from mopd.engines.wire.messages import GenerateAnswer, GenerateFailure, GenerateRequest, encode
 from mopd.serving.admission import Reservation
 from mopd.serving.bodies import disconnected, send_slices
 from mopd.serving.errors import Refusal
 from mopd.serving.metrics import ServerMetrics
-from mopd.wire.frames import frame
-from mopd.wire.limits import CONTENT_TYPE
-from mopd.wire.messages import GenerateAnswer, GenerateFailure, GenerateRequest, encode
 
 MAX_MESSAGE_CHARACTERS = 1000
 logger = logging.getLogger(__name__)

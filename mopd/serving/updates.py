@@ -12,7 +12,7 @@
     swap, continue:  the weights change at once; running requests are frozen and go on under v+1, or are handed back
     a new begin replaces the update before it (its sender died)
 
-With a group (``mopd.wire.transfer``) the weights go straight into the engine, so that the old ones are lost first::
+With a group (``engines/wire/transfer.py``) the weights go straight into the engine, so that the old ones are lost first::
 
     serving v ──start──> no weights ──buckets──> finish: serving v+1        a failure leaves none (409), until an update
                   ▲ after running requests, as above                        succeeds, by whichever way
@@ -31,19 +31,19 @@ from typing import Any, Protocol
 from fastapi import Request
 from fastapi.responses import Response
 
+from mopd.base.files.json_text import parse_json
+from mopd.base.text import one_line
 from mopd.engines.interface import OnRunning, Reception, WeightsLost
-from mopd.files.json_text import parse_json
+from mopd.engines.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
+from mopd.engines.wire.messages import Message, MessageT, WireError, encode
+from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
+from mopd.engines.wire.weights import NO_CONSTANTS, Staging, WeightBegin, WeightChunk, WeightCommit, WeightVersion
 from mopd.serving.admission import Admission
 from mopd.serving.bodies import BodyReader
 from mopd.serving.errors import Refusal, bad_request, busy, stale_weights
 from mopd.serving.host import EngineHost
-from mopd.text import one_line
-from mopd.transfer.buckets import from_json
-from mopd.transfer.group import GroupOrder
-from mopd.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
-from mopd.wire.messages import Message, MessageT, WireError, encode
-from mopd.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
-from mopd.wire.weights import NO_CONSTANTS, Staging, WeightBegin, WeightChunk, WeightCommit, WeightVersion
+from mopd.weights.buckets import from_json
+from mopd.weights.group import GroupOrder
 
 logger = logging.getLogger(__name__)
 

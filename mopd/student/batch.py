@@ -22,13 +22,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mopd.base.types import SampleMeta
 from mopd.data.packing import PackingRules
 from mopd.losses import choose_rows
 from mopd.student.attention import PackedSequences, sent
 from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
 from mopd.student.vision import ImageInput
-from mopd.types import SampleMeta
 
 Fields = Mapping[str, Mapping[int, Tensor]]
 """Field name -> sample id -> tensor, as fetched from the data plane."""

@@ -16,9 +16,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mopd.base.types import SampleMeta
 from mopd.data.packing import PackingRules
 from mopd.student.attention import zigzag_rows
-from mopd.types import SampleMeta
 
 
 @dataclass(frozen=True, kw_only=True)

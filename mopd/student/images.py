@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mopd.base.types import ImageRef
 from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import VisionDims
 from mopd.data.image_processing import read_image_processing
@@ -18,7 +19,6 @@ from mopd.data.images import ImageStore
 from mopd.data.mrope import image_starts, mrope_positions
 from mopd.student.form import Form
 from mopd.student.vision import ImageInput
-from mopd.types import ImageRef
 
 Sequences = Sequence[tuple[Tensor, Tensor]]
 """Fields ``tokens`` [L] and ``images`` [N, 8] of each sample."""

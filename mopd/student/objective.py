@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mopd.base.types import DomainSums, UserError
 from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig
 from mopd.losses import (
     LinearHead,
@@ -28,7 +29,6 @@ from mopd.losses.linear.loss import RowLoss
 from mopd.student.batch import LossRows
 from mopd.student.model.gpt import LMHead
 from mopd.student.parallel import Layout
-from mopd.types import DomainSums, UserError
 
 logger = logging.getLogger(__name__)
 

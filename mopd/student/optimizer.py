@@ -14,15 +14,15 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from mopd import cpu_shim
+from mopd.base.types import UserError
 from mopd.config.student import OptimizerConfig as StudentOptimizerConfig
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
+from mopd.student import cpu_shim
 from mopd.student.memory.offload import main_weights_on_host, offload
 from mopd.student.model.gpt import StudentModel
 from mopd.student.parallel import Layout
-from mopd.transfer.sending import require_all_finite
-from mopd.types import UserError
+from mopd.weights.sending import require_all_finite
 
 BUCKET_SIZE: int | None = None
 """Number of parameters whose gradients are summed together while backward goes on. ``None``: Megatron's choice, 40

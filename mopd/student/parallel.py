@@ -15,12 +15,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
-from mopd import cpu_shim
+from mopd.base.files.writing import WriteRefusedError
+from mopd.base.text import encodable
+from mopd.base.types import UserError
 from mopd.config.student import ParallelConfig
 from mopd.config.values import MAX_SECONDS
-from mopd.files.writing import WriteRefusedError
-from mopd.text import encodable
-from mopd.types import UserError
+from mopd.student import cpu_shim
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mopd.base.text import message_of
+from mopd.base.types import SampleMeta, UserError
 from mopd.data_plane.frames import from_frames, packed, to_frames, unpacked
 from mopd.data_plane.interface import Reader
 from mopd.student.batch import Fields, MicroBatch
 from mopd.student.parallel import Layout
-from mopd.text import message_of
-from mopd.types import SampleMeta, UserError
 
 T = TypeVar("T")
 

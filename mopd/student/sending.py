@@ -18,12 +18,12 @@ from mopd.config.weights import BucketsConfig, CollectiveConfig
 from mopd.student.parallel import Layout
 from mopd.student.weights import hf_tensors
 from mopd.student.worker import StudentWorker, WeightPart
-from mopd.transfer.buckets import TensorMeta, from_json, to_json
-from mopd.transfer.group import GroupOrder, TransferFailed, TransferGroup
-from mopd.transfer.mapped import send_mapped
-from mopd.transfer.memory import SharedMemory
-from mopd.transfer.sending import Sent, send
-from mopd.transfer.stages import Words, of_sender
+from mopd.weights.buckets import TensorMeta, from_json, to_json
+from mopd.weights.group import GroupOrder, TransferFailed, TransferGroup
+from mopd.weights.mapped import send_mapped
+from mopd.weights.memory import SharedMemory
+from mopd.weights.sending import Sent, send
+from mopd.weights.stages import Words, of_sender
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mopd import cpu_shim
+from mopd.base.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import require_exportable, write_folder
 from mopd.conversion.models.families import Placed
 from mopd.data.packing import pack, packing_rules
 from mopd.data_plane.interface import Reader
-from mopd.student import parallel
+from mopd.student import cpu_shim, parallel
 from mopd.student.batch import MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
 from mopd.student.checkpoints.background import Background
@@ -38,7 +38,6 @@ from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, Shape, run_schedule
 from mopd.student.vision import clock_of, constant_names
 from mopd.student.weights import hf_stages, iter_hf_weights, load_hf_into
-from mopd.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
 
 _MAX_NAMED_SAMPLES = 8
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd.cli import main
+from mopd.cli.main import main
 from tests.architecture.source import ROOT, trees
 
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])

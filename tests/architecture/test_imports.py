@@ -13,7 +13,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "megatron", "ray", "vllm", "transformers")
-LIGHT = ("mopd.types", "mopd.metrics", "mopd.config.load", "mopd.config.document", "mopd.controller", "mopd.cli")
+LIGHT = (
+    "mopd.base.types",
+    "mopd.base.metrics",
+    "mopd.config.load",
+    "mopd.config.document",
+    "mopd.orchestrator.controller",
+    "mopd.cli.main",
+)
 
 
 def test_import_contracts() -> None:
@@ -49,7 +56,7 @@ def names_in(path: Path) -> set[str]:
 
 def test_one_file_reads_parallel_state() -> None:
     readers = [path for path in (ROOT / "mopd").rglob("*.py") if "parallel_state" in names_in(path)]
-    allowed = {ROOT / "mopd" / "student" / "parallel.py", ROOT / "mopd" / "cpu_shim.py"}
+    allowed = {ROOT / "mopd" / "student" / "parallel.py", ROOT / "mopd" / "student/cpu_shim.py"}
     assert [str(path.relative_to(ROOT)) for path in readers if path not in allowed] == []
 
 
@@ -62,8 +69,8 @@ def test_the_environment_is_read_where_processes_start() -> None:
     rooms = {Path("mopd/launch"), Path("mopd/placement"), Path("mopd/placement/ray")}
     assert {str(path) for path in readers if path.parent not in rooms} == {
         "mopd/engines/vllm/start.py",
-        "mopd/hardware.py",
-        "mopd/transfer/backends.py",
+        "mopd/base/hardware.py",
+        "mopd/weights/backends.py",
     }
 
 

@@ -73,7 +73,7 @@ def test_no_small_file_with_one_importer() -> None:
         name
         for name in trees()
         if importers[name] == 1
-        and not name.startswith("mopd.commands.")
+        and not name.startswith("mopd.cli.")
         and path_of(name).name != "__init__.py"
         and len(path_of(name).read_text(encoding="utf-8").splitlines()) < MIN_LINES
     ]

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mopd.base.types import UserError
 from mopd.conversion.torch_dist.description import read_description
-from mopd.types import UserError
 from tests.fuzz.harness import fuzz
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import transformers
 
+from mopd.base.types import UserError
 from mopd.conversion.hf.pretrained import load_config, load_tokenizer, read_stop_ids
 from mopd.conversion.jobs import lora
 from mopd.conversion.models import families
 from mopd.conversion.models.reading import read_dims
-from mopd.types import UserError
 from tests.fixtures.tiny_models import FAMILIES, FAMILY_KEYS, make_tokenizer
 from tests.fuzz.harness import fuzz
 from tests.unit.conversion.test_vision_dims import QWEN2_5_VL_3B, QWEN3_VL_4B, changed

@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from mopd.base.types import UserError
 from mopd.config.data import DataConfig
 from mopd.data.image_files import image_size, read_rgb
 from mopd.data.image_processing import read_image_processing
 from mopd.data.prompts import load_prompts
 from mopd.data.templates import rendering
-from mopd.types import UserError
 from tests.fixtures.hostile_templates import ENDLESS, FORBIDDEN, GREEDY
 from tests.fixtures.tiny_models import make_tokenizer
 from tests.fixtures.vision import image_bytes, write_image_processing

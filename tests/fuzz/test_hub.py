@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mopd.hub.fetch import fetch_model
-from mopd.hub.names import HubName
-from mopd.types import UserError
+from mopd.base.types import UserError
+from mopd.data.hub.fetch import fetch_model
+from mopd.data.hub.names import HubName
 from tests.fixtures.hub import hub_of_this_process
 from tests.fuzz.harness import fuzz
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mopd.files.json_text import read_json_object
-from mopd.types import UserError
+from mopd.base.files.json_text import read_json_object
+from mopd.base.types import UserError
 from tests.fuzz.harness import fuzz
 
 VALID = [b'{"a": [1, 2.5, -3e4, true, null], "b": {"c": "\xc3\xa9 \\u00e9"}, "d": "x"}', b'{"sha256": {"x": "00ff"}}']

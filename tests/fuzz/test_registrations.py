@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from mopd.base.text import visible
+from mopd.base.types import UserError
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.serving.registration import FORMAT, read_registrations
-from mopd.text import visible
-from mopd.types import UserError
 from tests.fuzz.harness import fuzz
 
 KEY = "teachers.math"

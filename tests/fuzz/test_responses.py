@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from mopd.base.files.writing import write_json
+from mopd.base.metrics import MAX_LINE_BYTES
 from mopd.config.load import dump, load_recipe
 from mopd.config.rewards import (
     CodeConfig,
@@ -23,14 +25,12 @@ from mopd.config.rewards import (
     RegexConfig,
 )
 from mopd.data_plane.frames import packed, unpacked
-from mopd.files.writing import write_json
-from mopd.metrics import MAX_LINE_BYTES
-from mopd.preflight.rewards import why_not_better
+from mopd.orchestrator.preflight.rewards import why_not_better
+from mopd.orchestrator.rollout import reward_item
+from mopd.orchestrator.validation import ValidationResult, _example, append_record, plain_examples, record_of
 from mopd.report.build import build_report
 from mopd.rewards.domains import build_rewards
 from mopd.rewards.interface import Graded, RewardItem
-from mopd.rollout.worker import reward_item
-from mopd.run.validation import ValidationResult, _example, append_record, plain_examples, record_of
 from tests.fuzz.harness import NUM_MUTATIONS, ONLY, mutate
 
 BATCH = 50

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
+from mopd.base.types import UserError
 from mopd.conversion.hf.header import read_header
 from mopd.conversion.hf.reader import HfReader
-from mopd.types import UserError
 from tests.fuzz.harness import fuzz
 
 TENSORS = {

@@ -11,16 +11,11 @@ import msgpack
 import numpy as np
 import torch
 
+from mopd.base.files.json_text import parse_json
 from mopd.engines.interface import EngineInfo, EngineLimits
-from mopd.files.json_text import parse_json
-from mopd.serving.app import check_generate, check_score
-from mopd.serving.errors import Refusal
-from mopd.transfer.buckets import TensorMeta, from_json, to_json
-from mopd.transfer.memory import SharedMemory, open_memory
-from mopd.transfer.receiving import check_fit
-from mopd.wire.frames import FrameReader, frame
-from mopd.wire.images import ImageFiles
-from mopd.wire.messages import (
+from mopd.engines.wire.frames import FrameReader, frame
+from mopd.engines.wire.images import ImageFiles
+from mopd.engines.wire.messages import (
     VERSION,
     GenerateAnswer,
     GenerateFailure,
@@ -32,8 +27,13 @@ from mopd.wire.messages import (
     decode_one_of,
     encode,
 )
-from mopd.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
-from mopd.wire.weights import Staging, TensorLedger, WeightBegin, WeightChunk, WeightCommit, cut
+from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
+from mopd.engines.wire.weights import Staging, TensorLedger, WeightBegin, WeightChunk, WeightCommit, cut
+from mopd.serving.app import check_generate, check_score
+from mopd.serving.errors import Refusal
+from mopd.weights.buckets import TensorMeta, from_json, to_json
+from mopd.weights.memory import SharedMemory, open_memory
+from mopd.weights.receiving import check_fit
 from tests.fuzz.harness import fuzz
 
 SLOTS = {"a.weight": torch.zeros(3, 4, dtype=torch.bfloat16), "b": torch.zeros(()), "c": torch.zeros(2, 2, 2)}

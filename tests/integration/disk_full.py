@@ -22,7 +22,7 @@ import torch.utils.tensorboard  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 import yaml
 
-from mopd.cli import main
+from mopd.cli.main import main
 from tests.integration.world import World, read_metrics, read_validation
 
 DISK_BYTES = 64 * 2**20

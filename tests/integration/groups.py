@@ -17,14 +17,14 @@ from torch import Tensor
 from mopd.config.load import load_recipe
 from mopd.config.schema import Recipe
 from mopd.engines.interface import SamplingParams, Scores
+from mopd.engines.replicas.interface import RouterLimits
+from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
+from mopd.launch.preparing import prepare
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.server_group import ServerGroup
 from mopd.placement.weights import GroupWeightSync
-from mopd.replicas.interface import RouterLimits
-from mopd.replicas.router import Router
-from mopd.run.preparing import prepare
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model, make_tokenizer
 from tests.integration.world import World
 

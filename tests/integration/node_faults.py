@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import mopd.preflight.nodes.conducting
-from mopd.cli import main
+import mopd.launch.checks.conducting
+from mopd.cli.main import main
 from tests.fixtures.ports import free_port
 
 CLONE_NEWNS = 0x00020000
@@ -52,7 +52,7 @@ class Faults:
         over(Path(str(own.locate())), lambda text: text.replace("\nVersion: ", "\nVersion: 99.", 1), self.spare)
 
     def code(self) -> None:
-        over(Path(mopd.preflight.nodes.conducting.__file__), lambda text: f"{text}# another\n", self.spare)
+        over(Path(mopd.launch.checks.conducting.__file__), lambda text: f"{text}# another\n", self.spare)
 
     def missing_model(self) -> None:
         mount("-t", "tmpfs", "tmpfs", self.teacher)

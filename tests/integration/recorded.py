@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mopd.cli import main
+from mopd.cli.main import main
 from mopd.launch import failure, launch
 from mopd.launch.nodes import Nodes
 from mopd.student.worker import StudentWorker

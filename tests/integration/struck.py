@@ -25,13 +25,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mopd.engines.replicas.transfer import TransferTargets
 from mopd.launch import orchestrator
 from mopd.orchestrator import process
 from mopd.orchestrator.transfer import Transfer
-from mopd.replicas.transfer import TransferTargets
 from mopd.student.sending import StageSender
 from mopd.student.worker import StudentWorker
-from mopd.transfer.group import TransferGroup
+from mopd.weights.group import TransferGroup
 from tests.integration.recorded import JOURNAL, run_recorded
 
 PHASES = ("join", "start", "bucket", "flight", "finish", "after")

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mopd.metrics import read_jsonl
+from mopd.base.metrics import read_jsonl
 from tests.integration.under_fire import LOCAL, Run, trained
 from tests.integration.world import World
-from tests.unit.async_world import ks_distance, ks_noise
+from tests.unit.orchestrator.async_world import ks_distance, ks_noise
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 IS_LONG = "MOPD_KILLS" in os.environ

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from mopd.cli import main
+from mopd.cli.main import main
 from mopd.conversion.hf.pretrained import load_weights
 from tests.fixtures.pages import PAGES, ROOT, Block, blocks
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer

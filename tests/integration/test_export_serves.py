@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.commands.convert_verify import LogitsProbe, logits_of
+from mopd.cli.convert_verify import LogitsProbe, logits_of
 from mopd.conversion.jobs import streaming
 from mopd.conversion.jobs.contents import open_checkpoint
 from mopd.conversion.torch_dist.plan import TargetLayout

@@ -16,11 +16,11 @@ from torch import Tensor
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import Generation, SamplingParams, Scores, StaleWeights
+from mopd.engines.replicas.interface import SampleFailed
+from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.placement import server_group as placement_of_servers
 from mopd.placement.interface import ROLLOUT
-from mopd.replicas.interface import SampleFailed
-from mopd.replicas.router import Router
 from tests.fixtures.servers import running_server
 from tests.integration.groups import (
     LEFT,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mopd.files.writing import PARTIALS
-from mopd.launch.node import NODE_NAME
+from mopd.base.files.writing import PARTIALS
+from mopd.run.folder import NODE_NAME
 from tests.fixtures.ports import free_port
 from tests.integration.world import REPOSITORY, World, environment, read_metrics
 

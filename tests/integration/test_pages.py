@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from mopd.cli import main
+from mopd.cli.main import main
 from mopd.report.build import build_report
 from tests.fixtures.browser import NEEDS_CHROMIUM, WIDTHS, look
 from tests.fixtures.runs import make_run

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import torch
 
+from mopd.base.types import UserError
 from mopd.placement.groups import Groups, plan_groups
 from mopd.placement.interface import ROLLOUT
-from mopd.types import UserError
 from tests.fixtures import warm
 from tests.fixtures.ports import free_port
 from tests.fixtures.servers import engine_file, serve_process, wait_until

@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from mopd.cli import main
+from mopd.base.types import UserError
+from mopd.cli.main import main
 from mopd.launch.failure import STOPPED_CODE
 from mopd.placement.groups import plan_groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.ray import RayCluster
 from mopd.placement.ray.agent import Agent
-from mopd.types import UserError
 from tests.integration.groups import (
     LEFT,
     RIGHT,

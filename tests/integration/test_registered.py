@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mopd.cli import main
+from mopd.cli.main import main
 from tests.fixtures.servers import ServeProcess, serve_process, wait_until
 from tests.integration.world import ANSWERS, World, start_mopd
 

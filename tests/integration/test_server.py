@@ -18,13 +18,13 @@ import psutil
 import pytest
 import torch
 
-from mopd.cli import main
+from mopd.cli.main import main
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
-from mopd.wire.messages import encode
-from mopd.wire.weights import TensorLedger, WeightBegin, WeightChunk, cut
+from mopd.engines.wire.messages import encode
+from mopd.engines.wire.weights import TensorLedger, WeightBegin, WeightChunk, cut
 from tests.fixtures import warm
 from tests.fixtures.ports import free_port
 from tests.fixtures.servers import engine_file, random_tokens, serve_process

@@ -27,15 +27,15 @@ from mopd.conversion.models.reading import read_dims
 from mopd.data.image_processing import read_image_processing
 from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores, StaleWeights
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
+from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
+from mopd.engines.wire.messages import encode
+from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.orchestrator.transfer import Transfer
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
-from mopd.replicas.transfer import TransferTargets
 from mopd.student.vision import constant_names
-from mopd.transfer.group import Pending, TransferGroup
-from mopd.wire.messages import encode
-from mopd.wire.weights import StagedWeights, stage_updates
+from mopd.weights.group import Pending, TransferGroup
 from tests.fixtures.linked import Sending
 from tests.fixtures.seen import Transformers, prompts_with_images
 from tests.fixtures.servers import engine_file, random_tokens, serve_process, wait_until

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mopd.cli import main
+from mopd.cli.main import main
 from mopd.report.run_files import RunFiles
 from tests.fixtures import warm
 from tests.integration.world import ANSWERS, TIMEOUT_S, World, mopd, read_metrics, read_validation, start_mopd

@@ -17,12 +17,12 @@ import psutil
 import pytest
 import torch
 
+from mopd.base.types import SampleMeta, UserError
 from mopd.config.data import TransferQueueConfig
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.queue_plane import HASHES, QueuePlane
 from mopd.placement.ray.connection import connect, disconnect
 from mopd.placement.storage import open_queue
-from mopd.types import SampleMeta, UserError
 from tests.parity.student.samples import make_samples
 
 pytest.importorskip("transfer_queue")
@@ -33,7 +33,7 @@ FINISHED = ("tokens", "loss_mask", "teacher_ids")
 READER = """
 import json, sys
 from mopd.data_plane.reading import open_reader
-from mopd.types import UserError
+from mopd.base.types import UserError
 reader = open_reader(json.loads(sys.argv[1]), timeout_s=60)
 said = []
 for ids, names in (([3, 1, 2], ["loss_mask", "tokens", "teacher_logprobs"]), ([1, 99], ["tokens"]), ([1], ["x"])):

@@ -22,7 +22,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from mopd.cli import main
+from mopd.cli.main import main
 from tests.fixtures.tiny_models import make_hf_model
 from tests.fixtures.vision import VISION_VOCAB_SIZE, image_bytes, make_vision_model, make_vision_tokenizer
 from tests.integration.world import mopd, read_metrics, read_validation, start_mopd

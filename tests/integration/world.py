@@ -21,7 +21,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mopd.metrics import GROUP_ROOMS
+from mopd.base.metrics import GROUP_ROOMS
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]

@@ -18,10 +18,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from mopd.base.files.writing import write_json
 from mopd.conversion.hf.pretrained import load_weights
 from mopd.data.image_processing import PREPROCESSOR_FILE, read_image_processing
 from mopd.data.image_processor import ImageProcessor
-from mopd.files.writing import write_json
 from tools.quickstart.models import progress
 from tools.quickstart.tasks import LETTERS
 from tools.quickstart.training import fit, new_model, pad_rows

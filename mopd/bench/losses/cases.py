@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mopd.types import UserError
+from mopd.base.types import UserError
 
 HEADLINE_VOCAB, HEADLINE_K = 151_936, 64
 VOCABS = (HEADLINE_VOCAB, 32_000, 128_256)

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.bench.harness import BenchReport, Comparison, is_disturbed, say
 from mopd.bench.losses.cases import REPEATS, Case, add_arguments, make_cases
 from mopd.bench.losses.contenders import BASELINE, FLOOR, head_baseline, head_contenders, logits_contenders
 from mopd.bench.losses.inputs import make_head_inputs, make_inputs
 from mopd.bench.losses.measure import Row, measure
-from mopd.text import one_line
-from mopd.types import UserError
 
 COLUMNS = {
     "loss": "loss:",

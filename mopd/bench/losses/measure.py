@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mopd.base.text import first_line
 from mopd.bench.clock import Clock, copy_rate, peak_bytes
 from mopd.bench.harness import Others, rounds
 from mopd.bench.losses.contenders import Contender
-from mopd.text import first_line
 
 WARM_UP_RUNS = {"cuda": 3, "cpu": 1}
 """Runs before the first round, beside the one that checks the gradient and the one that counts memory."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from mopd.base.hardware import Hardware
 from mopd.config.groups import AutoEngineConfig, EngineGroupConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.config.machine.places import engine_groups, room_for_auto
 from mopd.config.placements import (
@@ -26,7 +27,6 @@ from mopd.config.placements import (
 from mopd.config.reading.tree import AUTO, dotted
 from mopd.config.schema import Recipe
 from mopd.config.weights import AutoSyncConfig, CollectiveConfig, HttpConfig, IpcConfig, WeightSync
-from mopd.hardware import Hardware
 
 Group = TypeVar("Group", bound=EngineGroupConfig)
 

@@ -28,6 +28,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mopd.base.types import UserError
 from mopd.config.groups import EngineGroupConfig
 from mopd.config.placements import (
     AutoPlacementConfig,
@@ -39,7 +40,6 @@ from mopd.config.placements import (
 )
 from mopd.config.reading.tree import dotted
 from mopd.config.schema import Recipe
-from mopd.types import UserError
 
 STUDENT = "student"
 IN_PROCESS = "in_process"

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
+from mopd.base.files.yaml_text import EXPONENT
+from mopd.base.text import without_credentials
+from mopd.base.types import UserError
 from mopd.config.reading.tree import (
     OVERRIDE_ORIGIN,
     Leaf,
@@ -25,9 +28,6 @@ from mopd.config.reading.tree import (
     union_members,
 )
 from mopd.config.values import check_name, check_text
-from mopd.files.yaml_text import EXPONENT
-from mopd.text import without_credentials
-from mopd.types import UserError
 
 Path_ = tuple[str, ...]
 Config = TypeVar("Config")

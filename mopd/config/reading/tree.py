@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mopd.files.json_text import MAX_DEPTH
-from mopd.files.reading import read_text, shown_path
-from mopd.files.yaml_text import MAX_KEY_CHARACTERS, MAX_YAML_BYTES, Marked, YamlError, compose_yaml, plain
-from mopd.text import visible, without_credentials
-from mopd.types import UserError
+from mopd.base.files.json_text import MAX_DEPTH
+from mopd.base.files.reading import read_text, shown_path
+from mopd.base.files.yaml_text import MAX_KEY_CHARACTERS, MAX_YAML_BYTES, Marked, YamlError, compose_yaml, plain
+from mopd.base.text import visible, without_credentials
+from mopd.base.types import UserError
 
 AUTO = "auto"
 """Value of a ``type`` key that leaves the choice to the machine: the keys beside it are those of every type."""

@@ -12,9 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mopd.files.json_text import parse_json
-from mopd.files.reading import open_regular, shown_path
-from mopd.types import UserError
+from mopd.base.files.json_text import parse_json
+from mopd.base.files.reading import open_regular, shown_path
+from mopd.base.types import UserError
 
 _MAX_HEADER_BYTES = 2**24
 """Largest header: a hundred thousand tensors, more than the largest published models have in all their files."""

@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import shown_path
+from mopd.base.files.writing import WriteRefusedError, write_text, writing
+from mopd.base.types import UserError
 from mopd.conversion.hf.header import TensorInfo, read_header
 from mopd.conversion.hf.reader import PROCESSOR_PATTERNS, TOKENIZER_PATTERNS, matching_files, weight_files
 from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import shown_path
-from mopd.files.writing import WriteRefusedError, write_text, writing
-from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import read_bytes, read_text, shown_path
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.conversion.hf.reader import HfReader, read_tokenizer_json
 from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config
 from mopd.conversion.models.vision_config import VISION_FORMATS
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import read_bytes, read_text, shown_path
-from mopd.text import one_line
-from mopd.types import UserError
 
 ADAPTER_CONFIG = "adapter_config.json"
 GENERATION_CONFIG = "generation_config.json"

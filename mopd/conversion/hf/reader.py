@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import shown_path
+from mopd.base.types import UserError
 from mopd.conversion.hf.header import MAX_NAME, TensorInfo, read_header
 from mopd.conversion.job import sha256_of
 from mopd.conversion.mapped import DTYPE_NAMES, TORCH_DTYPES, map_tensor
@@ -19,9 +22,6 @@ from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.reading import read_dims
 from mopd.conversion.models.towers import naming_of, with_naming
 from mopd.conversion.torch_dist.pickled import load_pickled
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import shown_path
-from mopd.types import UserError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mopd.base.files.writing import sync, writing
 from mopd.conversion.hf.reader import INDEX_FILE, WEIGHTS_FILE, kept_files
 from mopd.conversion.job import (
     CheckInputs,
@@ -31,7 +32,6 @@ from mopd.conversion.job import (
 )
 from mopd.conversion.mapped import DTYPE_NAMES, as_bytes
 from mopd.conversion.models.config_keys import CONFIG_FILE
-from mopd.files.writing import sync, writing
 
 MARKER = "conversion.json"
 """File written last into a Hugging Face folder: what was converted, and the SHA-256 of every other file."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mopd.base.types import UserError
 from mopd.conversion.hf.reader import HfReader, kept_files, named_as_in
 from mopd.conversion.jobs.streaming import origin_of, read_row
 from mopd.conversion.mapped import as_bytes
@@ -23,7 +24,6 @@ from mopd.conversion.models.reading import read_dims
 from mopd.conversion.models.towers import TOWER_PREFIX
 from mopd.conversion.torch_dist.plan import sharded_key
 from mopd.conversion.torch_dist.reader import FORMAT_FILE, TorchDistReader
-from mopd.types import UserError
 
 _WEIGHTS = ("decoder.", "embedding.", "output_layer.", TOWER_PREFIX)
 """Beginnings of the keys of weights in a distributed checkpoint."""

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.types import UserError
 from mopd.conversion.hf.header import TensorInfo, read_header
 from mopd.conversion.hf.reader import HfReader, open_model, require_finite
 from mopd.conversion.hf.writer import MAX_SHARD_BYTES
@@ -24,8 +26,6 @@ from mopd.conversion.jobs.rewriting import rewritten
 from mopd.conversion.mapped import TORCH_DTYPES, map_tensor
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.towers import named_as_read
-from mopd.files.json_text import read_json_object
-from mopd.types import UserError
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mopd.base.files.reading import shown_path
+from mopd.base.types import UserError
 from mopd.conversion.hf.reader import HfReader, check_names, identity, named_as_in, open_model, read_tokenizer_json
 from mopd.conversion.hf.writer import MAX_SHARD_BYTES, Group, hf_job
 from mopd.conversion.job import Job
@@ -22,8 +24,6 @@ from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.mapping import pad_rows
 from mopd.conversion.models.reading import dims_from_config, read_dims
-from mopd.files.reading import shown_path
-from mopd.types import UserError
 
 _BLOCK_ELEMENTS = 2**24
 """Number of elements that are widened at a time."""

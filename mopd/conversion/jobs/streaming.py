@@ -15,6 +15,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.types import UserError
 from mopd.conversion.hf.reader import HfReader, hash_side_files, identity, named_as_in, open_model, require_finite
 from mopd.conversion.hf.writer import MAX_SHARD_BYTES, Group, copy_side_files, hf_job
 from mopd.conversion.job import CheckInputs, Job, Written, check_nothing, sha256_of
@@ -29,8 +31,6 @@ from mopd.conversion.models.towers import with_naming
 from mopd.conversion.torch_dist.plan import Piece, TargetLayout, files, one_dtype_per_key, pieces, sharded_key
 from mopd.conversion.torch_dist.reader import MANIFEST_FILE, STATE_FILE, TorchDistReader
 from mopd.conversion.torch_dist.writer import SIDE_FILES, data_file, extra_state_file, write_rest
-from mopd.files.json_text import read_json_object
-from mopd.types import UserError
 
 MAX_FILE_BYTES = 2**30
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import shown_path
-from mopd.text import visible
-from mopd.types import UserError
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import shown_path
+from mopd.base.text import visible
+from mopd.base.types import UserError
 
 CONFIG_FILE = "config.json"
 MAX_COUNT = 10_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mopd.base.types import UserError
 from mopd.conversion.models.stages import ONE_STAGE, Stages
-from mopd.types import UserError
 
 Naming = Literal["flat", "nested"]
 """Tensor naming of a Hugging Face checkpoint with vision. flat: ``visual.*`` and ``model.*``; nested:

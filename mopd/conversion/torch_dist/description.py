@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mopd.files.reading import read_bytes, shown_path
-from mopd.text import one_line
-from mopd.types import UserError
+from mopd.base.files.reading import read_bytes, shown_path
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 
 __all__ = ["UnpicklingError", "read_description", "write_description"]
 

@@ -10,11 +10,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from mopd.base.files.reading import open_regular, shown_path
+from mopd.base.text import first_line, message_of
+from mopd.base.types import UserError
 from mopd.conversion.mapped import DTYPE_NAMES
 from mopd.conversion.torch_dist.description import UnpicklingError
-from mopd.files.reading import open_regular, shown_path
-from mopd.text import first_line, message_of
-from mopd.types import UserError
 
 MAX_PICKLE_BYTES = 2**26
 """Largest pickle in an archive. It describes tensors, whose values lie beside it."""

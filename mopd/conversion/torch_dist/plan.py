@@ -18,6 +18,7 @@ from math import lcm, prod
 
 import torch
 
+from mopd.base.types import UserError
 from mopd.conversion.job import filled
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
@@ -25,7 +26,6 @@ from mopd.conversion.models.families import Placed
 from mopd.conversion.models.mapping import CUT_DIM, boxes, whole_shape
 from mopd.conversion.models.stages import Stages
 from mopd.conversion.models.towers import TOWER_PREFIX
-from mopd.types import UserError
 
 _LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers)\.\d+")
 _EXPERT_NUMBER = re.compile(r"(?<=\.experts)\.local_experts\.\d+")

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import shown_path
+from mopd.base.types import UserError
 from mopd.conversion.job import sha256_of
 from mopd.conversion.mapped import map_tensor
 from mopd.conversion.torch_dist.description import read_description
 from mopd.conversion.torch_dist.pickled import DAMAGE, require_plain_archive
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import shown_path
-from mopd.types import UserError
 
 METADATA_FILE = ".metadata"
 MANIFEST_FILE = "manifest.json"

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mopd.base.files.writing import reasoned
 from mopd.conversion.job import OutputFile, Written, files_below, sha256_of, write_json
 from mopd.conversion.torch_dist.description import write_description
 from mopd.conversion.torch_dist.plan import Piece, extra_state_keys
 from mopd.conversion.torch_dist.reader import FORMAT, FORMAT_FILE, MANIFEST_FILE, METADATA_FILE, STATE_FILE
-from mopd.files.writing import reasoned
 
 COMMON_FILE = "common.pt"
 EXTRA_STATE_FILE = "__0_extra_state.distcp"

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import markupsafe
 
+from mopd.base.files.reading import read_text, shown_path
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.config.data import DataConfig
-from mopd.files.reading import read_text, shown_path
-from mopd.text import one_line
-from mopd.types import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

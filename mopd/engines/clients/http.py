@@ -14,6 +14,9 @@ from contextlib import AsyncExitStack
 
 import httpx
 
+from mopd.base.files.json_text import parse_json
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.config.values import check_server_url, shown_url
 from mopd.engines.clients.images import UnknownImages
 from mopd.engines.interface import (
@@ -25,9 +28,6 @@ from mopd.engines.interface import (
     EngineUnreachable,
     StaleWeights,
 )
-from mopd.files.json_text import parse_json
-from mopd.text import one_line
-from mopd.types import UserError
 
 MAX_CONNECTIONS = 512
 """Connections to one engine; further calls wait for one within their deadline. More than the requests that any engine

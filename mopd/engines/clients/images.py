@@ -7,12 +7,12 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TypeVar
 
+from mopd.base.types import PromptImage
 from mopd.config.data import MAX_IMAGE_BYTES
 from mopd.engines.concurrency import cancel
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Images
-from mopd.types import PromptImage
-from mopd.wire.images import MAX_FILES, ImageFiles
-from mopd.wire.messages import encode_aside
+from mopd.engines.wire.images import MAX_FILES, ImageFiles
+from mopd.engines.wire.messages import encode_aside
 
 MAX_KNOWN = 2**18
 """Digests remembered as sent, 16 bytes each."""

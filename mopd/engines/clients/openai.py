@@ -15,14 +15,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from mopd.base.files.json_text import parse_json
+from mopd.base.metrics import is_counted
+from mopd.base.types import UserError
 from mopd.engines.checks import check_scoring
 from mopd.engines.clients.http import HttpClient
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.images import refuse_images
 from mopd.engines.interface import EngineInfo, EngineRejected, Generation, Images, SamplingParams, Scores, Told
-from mopd.files.json_text import parse_json
-from mopd.metrics import is_counted
-from mopd.types import UserError
 
 MAX_BYTES_PER_ENTRY = 256
 """Limit of one log-prob's JSON: ``"151935":{"logprob":-12.345678901234567,"rank":151936,"decoded_token":"…"},``."""

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mopd.base.files.json_text import parse_json
+from mopd.base.metrics import is_counted
 from mopd.conversion.hf.manifest import HASHES
 from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient
 from mopd.engines.clients.images import ImageSender
@@ -32,13 +34,11 @@ from mopd.engines.interface import (
     StaleWeights,
     Told,
 )
-from mopd.files.json_text import parse_json
-from mopd.metrics import is_counted
-from mopd.wire.frames import FrameReader
-from mopd.wire.image_table import to_table
-from mopd.wire.images import ImagesKept
-from mopd.wire.limits import CONTENT_TYPE, DEADLINE_HEADER
-from mopd.wire.messages import (
+from mopd.engines.wire.frames import FrameReader
+from mopd.engines.wire.image_table import to_table
+from mopd.engines.wire.images import ImagesKept
+from mopd.engines.wire.limits import CONTENT_TYPE, DEADLINE_HEADER
+from mopd.engines.wire.messages import (
     VERSION,
     GenerateAnswer,
     GenerateFailure,
@@ -52,7 +52,7 @@ from mopd.wire.messages import (
     encode,
     encode_aside,
 )
-from mopd.wire.weights import StagedWeights, WeightVersion, stage_updates
+from mopd.engines.wire.weights import StagedWeights, WeightVersion, stage_updates
 
 ANSWER_HEAD_BYTES = 4096
 """Bytes that an answer, or one response, may have beside its arrays."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.checks import check_length, check_sampling, check_scoring, check_weights
 from mopd.engines.interface import EngineInfo, EngineLimits, Generation, Images, SamplingParams, Scores, Told
@@ -27,7 +28,6 @@ from mopd.engines.torch.incoming import TorchIncoming
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineSight, check_images, read_sight
 from mopd.losses.teacher_topk import chunked_topk_logprobs
-from mopd.types import UserError
 
 if TYPE_CHECKING:
     from mopd.engines.torch.sight import Eyes

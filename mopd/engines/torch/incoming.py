@@ -11,10 +11,10 @@ from typing import Protocol
 from torch import Tensor
 
 from mopd.engines.interface import Reception, WeightsLost
-from mopd.transfer.buckets import TensorMeta
-from mopd.transfer.group import GroupOrder, TransferFailed
-from mopd.transfer.mapped import open_receiver
-from mopd.transfer.receiving import Receiver, check_fit
+from mopd.weights.buckets import TensorMeta
+from mopd.weights.group import GroupOrder, TransferFailed
+from mopd.weights.mapped import open_receiver
+from mopd.weights.receiving import Receiver, check_fit
 
 
 class _TorchModel(Protocol):

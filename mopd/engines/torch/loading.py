@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from mopd.base.types import UserError
 from mopd.conversion.hf import pretrained
 from mopd.conversion.hf.pretrained import read_stop_ids
-from mopd.types import UserError
 
 __all__ = ["build_empty_model", "load_model", "read_config", "read_stop_ids", "weight_slots"]
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mopd.base.types import PromptImage
 from mopd.data.image_processor import ImageProcessor
 from mopd.data.mrope import mrope_positions
 from mopd.engines.torch.decoding import SeenBatch
 from mopd.engines.vision import EngineSight
-from mopd.types import PromptImage
 
 MAX_KEPT_BYTES = 2**28
 """Bytes of features kept for later requests about the same images."""

@@ -17,6 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mopd.base.files.temporary import TemporaryFolder
+from mopd.base.text import one_line
+from mopd.base.types import PromptImage, UserError
 from mopd.config.groups import VllmEngineConfig
 from mopd.engines.checks import check_length, check_sampling, check_scoring, check_weights
 from mopd.engines.concurrency import TokenBudget, all_or_none
@@ -54,9 +57,6 @@ from mopd.engines.vllm.start import (
     stop_llm,
 )
 from mopd.engines.vllm.weights import UPDATE_TIMEOUT_S, VllmWorkers
-from mopd.files.temporary import TemporaryFolder
-from mopd.text import one_line
-from mopd.types import PromptImage, UserError
 
 T = TypeVar("T")
 

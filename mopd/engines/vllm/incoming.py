@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mopd.engines.interface import Reception, WeightsLost
 from mopd.engines.vllm.weights import VllmWorkers
-from mopd.transfer.buckets import TensorMeta, to_json
-from mopd.transfer.group import GroupOrder
-from mopd.transfer.receiving import check_fit
+from mopd.weights.buckets import TensorMeta, to_json
+from mopd.weights.group import GroupOrder
+from mopd.weights.receiving import check_fit
 
 T = TypeVar("T")
 

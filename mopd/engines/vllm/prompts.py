@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from mopd.base.types import PromptImage
 from mopd.engines.interface import EngineUnavailable, SamplingParams
 from mopd.engines.vision import EngineSight
 from mopd.engines.vllm.start import RequestOutput, RequestOutputKind, TokensPrompt, VllmSamplingParams, tokens_input
-from mopd.types import PromptImage
 
 MAX_IMAGES = 64
 """Most images of one prompt; vLLM reserves no memory for them before they arrive."""

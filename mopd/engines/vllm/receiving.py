@@ -26,12 +26,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from mopd.base.text import one_line
 from mopd.engines.interface import Reception
-from mopd.text import one_line
-from mopd.transfer.buckets import from_json
-from mopd.transfer.group import GroupOrder, TransferFailed
-from mopd.transfer.mapped import open_receiver
-from mopd.transfer.receiving import Receiver
+from mopd.weights.buckets import from_json
+from mopd.weights.group import GroupOrder, TransferFailed
+from mopd.weights.mapped import open_receiver
+from mopd.weights.receiving import Receiver
 
 BACKEND = "mopd"
 """Value of ``weight_transfer_config.backend``."""
@@ -45,7 +45,7 @@ class InitInfo(WeightTransferInitInfo):
     """Fields of ``GroupOrder``."""
     first_rank: int
     tensors: list[list[Any]]
-    """Rows of ``mopd.transfer.buckets.to_json``."""
+    """Rows of ``mopd.weights.buckets.to_json``."""
 
 
 @dataclass

@@ -39,11 +39,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.config.groups import VllmEngineConfig
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.loading import read_config
-from mopd.text import one_line
-from mopd.types import UserError
 
 __all__ = [
     "AsyncLLM",

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mopd.files.temporary import TemporaryFolder
+from mopd.base.files.temporary import TemporaryFolder
 from mopd.placement import reaper
 from mopd.placement.process import ServerCommand, ServerProcess
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mopd.base.text import last_line
+from mopd.base.types import UserError
 from mopd.config.machine.places import RayRequest, bundles, fullest, ray_requests
 from mopd.config.placements import RayConfig
 from mopd.placement.ending import LAST_CALL_TIMEOUT_S
@@ -28,8 +30,6 @@ from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerCommand, ServerState
 from mopd.placement.ray.agent import Agent
 from mopd.placement.ray.connection import connect, disconnect
-from mopd.text import last_line
-from mopd.types import UserError
 
 logger = logging.getLogger(__name__)
 

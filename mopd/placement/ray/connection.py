@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mopd.base.text import last_line
+from mopd.base.types import UserError
 from mopd.placement.gpus import visible_gpus
-from mopd.text import last_line
-from mopd.types import UserError
 
 
 @dataclass(kw_only=True)

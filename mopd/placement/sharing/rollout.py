@@ -16,12 +16,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
+from mopd.base.types import UserError
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import cancel
 from mopd.engines.interface import EngineUnavailable, Generation, Generator, Images, SamplingParams, Told
 from mopd.placement.server_group import ServerGroup
 from mopd.placement.weights import GroupWeightSync
-from mopd.types import UserError
 
 
 class RolloutMemory:

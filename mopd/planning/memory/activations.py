@@ -28,6 +28,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mopd.base.types import SampleMeta
 from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import ModelDims
@@ -36,7 +37,6 @@ from mopd.conversion.models.towers import TOWERS
 from mopd.data.packing import PackingRules, pack, packing_rules
 from mopd.planning.memory.shards import BYTES
 from mopd.planning.workload import Workload
-from mopd.types import SampleMeta
 
 SCRATCH_ELEMENTS = 1 << 20
 """Of the largest buffer of a pass over logits on a CPU (``losses/chunked/blocks.py``); kernels on GPUs have none."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mopd import cpu_shim
-from mopd.types import UserError
+from mopd.base.types import UserError
+from mopd.student import cpu_shim
 
 
 class Background:

@@ -27,19 +27,19 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import shown_path
+from mopd.base.files.writing import WriteRefusedError, write_text, writing
+from mopd.base.types import UserError
 from mopd.conversion.job import files_below, sha256_of
 from mopd.conversion.torch_dist.reader import MANIFEST_FILE, STATE_FILE, read_hashes
 from mopd.conversion.torch_dist.writer import CONTENT
-from mopd.files.json_text import read_json_object
-from mopd.files.reading import shown_path
-from mopd.files.writing import WriteRefusedError, write_text, writing
 from mopd.student.checkpoints import restricted
 from mopd.student.checkpoints.background import Background
 from mopd.student.checkpoints.saving import Ready, make_ready, write_sharded
 from mopd.student.checkpoints.states import gather_states, load_states
 from mopd.student.model.gpt import StudentModel
 from mopd.student.parallel import Layout, raise_together
-from mopd.types import UserError
 
 _OPTIMIZER, _EXPERTS_OPTIMIZER = "optimizer", "optimizer_experts"
 _KEPT_OPTIONS = ("max_lr", "min_lr", "betas", "eps")

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from mopd.base.files.reading import open_regular, shown_path
+from mopd.base.types import UserError
 from mopd.conversion.torch_dist.description import read_description
 from mopd.conversion.torch_dist.pickled import DAMAGE, UnpicklingError, load_plain, reason_of
 from mopd.conversion.torch_dist.reader import METADATA_FILE, require_format
-from mopd.files.reading import open_regular, shown_path
-from mopd.types import UserError
 
 _CURE = "restore the folder or name another checkpoint"
 _EXTRA_STATE = "._extra_state"

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
+from mopd.base.files.writing import reasoned, refusal, sync, writing
 from mopd.conversion.job import sha256_of
-from mopd.files.writing import reasoned, refusal, sync, writing
 from mopd.student.parallel import Layout, raise_together
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)

@@ -21,8 +21,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from mopd import cpu_shim
-from mopd.types import UserError
+from mopd.base.types import UserError
+from mopd.student import cpu_shim
 
 GIB = 2**30
 SLAB_BYTES = 2**28

@@ -10,14 +10,14 @@ from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.config.student import MoeConfig, StudentConfig, VisionConfig
 from mopd.conversion.models.dims import ModelDims, YarnRope, check_layout
 from mopd.conversion.models.stages import Stages, stages_of
 from mopd.data.packing import FP8_MULTIPLE
 from mopd.student.model.overrides import check_overrides
 from mopd.student.parallel import Layout
-from mopd.text import one_line
-from mopd.types import UserError
 
 UNFUSED_MAX_LENGTH = 4096
 """Longest sequence, in tokens, for which whole score matrices are acceptable: 2 GiB a layer for 32 heads in fp32."""

@@ -17,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from mopd.types import UserError
+from mopd.base.types import UserError
 
 Values = type[bool] | type[int] | tuple[str, ...] | list[str]
 """Type of an allowed field's value: true or false, a whole number from 1, one of some names, or a list of names."""

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.hf.writer import write_folder
 from mopd.conversion.models.reading import read_dims
-from mopd.student import parallel
+from mopd.student import cpu_shim, parallel
 from mopd.student.model.gpt import StudentModel, build_model
 from mopd.student.weights import iter_hf_weights, load_hf_into
 

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch
 
-from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.hf.reader import open_model
-from mopd.student import parallel
+from mopd.student import cpu_shim, parallel
 from mopd.student.checkpoints import checkpoint
 from mopd.student.model.gpt import StudentModel, build_chunks
 from mopd.student.weights import load_hf_into

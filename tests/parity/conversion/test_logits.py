@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mopd import cpu_shim
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.models.reading import read_dims
-from mopd.student import parallel
+from mopd.student import cpu_shim, parallel
 from mopd.student.model.gpt import build_model
 from mopd.student.weights import load_hf_into
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mopd.cli import main
+from mopd.cli.main import main
 from mopd.conversion.jobs import streaming
 from mopd.conversion.torch_dist.plan import TargetLayout
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from mopd import cpu_shim
 from mopd.bench.clock import peak_bytes
-from mopd.student import parallel
+from mopd.student import cpu_shim, parallel
 from mopd.student.batch import build_micro_batch
 from mopd.student.memory.offload import HostWeights
 from mopd.student.model.gpt import LMHead

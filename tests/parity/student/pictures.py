@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from mopd.base.types import ImageRef, SampleMeta
 from mopd.data.image_files import digest_of
 from mopd.data.image_processing import read_image_processing
 from mopd.data.image_processor import ImageProcessor
 from mopd.data.image_refs import refs_from_tensor, refs_to_tensor
-from mopd.types import ImageRef, SampleMeta
 from tests.fixtures.vision import IMAGE_TOKEN_ID, TOKEN_IDS, image_bytes
 from tests.parity.student.samples import make_samples
 

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from mopd import cpu_shim
+from mopd.base.types import MicroBatchPlan, SampleMeta, UserError
 from mopd.config.data import DataConfig, ValidationConfig
 from mopd.config.groups import TeacherConfig
 from mopd.config.losses import (
@@ -40,10 +40,9 @@ from mopd.data_plane.interface import Reader
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import SocketReader
 from mopd.launch.ranks import CommandChannel
-from mopd.student import optimizer, parallel
+from mopd.student import cpu_shim, optimizer, parallel
 from mopd.student.checkpoints import checkpoint, restricted, states
 from mopd.student.worker import StudentWorker
-from mopd.types import MicroBatchPlan, SampleMeta, UserError
 from tests.parity.student.pictures import make_seen_samples
 from tests.parity.student.refused_saves import refused_saves
 from tests.parity.student.samples import DOMAINS, ENSEMBLE, hash_of, make_samples

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from mopd.files.writing import WriteRefusedError
+from mopd.base.files.writing import WriteRefusedError
 from mopd.student.checkpoints import checkpoint, saving
 from mopd.student.worker import StudentWorker
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mopd.types import SampleMeta
+from mopd.base.types import SampleMeta
 
 DOMAINS = ("math", "code")
 Weights = dict[str, tuple[float, float]]

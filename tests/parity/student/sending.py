@@ -17,25 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mopd.base.tasks import Tasks
+from mopd.base.types import MicroBatchPlan
 from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.config.placements import LocalConfig
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
 from mopd.data_plane.interface import Storage
 from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
+from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
+from mopd.engines.wire.weights import unpacked_weights
 from mopd.launch.link import RankLink, error_head
 from mopd.launch.ranks import CommandChannel, facts_of, follow, obey
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
 from mopd.placement.weights import GroupWeightSync
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
-from mopd.replicas.transfer import TransferTargets
 from mopd.student.worker import StudentWorker
-from mopd.tasks import Tasks
-from mopd.types import MicroBatchPlan
-from mopd.wire.weights import unpacked_weights
 from tests.fixtures.servers import RunningServer, running_server
 
 WAYS = (

@@ -16,7 +16,7 @@ import torch
 from mopd.bench.losses import command
 from mopd.bench.losses.cases import QUICK, ROWS, VOCABS, add_arguments, make_cases
 from mopd.bench.losses.contenders import BASELINE, Contender
-from mopd.cli import main
+from mopd.cli.main import main
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["bench", "losses", "--device", "cpu", "--repeats", "2"]

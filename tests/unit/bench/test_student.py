@@ -10,7 +10,7 @@ import torch
 from mopd.bench import student
 from mopd.bench.models import TOY
 from mopd.bench.student import contest, imbalance, measure_size, mixed_lengths, toy_lengths
-from mopd.cli import main
+from mopd.cli.main import main
 
 
 def test_real_steps_compute_the_same_and_are_told(

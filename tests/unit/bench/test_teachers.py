@@ -11,7 +11,7 @@ import torch
 from mopd.bench import teachers
 from mopd.bench.models import TOY
 from mopd.bench.teachers import measure_size
-from mopd.cli import main
+from mopd.cli.main import main
 
 
 def test_the_whole_path_beside_the_bare_engine(

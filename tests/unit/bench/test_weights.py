@@ -11,7 +11,7 @@ import torch
 
 from mopd.bench.processes import HostPeaks
 from mopd.bench.weights import BARE, HTTP, MIB, Updates, bare_broadcast, result
-from mopd.cli import main
+from mopd.cli.main import main
 
 WAY = "collective"
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from mopd.base.hardware import Hardware
+from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.load import Loaded, differences, dump, load_recipe
 from mopd.config.machine.auto import GIB, compares_with_transformers, settle
 from mopd.config.machine.places import engine_groups, place_on_machine
 from mopd.config.placements import InProcessConfig, LocalConfig
 from mopd.config.schema import Recipe
-from mopd.hardware import Hardware
-from mopd.run.preparing import settled
-from mopd.types import UserError
+from mopd.launch.preparing import settled
 
 REQUIRED = """\
 run_dir: runs/one

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mopd.base.types import UserError
 from mopd.config.load import dump, load_recipe, to_tree
 from mopd.config.reading.build import build_from_json
 from mopd.config.reading.tree import field_types, union_members
-from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 from tests.unit.config.strategies import Field, classes, fields, least_section, overlay, values
 

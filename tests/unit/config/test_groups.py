@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.config.groups import TeacherConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.config.load import Loaded, dump, load_recipe
 from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig, RayConfig
-from mopd.types import UserError
 from tests.unit.config.conftest import Write
 
 TWO = """\

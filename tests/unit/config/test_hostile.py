@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mopd.base.files.yaml_text import MAX_YAML_BYTES
+from mopd.base.types import UserError
 from mopd.config.load import dump, load_recipe
 from mopd.config.reading.tree import dotted, split_dotted
-from mopd.files.yaml_text import MAX_YAML_BYTES
-from mopd.types import UserError
 from tests.fixtures.effort import MAX_UNITS, measured_effort, processor_units
 from tests.fixtures.recipe import RECIPE
 from tests.unit.config.conftest import Write

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.config.load import Loaded, differences, dump, load_recipe, to_tree
 from mopd.config.losses import KLLossConfig, TopKLossConfig
 from mopd.config.rewards import CustomRewardConfig
-from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 
 Write = Callable[..., str]

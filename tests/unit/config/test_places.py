@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.config.machine.places import NodePool, Places, Tenant, place, place_on_machine, room_for_auto
 from mopd.config.placements import (
@@ -18,7 +19,6 @@ from mopd.config.placements import (
     RayConfig,
     RegisteredConfig,
 )
-from mopd.types import UserError
 
 
 def local(*named: int, replicas: int = 1, size: int = 1) -> EngineGroupConfig:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.config.reading.build import build_from_json
 from mopd.config.slurm import SlurmConfig, seconds_of
-from mopd.types import UserError
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from mopd.base.hardware import Hardware
+from mopd.base.types import UserError
 from mopd.config.load import load_recipe
 from mopd.config.machine.auto import settle
-from mopd.hardware import Hardware
-from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 
 WAY = "weight_sync={type: collective}"

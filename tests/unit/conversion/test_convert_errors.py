@@ -17,13 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mopd.cli import main
+from mopd.base.files.writing import writing
+from mopd.base.types import UserError
+from mopd.cli.main import main
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.hf.writer import write_folder
 from mopd.conversion.jobs import streaming
 from mopd.conversion.torch_dist.plan import TargetLayout
-from mopd.files.writing import writing
-from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 from tests.unit.conversion.jobs import run_job
 

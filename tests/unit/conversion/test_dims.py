@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from mopd.base.types import UserError
 from mopd.conversion.models.dims import Llama3Rope, MlaDims, ModelDims, MoeDims, YarnRope, check_layout
 from mopd.conversion.models.reading import dims_from_config, read_dims
 from mopd.conversion.models.stages import Stages
-from mopd.types import UserError
 
 QWEN3 = {
     "model_type": "qwen3",

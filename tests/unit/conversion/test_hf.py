@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from mopd.base.types import UserError
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.hf.writer import require_exportable, write_folder
-from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 
 INDEX = "model.safetensors.index.json"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mopd.base.types import UserError
 from mopd.conversion.hf.manifest import Manifest, compare_manifests, make_manifest
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.hf.writer import write_folder
-from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.cli import main
+from mopd.base.types import UserError
+from mopd.cli.main import main
 from mopd.config.groups import TorchEngineConfig
 from mopd.conversion.hf.pretrained import load_config, load_tokenizer
 from mopd.conversion.hf.reader import HfReader
@@ -23,7 +24,6 @@ from mopd.conversion.jobs import streaming
 from mopd.conversion.torch_dist.plan import TargetLayout
 from mopd.data.tokenizer import load_tokenizer as load_student_tokenizer
 from mopd.engines.torch.engine import TorchEngine
-from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 from tests.unit.conversion.jobs import run_job
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mopd.base.types import UserError
 from mopd.conversion.job import Job
 from mopd.conversion.jobs import streaming
 from mopd.conversion.torch_dist.plan import TargetLayout
-from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 from tests.unit.conversion.jobs import all_bytes, run_job
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from mopd.base.types import UserError
 from mopd.config.student import ParallelConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import all_params
 from mopd.conversion.models.reading import dims_from_config, read_dims
 from mopd.conversion.torch_dist.plan import TargetLayout, extra_state_keys, files, padded_shape, pieces, sharded_key
 from mopd.planning.memory.shards import shard
-from mopd.types import UserError
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model
 from tests.unit.conversion.test_dims import DEEPSEEK_V3, PATH
 

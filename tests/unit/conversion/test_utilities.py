@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from mopd.base.types import UserError
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.jobs import lora, rewriting
-from mopd.types import UserError
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, make_hf_model, make_tokenizer
 from tests.unit.conversion.jobs import run_job
 

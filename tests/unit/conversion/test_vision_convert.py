@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mopd.commands.convert_verify import verify
+from mopd.base.types import UserError
+from mopd.cli.convert_verify import verify
 from mopd.conversion.hf.manifest import compare_manifests, make_manifest
 from mopd.conversion.hf.reader import open_model
 from mopd.conversion.jobs import lora, rewriting, streaming
 from mopd.conversion.jobs.contents import describe
 from mopd.conversion.torch_dist.plan import TargetLayout
-from mopd.types import UserError
 from tests.fixtures.vision import VISION_FAMILIES, VISION_VOCAB_SIZE, make_vision_model
 from tests.unit.conversion.jobs import run_job
 

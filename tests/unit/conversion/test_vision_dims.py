@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 
+from mopd.base.types import UserError
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import VisionDims, check_layout
 from mopd.conversion.models.reading import dims_from_config
 from mopd.conversion.models.stages import Stages
 from mopd.conversion.models.towers import with_naming
-from mopd.types import UserError
 
 PATH = Path("model/config.json")
 QWEN2_5_VL_3B: dict[str, Any] = {

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.config.data import DataConfig
 from mopd.config.reading.build import build_from_json
 from mopd.data.columns import Fields, RowReader
 from mopd.data.files import MISSING
-from mopd.types import UserError
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from mopd.base.types import UserError
 from mopd.config.data import DataConfig
 from mopd.config.reading.build import build_from_json
 from mopd.data import files
 from mopd.data.prompts import PromptDataset, load_prompts
 from mopd.data.templates import rendering
-from mopd.types import UserError
 from tests.fixtures.tiny_models import make_tokenizer
 
 GOOD = b'{"data_source": "math", "prompt": "ab", "reward_model": {"ground_truth": "12"}}\n'

@@ -18,6 +18,7 @@ import torch
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from mopd.base.types import ImageRef, UserError
 from mopd.config.data import DataConfig
 from mopd.config.groups import Assignment, TeacherConfig
 from mopd.data import image_files
@@ -28,7 +29,6 @@ from mopd.data.image_refs import refs_from_tensor, refs_to_tensor
 from mopd.data.prompts import PromptDataset, check_teachers_see_images, load_prompts
 from mopd.data.tokenizer import load_tokenizer
 from mopd.data.vision_prompts import read_vision
-from mopd.types import ImageRef, UserError
 from tests.fixtures.vision import (
     IMAGE_TOKEN_ID,
     VISION_CHAT_TEMPLATE,

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from mopd.base.types import SampleMeta, UserError
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import MlaDims, ModelDims, MoeDims
 from mopd.data.packing import PackingRules, pack, packing_rules, plan_metrics, square_cost
 from mopd.planning.memory.shards import active
-from mopd.types import SampleMeta, UserError
 
 PACKS = PackingRules(is_packed=True, max_tokens=100, micro_batch_size=None, square_cost=0.01)
 RECTANGLES = replace(PACKS, is_packed=False)

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from mopd.base.types import UserError
 from mopd.config.data import DataConfig, DataFileConfig
 from mopd.config.reading.build import build_from_json
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts
 from mopd.data.tokenizer import load_tokenizer
-from mopd.types import UserError
 from tests.fixtures.tiny_models import make_tokenizer
 
 Row = dict[str, Any]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from mopd.base.types import Prompt, UserError
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.stream import PromptStream
-from mopd.types import Prompt, UserError
 
 
 def dataset(**counts: int) -> PromptDataset:

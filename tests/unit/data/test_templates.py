@@ -20,13 +20,13 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from mopd.base.types import UserError
 from mopd.config.data import DataConfig
 from mopd.data.prompts import encode_prompts, load_prompts
 from mopd.data.templates import rendering
 from mopd.data.templates.child import make_environment
 from mopd.data.templates.rendering import Renderer
 from mopd.data.tokenizer import load_tokenizer
-from mopd.types import UserError
 from tests.fixtures.hostile_templates import ENDLESS, FORBIDDEN, GREEDY
 from tests.fixtures.tiny_models import make_tokenizer
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
-from mopd.types import UserError
 from tests.fixtures.tiny_models import CHARACTERS, VOCAB_SIZE, make_tokenizer
 
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import torch
 
+from mopd.base.types import Batch, SampleMeta
 from mopd.data_plane.local import LocalDataPlane
-from mopd.types import Batch, SampleMeta
 
 
 def meta(sample_id: int, response_length: int = 2) -> SampleMeta:

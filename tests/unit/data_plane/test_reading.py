@@ -19,16 +19,16 @@ import pytest
 import torch
 import zmq
 
+from mopd.base.types import SampleMeta, UserError
 from mopd.data_plane.frames import packed
 from mopd.data_plane.interface import StorageEnded
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import SocketReader
-from mopd.types import SampleMeta, UserError
 
 STORAGE = """
 import asyncio, json, sys, torch
 from mopd.data_plane.local import LocalDataPlane
-from mopd.types import SampleMeta
+from mopd.base.types import SampleMeta
 
 async def main(host):
     plane = LocalDataPlane()

@@ -14,8 +14,8 @@ from torch import Tensor
 from mopd.config.groups import RoutingConfig
 from mopd.engines.checks import check_generations, check_scores
 from mopd.engines.interface import Generation, SamplingParams, Scores, StaleWeights
-from mopd.replicas.interface import Replica, RouterLimits, SampleFailed
-from mopd.replicas.router import Router
+from mopd.engines.replicas.interface import Replica, RouterLimits, SampleFailed
+from mopd.engines.replicas.router import Router
 from tests.fixtures.token_clock import run_on_token_clock
 
 V, K = 12, 3

@@ -16,6 +16,8 @@ import httpx
 import pytest
 import torch
 
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.config.placements import ExternalConfig
 from mopd.config.values import check_server_url, shown_url
 from mopd.engines.clients.openai import OpenAIScorer
@@ -30,9 +32,7 @@ from mopd.engines.interface import (
     EngineUnreachable,
     StaleWeights,
 )
-from mopd.text import one_line
-from mopd.types import UserError
-from mopd.wire.messages import VERSION
+from mopd.engines.wire.messages import VERSION
 
 TOKEN = "a-secret-token-of-mine"
 TOKENS = torch.tensor([3, 1, 4, 1])

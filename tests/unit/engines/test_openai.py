@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from mopd.base.types import UserError
 from mopd.engines.clients.openai import ANSWER_HEAD_BYTES, OpenAIScorer
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores
-from mopd.types import UserError
 
 TOKENS = [3, 1, 4, 1]
 ROWS: list[dict[str, float] | None] = [  # per position, vocabulary of 6, top-2: the own token is extra in the third row

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from mopd.base.metrics import apart
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import (
     EngineBusy,
@@ -20,9 +21,8 @@ from mopd.engines.interface import (
     SamplingParams,
     StaleWeights,
 )
-from mopd.metrics import apart
-from mopd.wire.frames import frame
-from mopd.wire.messages import (
+from mopd.engines.wire.frames import frame
+from mopd.engines.wire.messages import (
     GenerateAnswer,
     GenerateFailure,
     GenerateRequest,

@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
+from mopd.base.types import NonFiniteError, UserError
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.interface import Generation, SamplingParams, Scores
 from mopd.engines.torch import engine as torch_engine
 from mopd.engines.torch.engine import TorchEngine
-from mopd.types import NonFiniteError, UserError
 from tests.fixtures.tiny_models import EOS_ID, FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
 
 PROMPTS = [[5, 9, 11], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23], [5, 9, 11], [30, 3]]

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mopd.base.types import PromptImage
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.interface import EngineRejected, Generation, SamplingParams
 from mopd.engines.torch.decoding import draw
 from mopd.engines.torch.engine import TorchEngine
-from mopd.types import PromptImage
 from tests.fixtures.seen import Transformers, placeholders, prompt_image, prompts_with_images
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, make_hf_model
 from tests.fixtures.vision import IMAGE_TOKEN_ID, VISION_FAMILIES, image_bytes, make_vision_model

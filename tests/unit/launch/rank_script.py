@@ -18,9 +18,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mopd.base.types import UserError
 from mopd.launch import reaching
 from mopd.launch.failure import rank_and_world_size, run_as_rank
-from mopd.types import UserError
 from tests.fixtures.networks import enter_network
 
 enter_network()

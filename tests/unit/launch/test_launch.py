@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from mopd.base.types import UserError
 from mopd.launch import failure
 from mopd.launch.failure import read_failures, reserve
-from mopd.types import UserError
 
 pytestmark = pytest.mark.multirank
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from mopd.base.files.writing import WriteRefusedError
+from mopd.base.tasks import Tasks
+from mopd.base.types import CutOffError, NonFiniteError, SampleMeta, UserError
 from mopd.data_plane.interface import StorageEnded
 from mopd.data_plane.local import LocalDataPlane
-from mopd.files.writing import WriteRefusedError
 from mopd.launch.heartbeat import Heartbeat
 from mopd.launch.link import MAX_FRAME_BYTES, MAX_HEAD_BYTES, LinkEnded, RankLink, error_head, error_of
 from mopd.orchestrator.ranks import Ranks
-from mopd.tasks import Tasks
-from mopd.types import CutOffError, NonFiniteError, SampleMeta, UserError
 
 CHUNK = bytes(2**24)
 NUM_CHUNKS = 64

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.config.student import ParallelConfig
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import open_reader
 from mopd.launch.open_files import OF_A_GROUP, RESERVE, gloo_groups, needed_files, raise_open_files
-from mopd.types import UserError
 from tests.fixtures.ports import free_port
 
 DEADLINE_S = 240.0
@@ -121,7 +121,7 @@ def test_the_soft_limit_goes_up_and_what_is_too_low_is_refused() -> None:
     assert done.stdout == "(2000, 2000)\n"
     needed = needed_files(ParallelConfig(data_parallel_size=4), on_gpu=False, is_first=True)
     line = f"here: each of 4 ranks needs {needed} open files, and the limit here (ulimit -n, hard) is 300: raise it to"
-    assert done.stderr.splitlines()[-1].startswith(f"mopd.types.UserError: {line} {needed} ")
+    assert done.stderr.splitlines()[-1].startswith(f"mopd.base.types.UserError: {line} {needed} ")
 
 
 def test_a_limit_that_is_high_stays() -> None:

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from mopd.base.types import CutOffError, UserError
 from mopd.data_plane.interface import StorageEnded
 from mopd.launch import orchestrator
 from mopd.launch.orchestrator import OrchestratorProcess
-from mopd.types import CutOffError, UserError
 
 ROOT = Path(__file__).parents[3]
 SAYS = """
 import json, os, socket, sys, time
 from mopd.launch.link import RankLink, LinkEnded, error_head
-from mopd.types import UserError
+from mopd.base.types import UserError
 link = RankLink(socket.socket(fileno=int(sys.argv[1])), "rank 0")
 does = json.load(sys.stdin)
 if does == "kill":
@@ -92,7 +92,7 @@ def test_one_that_mopd_has_to_kill_is_no_failure_of_the_run(
 ENDS = """
 import os, signal, sys, time
 from mopd.launch.signals import ending_in_order
-from mopd.types import UserError
+from mopd.base.types import UserError
 def refuse():
     raise UserError("disk full")
 with ending_in_order(lambda: print("in order", flush=True), {ask}):

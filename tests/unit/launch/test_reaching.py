@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from mopd.launch import reaching
-from mopd.launch.node import NODE_NAME
 from mopd.launch.reaching import CURE, told_to_reach
+from mopd.run.folder import NODE_NAME
 from tests.fixtures.networks import ADDRESSES, NETWORK, can_make_networks, two_networks
 
 HERE = Path(__file__).parent

@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from mopd.base.types import UserError
 from mopd.launch import sharing
 from mopd.launch.failure import LAUNCH_DIR
 from mopd.launch.node import RUN_SECRET
-from mopd.transfer.signing import read_signed, sign
-from mopd.types import UserError
+from mopd.weights.signing import read_signed, sign
 from tests.fixtures.ports import free_port
 
 RANKS = [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from mopd.base.types import NonFiniteError, UserError
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams, StaleWeights
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
+from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.transfer import Transfer
 from mopd.placement.weights import GroupWeightSync
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
-from mopd.replicas.transfer import TransferTargets
-from mopd.transfer.group import TransferGroup
-from mopd.types import NonFiniteError, UserError
+from mopd.weights.group import TransferGroup
 from tests.fixtures.linked import Sending
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.tiny_models import make_hf_model

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from mopd.base.types import Prompt, SampleMeta, UserError
 from mopd.engines.interface import EngineUnavailable
-from mopd.ledger import Ledger, Slot
+from mopd.engines.replicas.interface import SampleFailed
+from mopd.engines.replicas.router import Router
+from mopd.orchestrator.ledger import Ledger, Slot
 from mopd.orchestrator.training import put_off_its_deadline
-from mopd.replicas.interface import SampleFailed
-from mopd.replicas.router import Router
 from mopd.rewards.domains import DomainRewards
 from mopd.rewards.interface import Graded, RewardItem
-from mopd.types import Prompt, SampleMeta, UserError
-from tests.unit.replicas.stand_in import StandIn, make_router, run, samples, score
+from tests.unit.engines.replicas.stand_in import StandIn, make_router, run, samples, score
 
 DEADLINE_S = 15.0
 """Longer than one attempt (10 s), shorter than two."""

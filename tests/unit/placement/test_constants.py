@@ -14,20 +14,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mopd.base.types import UserError
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.config.student import Freeze
 from mopd.conversion.models.reading import read_dims
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, OnRunning
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
+from mopd.engines.wire.weights import StagedConstants, stage_updates
 from mopd.orchestrator.student import StudentGroup
 from mopd.placement.weights import GroupWeightSync
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
 from mopd.student.vision import constant_names
-from mopd.types import UserError
-from mopd.wire.weights import StagedConstants, stage_updates
 from tests.fixtures.linked import linked_ranks
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.seen import prompts_with_images

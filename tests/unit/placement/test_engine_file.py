@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from mopd.base.hardware import Hardware
+from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.load import Loaded, load_recipe
-from mopd.hardware import Hardware
+from mopd.launch.preparing import settled
 from mopd.placement.engine_file import is_engine_file, read_engine_file, rollout_file, teacher_file
-from mopd.run.preparing import settled
-from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 
 Load = Callable[..., Loaded]

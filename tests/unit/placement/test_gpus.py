@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mopd.base.types import UserError
 from mopd.config.load import load_recipe
 from mopd.config.machine.places import engine_groups
 from mopd.placement import gpus
 from mopd.placement.gpus import visible_gpus
-from mopd.types import UserError
 
 
 @pytest.mark.parametrize(

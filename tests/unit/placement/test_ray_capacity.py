@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.config.machine.places import RayRequest
 from mopd.placement.ray.cluster import Node, check_room
-from mopd.types import UserError
 
 
 def need(key: str, count: int, gpus: float, cpus: float = 1) -> RayRequest:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd.files.temporary import TemporaryFolder
+from mopd.base.files.temporary import TemporaryFolder
 from mopd.placement import reaper
 
 TRACKER = "multiprocessing.resource_tracker"

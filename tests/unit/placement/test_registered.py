@@ -16,20 +16,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mopd.base.types import UserError
 from mopd.config.groups import EngineGroupConfig, RoutingConfig, TorchEngineConfig
 from mopd.config.placements import RegisteredConfig
 from mopd.engines.concurrency import cancel
 from mopd.engines.interface import SamplingParams
+from mopd.engines.replicas.identity import Needs
+from mopd.engines.replicas.interface import RouterLimits
+from mopd.engines.replicas.router import Router
 from mopd.placement import registered
 from mopd.placement.interface import GroupPlan
 from mopd.placement.registered import Sightings
 from mopd.placement.weights import GroupWeightSync, Repair
-from mopd.replicas.identity import Needs
-from mopd.replicas.interface import RouterLimits
-from mopd.replicas.router import Router
 from mopd.serving import registration
 from mopd.serving.registration import Registrar, Registration
-from mopd.types import UserError
 from tests.fixtures.servers import GatedEngine, RunningServer, random_tokens, running_server
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, make_hf_model
 

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from mopd.base.types import UserError
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.config.weights import IpcConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
+from mopd.engines.replicas.router import Router
+from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.transfer import Transfer
 from mopd.placement import server_group
@@ -24,9 +27,6 @@ from mopd.placement.server_group import Server, ServerGroup
 from mopd.placement.sharing.rollout import RolloutMemory, TurnsGenerator
 from mopd.placement.sharing.turns import GpuTurns
 from mopd.placement.weights import GroupWeightSync
-from mopd.replicas.router import Router
-from mopd.replicas.transfer import TransferTargets
-from mopd.types import UserError
 from tests.fixtures.linked import Sending
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.servers import RunningServer, running_server

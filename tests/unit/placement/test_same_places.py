@@ -17,20 +17,20 @@ import pytest
 import torch
 import yaml
 
-from mopd.cli import main
+from mopd.base.hardware import Hardware
+from mopd.base.types import UserError
+from mopd.cli.main import main
 from mopd.config.load import Loaded, draft_recipe, load_recipe
 from mopd.config.machine.places import Places, engine_groups, ray_requests
 from mopd.config.placements import LocalConfig, RayConfig
-from mopd.hardware import Hardware
+from mopd.launch.checks import facts
+from mopd.launch.checks.static import StaticChecks
+from mopd.launch.preparing import settled
+from mopd.launch.slurm.layout import JobLayout, lay_out
 from mopd.placement.gpus import check_gpus
 from mopd.placement.groups import Groups
 from mopd.placement.local import LocalLauncher
 from mopd.placement.ray.cluster import Node, check_room
-from mopd.preflight.nodes import facts
-from mopd.preflight.static import StaticChecks
-from mopd.run.preparing import settled
-from mopd.slurm.layout import JobLayout, lay_out
-from mopd.types import UserError
 from tests.recipes.test_plans import CONFIG
 
 SEED = 20_261_124

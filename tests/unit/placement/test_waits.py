@@ -10,24 +10,23 @@ from typing import Any
 
 import pytest
 
+from mopd.base.tasks import THREAD_END_S
 from mopd.config.rewards import CodeConfig
 from mopd.data.templates import rendering
 from mopd.data_plane import transfer_queue
 from mopd.engines.concurrency import CANCEL_GRACE_S
-from mopd.launch import heartbeat, nodes, rank_log, reaching
+from mopd.engines.replicas.interface import LIMITS
+from mopd.engines.replicas.router import MAX_BACKOFF_S
+from mopd.launch import heartbeat, leading, nodes, rank_log, reaching
+from mopd.launch.checks import all_reduce, conducting, meeting, run_folder
+from mopd.launch.slurm import job, waiting
 from mopd.placement import ending, reaper, registered, server_group
 from mopd.placement.ray import cluster
 from mopd.placement.server_group import ServerGroup
-from mopd.preflight.nodes import all_reduce, conducting, meeting, run_folder
-from mopd.replicas.interface import LIMITS
-from mopd.replicas.router import MAX_BACKOFF_S
 from mopd.rewards import judge, judged, process, supervisor
 from mopd.rewards.judged import JudgedReward
-from mopd.run import leading
 from mopd.serving import registration
-from mopd.slurm import job, waiting
 from mopd.student import parallel
-from mopd.tasks import THREAD_END_S
 
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 T = 3600.0

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from mopd.base.types import UserError
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine, Step, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, OnRunning, SamplingParams, StaleWeights
+from mopd.engines.replicas.interface import LIMITS, Replica, RouterLimits
+from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
+from mopd.engines.wire.messages import decode
+from mopd.engines.wire.weights import WeightCommit, stage_updates
 from mopd.placement import weights as syncing
 from mopd.placement.weights import GroupWeightSync, Repair
-from mopd.replicas.interface import LIMITS, Replica, RouterLimits
-from mopd.replicas.router import Router
-from mopd.types import UserError
-from mopd.wire.messages import decode
-from mopd.wire.weights import WeightCommit, stage_updates
 from tests.fixtures.ports import free_port
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.tiny_models import make_hf_model

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.engines.interface import SamplingParams
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.placement.weights import GroupWeightSync
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
 from tests.fixtures.tiny_models import make_hf_model
 
 

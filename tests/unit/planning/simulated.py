@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from mopd.base.metrics import StepMetrics
+from mopd.base.tasks import Stop
+from mopd.base.types import DomainSums, MicroBatchPlan
 from mopd.bench.stand_ins import (
     PROMPT_LENGTH,
     SHARES,
@@ -26,21 +29,18 @@ from mopd.bench.stand_ins import (
     make_recipe,
     make_stream,
 )
-from mopd.controller import Controller
 from mopd.data.packing import PackingRules
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineLimits, SamplingParams
-from mopd.ledger import Ledger
-from mopd.metrics import StepMetrics
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
+from mopd.orchestrator.controller import Controller
+from mopd.orchestrator.ledger import Ledger
+from mopd.orchestrator.rollout import RolloutWorker
+from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
 from mopd.placement.weights import GroupWeightSync
 from mopd.planning.balance import GroupLoad, TrainerLoad, ranked
 from mopd.planning.stages import StageTime
-from mopd.replicas.interface import Replica
-from mopd.replicas.router import Router
-from mopd.rollout.worker import RolloutWorker
-from mopd.tasks import Stop
-from mopd.teachers.worker import TeacherGroup, TeacherWorker
-from mopd.types import DomainSums, MicroBatchPlan
 from tests.fixtures.token_clock import run_on_token_clock
 
 NUM_GPUS = 7

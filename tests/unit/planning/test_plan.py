@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mopd.cli import main
+from mopd.cli.main import main
 from mopd.config.load import load_recipe
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
-from mopd.cli import main
+from mopd.cli.main import main
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.student import ParallelConfig
 from mopd.planning.memory.activations import chunks_under_way

@@ -13,9 +13,9 @@ from mopd.config.load import load_recipe
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
+from mopd.orchestrator.teachers import merge
 from mopd.planning.traffic import draw_bytes, score_bytes
 from mopd.planning.workload import Workload, sample_bytes
-from mopd.teachers.worker import merge
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.servers import running_server
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer

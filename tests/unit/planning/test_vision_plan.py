@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from mopd.cli import main
+from mopd.cli.main import main
 from mopd.config.student import Freeze, ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.hf.pretrained import build_tower
 from mopd.conversion.models.reading import read_dims

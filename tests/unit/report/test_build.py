@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mopd.cli import main
+from mopd.base.types import UserError
+from mopd.cli.main import main
 from mopd.report.build import build_report, headroom_recovery, print_summary
 from mopd.report.terminal import Terminal
-from mopd.types import UserError
 
 
 def test_the_best_validation_is_after_and_step_zero_is_before(run_dir: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd.cli import main
+from mopd.cli.main import main
 from mopd.report.compare import LAST, print_comparison, read_runs
 from mopd.report.terminal import Terminal
 from tests.fixtures.runs import DOMAINS, STEPS, make_run, step_record
@@ -84,7 +84,7 @@ def test_what_cannot_be_compared_is_one_line(
 
 
 def test_comparing_needs_no_torch(runs: list[Path]) -> None:
-    code = f"import sys\nfrom mopd.cli import main\nmain(['compare', *{list(map(str, runs))!r}])\n"
+    code = f"import sys\nfrom mopd.cli.main import main\nmain(['compare', *{list(map(str, runs))!r}])\n"
     code += "print('torch' in sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert done.stderr == "False\n"

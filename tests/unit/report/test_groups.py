@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mopd.metrics import StepMetrics
+from mopd.base.metrics import StepMetrics
 from mopd.report.build import build_report, print_summary
 from mopd.report.groups import group_values
 from mopd.report.progress import LiveProgress, PlainProgress

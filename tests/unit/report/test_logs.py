@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.report import logs as module
 from mopd.report.logs import Logs
-from mopd.types import UserError
 
 
 def write(folder: Path, name: str, text: bytes) -> None:

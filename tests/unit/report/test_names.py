@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mopd.cli import main
-from mopd.commands import convert
+from mopd.base.metrics import StepMetrics
+from mopd.base.text import file_name, json_lines, one_line, visible
+from mopd.base.types import UserError
+from mopd.cli import convert
+from mopd.cli.main import main
 from mopd.config.load import dump, load_recipe
-from mopd.metrics import StepMetrics
 from mopd.orchestrator import evaluation
+from mopd.orchestrator.validation import ValidationResult
 from mopd.report.build import build_report, print_summary
 from mopd.report.progress import LiveProgress, PlainProgress
 from mopd.report.sinks import Sinks
 from mopd.report.terminal import LogFormatter, Terminal
-from mopd.run.validation import ValidationResult
-from mopd.text import file_name, json_lines, one_line, visible
-from mopd.types import UserError
 from tests.unit.report.conftest import RECIPE, write_lines
 
 NAMES = {

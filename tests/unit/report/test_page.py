@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mopd.base.types import UserError
 from mopd.report.build import build_report
 from mopd.report.thumbnails import thumbnail
-from mopd.types import UserError
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mopd.metrics import StepMetrics
+from mopd.base.metrics import StepMetrics
 from mopd.report.build import build_report
 from mopd.report.charts import histogram
 from mopd.report.pipeline import ages_line, lengths_line, pipeline_line, summarise_ages, summarise_pipeline

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mopd.base.metrics import StepMetrics, read_jsonl
 from mopd.config.load import load_recipe
-from mopd.metrics import StepMetrics, read_jsonl
 from mopd.report.progress import LINE_EVERY_S, PlainProgress, make_progress
 from mopd.report.sinks import Sinks
 from mopd.report.terminal import Terminal

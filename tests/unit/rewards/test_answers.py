@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mopd.base.types import CutOffError, UserError
 from mopd.config.rewards import (
     ExactMatchConfig,
     JsonSchemaConfig,
@@ -21,7 +22,6 @@ from mopd.config.rewards import (
 )
 from mopd.rewards.domains import build_rewards
 from mopd.rewards.interface import Graded
-from mopd.types import CutOffError, UserError
 from tests.unit.rewards.items import item, judged, values
 
 PUBLISHED = [

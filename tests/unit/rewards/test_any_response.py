@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from mopd.base.metrics import MAX_LINE_BYTES, read_jsonl
 from mopd.config.rewards import (
     CodeConfig,
     JsonSchemaConfig,
@@ -24,15 +25,14 @@ from mopd.config.rewards import (
     RewardConfig,
 )
 from mopd.data_plane.frames import packed, unpacked
-from mopd.metrics import MAX_LINE_BYTES, read_jsonl
-from mopd.preflight.rewards import why_not_better
+from mopd.orchestrator.preflight.rewards import why_not_better
+from mopd.orchestrator.rollout import reward_item
+from mopd.orchestrator.validation import ValidationResult, _example, append_record, plain_examples, record_of
 from mopd.report.build import build_report
 from mopd.rewards import judge
 from mopd.rewards.domains import build_rewards
 from mopd.rewards.interface import Graded, RewardItem
 from mopd.rewards.texts import CHOICES
-from mopd.rollout.worker import reward_item
-from mopd.run.validation import ValidationResult, _example, append_record, plain_examples, record_of
 from tests.unit.report.conftest import recipe_file, run_dir  # noqa: F401 - fixtures
 from tests.unit.rewards.items import item
 

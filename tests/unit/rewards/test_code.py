@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.config.rewards import CodeConfig
 from mopd.rewards.domains import build_rewards
 from mopd.rewards.graders.programs import same_output
 from mopd.rewards.graders.sandbox import MAX_OPEN_FILES, Sandbox
-from mopd.types import UserError
 from tests.unit.rewards.items import item, judged, values
 
 CODE = CodeConfig(type="code", timeout_s=20.0)

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mopd.base.files.json_text import parse_json
+from mopd.base.types import UserError
 from mopd.config.rewards import CustomRewardConfig
-from mopd.files.json_text import parse_json
 from mopd.rewards import process
 from mopd.rewards.child import _run
 from mopd.rewards.custom import CustomReward
 from mopd.rewards.interface import RewardItem
-from mopd.types import UserError
 
 TIMEOUT_S = 0.7
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.config.rewards import CustomRewardConfig, ExactMatchConfig
 from mopd.rewards.custom import CustomReward
 from mopd.rewards.domains import build_rewards
 from mopd.rewards.interface import Graded, RewardItem
 from mopd.rewards.process import RewardProcess
 from mopd.rewards.texts import ExactMatchReward
-from mopd.types import UserError
 
 SOURCE = """
 import os

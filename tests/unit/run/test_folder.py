@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from mopd.cli import main
+from mopd.base.files.writing import WriteRefusedError
+from mopd.base.types import CutOffError, UserError
+from mopd.cli.main import main
 from mopd.config.load import Loaded, load_recipe
-from mopd.files.writing import WriteRefusedError
 from mopd.run.folder import RunDir, check_same_run
 from mopd.run.stopping import is_users_stop
-from mopd.types import CutOffError, UserError
 from tests.fixtures.recipe import RECIPE
 
 ROOT = Path(__file__).parents[3]

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from mopd.cli import main
+from mopd.base.types import UserError
+from mopd.cli.main import main
 from mopd.config.load import Loaded, dump, load_recipe
+from mopd.launch.preparing import prepare
 from mopd.run.folder import check_same_run
 from mopd.run.locating import Located, apply, locate
 from mopd.run.manifests import check_commits, write_manifests
-from mopd.run.preparing import prepare
-from mopd.types import UserError
 from tests.fixtures.hub import hub_of_this_process
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mopd.base.types import UserError
 from mopd.conversion.hf.manifest import make_manifest
 from mopd.run.manifests import NUM_SAMPLES, SAMPLE_BYTES, check_unchanged, glimpse, write_manifests
-from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from mopd.base.metrics import JsonlWriter, read_jsonl
+from mopd.base.types import UserError
 from mopd.config.load import Loaded, load_recipe
-from mopd.metrics import JsonlWriter, read_jsonl
 from mopd.report.run_files import Best, best_of
 from mopd.run import checkpointing, resuming
 from mopd.run.folder import RunDir
-from mopd.types import UserError
 from tests.fixtures.recipe import RECIPE
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.serving.address import Address, read_token_file
-from mopd.types import UserError
 
 SECRET = "0123456789abcdef"
 

@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mopd.wire.frames import FrameReader
-from mopd.wire.messages import GenerateAnswer, ScoreAnswer, decode, encode
+from mopd.engines.wire.frames import FrameReader
+from mopd.engines.wire.messages import GenerateAnswer, ScoreAnswer, decode, encode
 from tests.fixtures.servers import RunningServer
+from tests.unit.engines.wire.test_messages import MESSAGES, generate_request, score_request
 from tests.unit.serving.test_limits import assert_lives, post
-from tests.unit.wire.test_messages import MESSAGES, generate_request, score_request
 
 PATHS = ("/v1/score", "/v1/generate", "/v1/weights/begin", "/v1/weights/chunk")
 FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

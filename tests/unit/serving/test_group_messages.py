@@ -20,14 +20,14 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import StaleWeights
 from mopd.engines.torch.engine import TorchEngine
+from mopd.engines.wire.messages import Message, decode, encode
+from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
 from mopd.serving import updates
 from mopd.serving.updates import MAX_JOIN_BYTES
-from mopd.transfer import group as transfer_group
-from mopd.transfer.buckets import TensorMeta, to_json
-from mopd.transfer.group import GroupOrder, GroupStore, TransferGroup
-from mopd.transfer.sending import send
-from mopd.wire.messages import Message, decode, encode
-from mopd.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
+from mopd.weights import group as transfer_group
+from mopd.weights.buckets import TensorMeta, to_json
+from mopd.weights.group import GroupOrder, GroupStore, TransferGroup
+from mopd.weights.sending import send
 from tests.fixtures.servers import RunningServer, running_server, wait_until
 from tests.unit.serving.test_limits import TOKEN, post
 from tests.unit.serving.test_updates import Weights, assert_serves, run

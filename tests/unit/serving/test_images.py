@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from mopd.base.types import PromptImage
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, EngineUnavailable, SamplingParams
+from mopd.engines.replicas.interface import Replica, SampleFailed
+from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
-from mopd.replicas.interface import Replica, SampleFailed
-from mopd.replicas.router import Router
-from mopd.types import PromptImage
-from mopd.wire.images import ImageFiles
-from mopd.wire.limits import CONTENT_TYPE
-from mopd.wire.messages import encode
+from mopd.engines.wire.images import ImageFiles
+from mopd.engines.wire.limits import CONTENT_TYPE
+from mopd.engines.wire.messages import encode
 from tests.fixtures.seen import Transformers, placeholders, prompt_image, prompts_with_images
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL

@@ -22,8 +22,8 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable
 from mopd.engines.torch.engine import TorchEngine
+from mopd.engines.wire.messages import ScoreAnswer, ScoreRequest, decode, encode
 from mopd.placement.engine_loading import server_limits
-from mopd.wire.messages import ScoreAnswer, ScoreRequest, decode, encode
 from tests.fixtures.servers import (
     GatedEngine,
     RunningServer,
@@ -32,7 +32,7 @@ from tests.fixtures.servers import (
     running_server,
     wait_until,
 )
-from tests.unit.wire.test_messages import MESSAGES, score_request
+from tests.unit.engines.wire.test_messages import MESSAGES, score_request
 
 TOKEN = "0123456789abcdef"
 PROPAGATES = LOGGING_CONFIG["loggers"]["uvicorn"], "propagate", True

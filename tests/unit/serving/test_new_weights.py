@@ -15,7 +15,7 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, Images, SamplingParams, StaleWeights, Told
 from mopd.engines.torch.engine import TorchEngine
-from mopd.wire.weights import stage_updates
+from mopd.engines.wire.weights import stage_updates
 from tests.fixtures.servers import WAIT_S, RunningServer, running_server
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.serving import registration
 from mopd.serving.registration import MAX_BYTES, MAX_FILES, Registrar, read_registrations, read_server_token
-from mopd.types import UserError
 from tests.fixtures.servers import wait_until
 
 KEY = "teachers.math"

@@ -12,7 +12,7 @@ import torch
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
-from mopd.wire.messages import VERSION
+from mopd.engines.wire.messages import VERSION
 from tests.fixtures.servers import RunningServer, random_tokens, running_server
 
 LENGTHS, PROMPTS = (40, 7, 12, 5), (20, 3, 12, 1)

@@ -24,9 +24,9 @@ from mopd.engines.interface import (
     StaleWeights,
 )
 from mopd.engines.torch.engine import TorchEngine
+from mopd.engines.wire.messages import encode
+from mopd.engines.wire.weights import TensorLedger, WeightBegin, WeightChunk, WeightCommit, cut
 from mopd.serving.host import ThreadHost
-from mopd.wire.messages import encode
-from mopd.wire.weights import TensorLedger, WeightBegin, WeightChunk, WeightCommit, cut
 from tests.fixtures.servers import WAIT_S, GatedEngine, RunningServer, running_server
 
 SAMPLING = SamplingParams(max_new_tokens=8)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mopd import cpu_shim
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims, YarnRope
-from mopd.student import attention
+from mopd.student import attention, cpu_shim
 from mopd.student.attention import PackedSequences, RowParams, zigzag_rows
 from mopd.student.model.gpt import StudentModel, build_model
 from mopd.student.parallel import Layout

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mopd.base.types import UserError
 from mopd.student.checkpoints.background import Background
 from mopd.student.worker import StudentWorker
-from mopd.types import UserError
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from mopd import cpu_shim
 from mopd.config.student import MoeConfig, StudentConfig
+from mopd.student import cpu_shim
 from mopd.student.attention import PackedSequences
 from mopd.student.model.balance import Balance
 from mopd.student.model.gpt import StudentModel, build_model

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mopd.base.types import SampleMeta
 from mopd.data.packing import PackingRules
 from mopd.student.batch import MicroBatch, build_micro_batch
-from mopd.types import SampleMeta
 
 META_A = SampleMeta(sample_id=7, domain="math", weight_version=0, prompt_length=2, response_length=3, num_loss_tokens=2)
 META_B = SampleMeta(sample_id=9, domain="code", weight_version=0, prompt_length=1, response_length=1, num_loss_tokens=1)

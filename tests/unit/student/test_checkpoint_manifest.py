@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.student.checkpoints.checkpoint import is_complete, read_state, verify, write_hash_manifest
-from mopd.types import UserError
 
 STATE = {"weight_version": 2, "layout": {"tensor_model_parallel_size": 1}, "extra": {"step": 2}}
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from mopd.base.types import UserError
 from mopd.student.checkpoints.checkpoint import _check_rng_state, _rng_state
 from mopd.student.parallel import Layout
-from mopd.types import UserError
 
 
 def test_a_random_state_of_another_machine_is_refused(layout: Layout) -> None:

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from mopd import cpu_shim
+from mopd.student import cpu_shim
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim does nothing with CUDA")
 

@@ -18,17 +18,17 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from mopd import cpu_shim
-from mopd.cli import main
+from mopd.base.types import UserError
+from mopd.cli.main import main
 from mopd.config.student import StudentConfig
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.models.reading import read_dims
+from mopd.student import cpu_shim
 from mopd.student.checkpoints import checkpoint
 from mopd.student.model.gpt import build_model
 from mopd.student.optimizer import build_optimizer, wrap_data_parallel
 from mopd.student.parallel import Layout
 from mopd.student.weights import load_hf_into
-from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mopd.base.types import ImageRef, SampleMeta, UserError
 from mopd.config.load import load_recipe
 from mopd.conversion.models.reading import read_dims
 from mopd.data.image_files import digest_of
@@ -17,7 +18,6 @@ from mopd.data.image_refs import refs_to_tensor
 from mopd.data.packing import PackingRules
 from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
-from mopd.types import ImageRef, SampleMeta, UserError
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.vision import IMAGE_TOKEN_ID, image_bytes, make_vision_model
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd import cpu_shim
 from mopd.config.student import OptimizerConfig, StudentConfig
+from mopd.student import cpu_shim
 from mopd.student.memory.lending import Lending
 from mopd.student.model.gpt import build_model
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from mopd.base.types import UserError
 from mopd.config.student import MoeConfig, ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.models.dims import MlaDims, ModelDims, MoeDims
 from mopd.conversion.models.reading import read_dims
@@ -14,7 +15,6 @@ from mopd.conversion.models.stages import Stages
 from mopd.student.model import config as model_config
 from mopd.student.model.config import check_attention, check_fp8, transformer_config, uses_transformer_engine
 from mopd.student.parallel import Layout, check_world_size
-from mopd.types import UserError
 from tests.fixtures.vision import make_vision_model
 
 DIMS = ModelDims(

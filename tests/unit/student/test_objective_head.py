@@ -7,13 +7,13 @@ import logging
 import pytest
 import torch
 
+from mopd.base.types import UserError
 from mopd.config.losses import TopKLossConfig
 from mopd.losses import choose_rows
 from mopd.student.batch import LossRows
 from mopd.student.model.gpt import LMHead
 from mopd.student.objective import Objective
 from mopd.student.parallel import Layout
-from mopd.types import UserError
 
 S, B, H, K = 6, 4, 2, 3
 

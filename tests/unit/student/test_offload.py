@@ -8,8 +8,8 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from mopd import cpu_shim
 from mopd.config.student import OptimizerConfig, StudentConfig
+from mopd.student import cpu_shim
 from mopd.student.memory import offload
 from mopd.student.memory.offload import HostWeights, choose
 from mopd.student.model.gpt import build_model

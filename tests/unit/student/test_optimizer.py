@@ -8,13 +8,13 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from mopd import cpu_shim
+from mopd.base.types import NonFiniteError, UserError
 from mopd.config.student import OptimizerConfig, StudentConfig, VisionConfig
 from mopd.conversion.models.reading import read_dims
+from mopd.student import cpu_shim
 from mopd.student.model.gpt import build_model
 from mopd.student.optimizer import build_optimizer, guarded_step, overlaps, wrap_data_parallel
 from mopd.student.parallel import Layout
-from mopd.types import NonFiniteError, UserError
 from tests.fixtures.vision import make_vision_model
 from tests.unit.student.test_model_config import DIMS
 

@@ -10,10 +10,10 @@ import pytest
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from mopd.base.types import UserError
 from mopd.config.schema import Recipe
 from mopd.student.model import overrides
 from mopd.student.model.overrides import ALLOWED, NEEDS, OWNED, REFUSED, WITH_TRANSFORMER_ENGINE, check_overrides
-from mopd.types import UserError
 
 CONFIGS = (ModelParallelConfig, TransformerConfig, MLATransformerConfig)
 FIELDS = sorted({field.name for config in CONFIGS for field in dataclasses.fields(config)})

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mopd.base.types import UserError
 from mopd.config.student import ParallelConfig
 from mopd.student import parallel
 from mopd.student.parallel import check_world_size, device_number
-from mopd.types import UserError
 
 
 def test_world_size_must_be_divisible() -> None:

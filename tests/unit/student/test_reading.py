@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mopd.base.types import SampleMeta, UserError
 from mopd.config.student import ParallelConfig
 from mopd.data_plane.local import LocalDataPlane
 from mopd.student import parallel
 from mopd.student.reading import StageReader, one_ahead
-from mopd.types import SampleMeta, UserError
 
 
 def meta(sample_id: int) -> SampleMeta:

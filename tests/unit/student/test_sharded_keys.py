@@ -9,12 +9,12 @@ import pytest
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-from mopd import cpu_shim
 from mopd.config.student import StudentConfig
 from mopd.conversion.models import families
 from mopd.conversion.models.reading import read_dims
 from mopd.conversion.torch_dist.plan import TargetLayout, padded_shape, sharded_key
 from mopd.conversion.torch_dist.writer import CONTENT
+from mopd.student import cpu_shim
 from mopd.student.model.gpt import build_model
 from mopd.student.parallel import Layout
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model

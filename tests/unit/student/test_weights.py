@@ -11,16 +11,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mopd import cpu_shim
+from mopd.base.types import UserError
 from mopd.config.student import ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.reading import read_dims
-from mopd.student import parallel
+from mopd.student import cpu_shim, parallel
 from mopd.student.model.gpt import build_model
 from mopd.student.vision import constant_names
 from mopd.student.weights import iter_hf_weights, load_hf_into
-from mopd.types import UserError
 from tests.fixtures.tiny_models import make_hf_model
 from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
 

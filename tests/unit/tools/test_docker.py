@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mopd.cli import _parse
+from mopd.cli.main import _parse
 from mopd.config.load import load_recipe
 from mopd.config.placements import RegisteredConfig
 from tests.architecture.source import ROOT

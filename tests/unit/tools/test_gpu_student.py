@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from mopd.base.hardware import Hardware
 from mopd.config.load import load_recipe
-from mopd.hardware import Hardware
-from mopd.run.preparing import settled
+from mopd.launch.preparing import settled
 from tools import gpu_student
 from tools.gpu_stage import ROOT, Stage, start, wait
 from tools.gpu_student import compare, main, run_stage

@@ -9,7 +9,7 @@ from tests.mutations.run import ROOT, NearTests, mutations_of, read_of, read_sur
 
 def test_the_nearest_tests_are_those_that_name_the_file() -> None:
     near = NearTests()
-    assert near.of("mopd/ledger.py")[0] == "tests/unit/test_ledger.py"
+    assert near.of("mopd/orchestrator/ledger.py")[0] == "tests/unit/orchestrator/test_ledger.py"
     assert near.of("mopd/data/packing.py")[0] == "tests/unit/data/test_packing.py"
     assert near.of("mopd/serving/images.py")[0] == "tests/unit/serving/test_images.py"  # imports it through the server
 

@@ -1,0 +1,140 @@
+"""``mopd serve``: one engine behind one HTTP server, in this process, until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mopd.base.files.reading import shown_path
+from mopd.base.types import UserError
+from mopd.cli.ranks import add_recipe
+from mopd.config.groups import EngineGroupConfig
+from mopd.config.load import Loaded, load_recipe
+from mopd.config.placements import RegisteredConfig
+from mopd.config.reading.tree import dotted
+from mopd.launch.checks.inputs import check_model_folder
+from mopd.launch.failure import close_standard_input
+from mopd.launch.preparing import prepare
+from mopd.placement.engine_file import EngineFile, is_engine_file, read_engine_file, rollout_file, teacher_file
+from mopd.report.run_files import RunFiles
+from mopd.run.folder import node_name
+from mopd.serving.address import Address, is_any_address
+from mopd.serving.registration import Registrar
+
+if TYPE_CHECKING:
+    from mopd.serving.host import EngineHost
+
+ABOUT = "one engine of a recipe behind HTTP"
+EXAMPLES = "example: mopd serve my.yaml --teacher math --port 8000"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Light to import, as all of this file."""
+    add_recipe(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--teacher", metavar="NAME", help="serve this teacher's scores")
+    which.add_argument("--rollout", action="store_true", help="serve the student's sampler")
+    parser.add_argument("--replica", type=int, default=0, metavar="N", help="number of this replica, for the logs")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 (default) takes a free one")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="secret that clients must send")
+    parser.add_argument("--ready-file", type=Path, metavar="FILE", help="written when the server answers: url and pid")
+    register = "the folder replicas of a run, which takes the server in; it makes its own secret"
+    parser.add_argument("--register", type=Path, metavar="FOLDER", help=register)
+
+
+def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Serve an engine file, or an engine of a recipe; the exit code. A taken port is told before anything is loaded."""
+    is_file = is_engine_file(args.recipe)
+    loaded = None if is_file else load_recipe(args.recipe, args.set)
+    if is_file == (args.teacher is not None or args.rollout):
+        cure = "leave --teacher and --rollout out" if is_file else "name --teacher NAME or --rollout"
+        raise UserError(f"serve {args.recipe}: a recipe has several engines, an engine file has one: {cure}")
+    if loaded is None:
+        file, where = read_engine_file(args.recipe), f"{args.recipe}: model"
+    else:
+        key = ("student", "model") if args.rollout else ("teachers", args.teacher, "model")
+        loaded = prepare(loaded, only=dotted(key))
+        make = rollout_file if args.rollout else partial(teacher_file, name=args.teacher)
+        file, where = make(loaded.recipe, replica=args.replica), loaded.where(*key)
+        if args.register is not None:
+            group = loaded.recipe.rollout if args.rollout else loaded.recipe.teachers[args.teacher]
+            _require_registered(loaded, key[:-1], group)
+    address = Address(host=args.host, port=args.port, token_file=args.token_file, ready_file=args.ready_file)
+    registrar = None if args.register is None else _registrar(args, file)
+    token = address.read_token() if registrar is None else registrar.token
+    check_model_folder(file.model, where)
+    with address.listen() as listener:
+        if registrar is not None and is_any_address(listener):
+            raise UserError(f"--host {args.host} is no address that a run could call: name this machine's own")
+        return _serve(file, address, listener, token, registrar)
+
+
+def _require_registered(loaded: Loaded, key: Sequence[str], group: EngineGroupConfig) -> None:
+    """The recipe's run looks for servers of this group."""
+    placement = group.placement
+    if not isinstance(placement, RegisteredConfig):
+        raise UserError(
+            f"{loaded.where(*key, 'placement')}: is of type {placement.type}, whose run takes in no server that "
+            "registers: set placement: {type: registered}, or leave --register out"
+        )
+
+
+def _registrar(args: argparse.Namespace, file: EngineFile) -> Registrar:
+    """What tells the run of this server."""
+    if args.token_file is not None:
+        raise UserError("--token-file with --register: the server makes a secret of its own: leave --token-file out")
+    if args.register.name != RunFiles(Path()).replicas.name:
+        raise UserError(f"--register {shown_path(args.register)}: name the folder replicas of a run, RUN/replicas")
+    key = "rollout" if file.role == "rollout" else f"teachers.{file.name}"
+    return Registrar(args.register, key, host=node_name())
+
+
+def _serve(
+    file: EngineFile, address: Address, listener: socket.socket, token: str | None, registrar: Registrar | None
+) -> int:
+    """Load the engine, serve on ``listener`` until SIGTERM or until the engine is dead; the exit code.
+
+    Raises:
+        UserError: the model cannot be loaded, or the ready file not be written.
+    """
+    from mopd.conversion.hf.manifest import HASHES, make_manifest
+    from mopd.placement.engine_loading import server_limits, start_host
+    from mopd.run.manifests import hash_cache
+    from mopd.serving.app import Served
+    from mopd.serving.host import ThreadHost
+    from mopd.serving.request_checks import LOOPBACK_NAMES
+    from mopd.serving.server import serve
+
+    logging.basicConfig(level=logging.WARNING, format=f"{file.label}: %(message)s", force=True)
+    logging.getLogger("mopd").setLevel(logging.INFO)
+    close_standard_input()
+    manifest = make_manifest(Path(file.model), cache_file=hash_cache()).to_json()
+
+    async def work() -> tuple[int, EngineHost]:
+        host = await start_host(file)
+        served = Served(
+            role=file.role,
+            name=file.name,
+            host=host,
+            limits=server_limits(file),
+            manifest={name: manifest[name] for name in HASHES},
+            token=token,
+            names=(*LOOPBACK_NAMES, address.host),
+        )
+        return await serve(served, address, listener, registrar), host
+
+    code, host = asyncio.run(work())
+    if isinstance(host, ThreadHost) and host.is_computing:  # the interpreter would wait for the thread
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

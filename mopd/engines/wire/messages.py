@@ -1,0 +1,399 @@
+"""Requests and answers of the engine server, and their bytes: a small msgpack map with raw little-endian arrays.
+
+A message is a frozen dataclass with a class attribute ``kind``; fields made by ``array_field`` are one-dimensional
+numpy arrays, all others scalars. On the wire::
+
+    {"kind": "score", "version": 5, "head": <msgpack map of the scalars>,
+     "arrays": {"tokens": <4 bytes per id>, ...}, "crc": CRC-32 of head and arrays in order}
+
+Sequences lie end to end in flat arrays, with their lengths beside them.
+
+A score request for two sequences, of 5 and 4 tokens with 3 and 2 prompt tokens, at K = 8::
+
+    tokens [9] int32 = 1 5 9 7 7 | 1 4 4 6        lengths [2] = 5 4        prompt_lengths [2] = 3 2        images [0]
+
+and its answer (2 + 2 response rows; nothing for the prompt)::
+
+    lengths [2] = 2 2    ids [4 * 8] int32    logprobs [4 * 8]    token_logprobs [4]      8 K + 4 bytes per row
+
+Shapes: N sequences, T tokens of all sequences, R rows (response tokens) of all sequences, K top-k.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import math
+import typing
+import zlib
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any, ClassVar, TypeVar
+
+import msgpack
+import numpy as np
+
+from mopd.base.text import visible
+from mopd.engines.wire.image_table import from_table
+from mopd.engines.wire.limits import MAX_HEAD_BYTES, MAX_SAMPLES, MAX_TEMPERATURE, MIN_TEMPERATURE
+
+VERSION = 5
+"""Version of the wire format; the two ends must agree."""
+LARGE_BYTES = 2**18
+"""Bodies above this are coded in a thread, so that the event loop serves others meanwhile."""
+
+Array = np.ndarray[Any, Any]
+
+
+class WireError(ValueError):
+    """Bytes that are not the message they should be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """Base of all messages that ``encode`` and ``decode`` handle."""
+
+    kind: ClassVar[str]
+
+    def check(self) -> None:
+        """Raise ``WireError`` if the fields do not fit one another."""
+
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def array_field(dtype: str) -> Any:
+    """Declare a field that holds a one-dimensional array; ``dtype`` is numpy's name of a little-endian dtype."""
+    return dataclasses.field(metadata={"dtype": dtype})
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as a body."""
+    scalars, dtypes = _fields(typing.cast(Any, type(message)))
+    head = msgpack.packb({name: getattr(message, name) for name in scalars}, unicode_errors="backslashreplace")
+    arrays = {name: _buffer(getattr(message, name), dtype, name) for name, dtype in dtypes.items()}
+    crc = _crc(head, arrays.values())
+    outer = {"kind": type(message).kind, "version": VERSION, "head": head, "arrays": arrays, "crc": crc}
+    return typing.cast(bytes, msgpack.packb(outer))
+
+
+def decode(body: bytes | bytearray | memoryview, cls: type[MessageT]) -> MessageT:
+    """Return the message in a body. Arrays are fresh, writable and of the machine's byte order.
+
+    Raises:
+        WireError: not msgpack, another kind or version, a missing or unknown field, a wrong type, a wrong checksum, or
+            fields that do not fit one another.
+    """
+    return decode_one_of(body, cls)
+
+
+def decode_one_of(body: bytes | bytearray | memoryview, cls: type[MessageT], *others: type[MessageT]) -> MessageT:
+    """Decode as ``decode`` a message that may be of any of these kinds."""
+    outer = _unpack(body)
+    _require_keys(outer, {"kind", "version", "head", "arrays", "crc"}, "message")
+    cls = next((other for other in others if other.kind == outer["kind"]), cls)
+    if outer["kind"] != cls.kind or type(outer["version"]) is not int or outer["version"] != VERSION:
+        raise WireError(
+            f"expected kind {cls.kind!r} version {VERSION}, got {_shown(outer['kind'])} version "
+            f"{_shown(outer['version'])}"
+        )
+    head, arrays = outer["head"], outer["arrays"]
+    if not isinstance(head, bytes) or len(head) > MAX_HEAD_BYTES:
+        raise WireError(f"head is not a buffer of at most {MAX_HEAD_BYTES} bytes")
+    scalars, dtypes = _fields(typing.cast(Any, cls))
+    _require_keys(arrays, dtypes.keys(), "arrays")
+    for name in dtypes:
+        if not isinstance(arrays[name], bytes):
+            raise WireError(f"array {name!r} is not a buffer")
+    # the checksum comes before the head is unpacked: damaged bytes are reported as such
+    if type(outer["crc"]) is not int or _crc(head, (arrays[name] for name in dtypes)) != outer["crc"]:
+        raise WireError("checksum does not match: the bytes changed on their way")
+    given = _unpack(head)
+    _require_keys(given, scalars.keys(), "head")
+    values = {name: _scalar(given[name], annotation, name) for name, annotation in scalars.items()}
+    message = cls(**values, **{name: _array(arrays[name], dtype, name) for name, dtype in dtypes.items()})
+    message.check()
+    return message
+
+
+async def encode_aside(message: Message) -> bytes:
+    """Encode a message; a large one in a thread."""
+    num_bytes = sum(value.nbytes for value in vars(message).values() if isinstance(value, np.ndarray))
+    return await asyncio.to_thread(encode, message) if num_bytes > LARGE_BYTES else encode(message)
+
+
+async def decode_aside(body: bytes | bytearray, cls: type[MessageT]) -> MessageT:
+    """Decode a body; a large one in a thread."""
+    return await asyncio.to_thread(decode, body, cls) if len(body) > LARGE_BYTES else decode(body, cls)
+
+
+@cache
+def _fields(cls: type[Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return, by name, the annotations of the scalars and the dtypes of the arrays."""
+    hints = typing.get_type_hints(cls)
+    dtypes = {field.name: field.metadata["dtype"] for field in dataclasses.fields(cls) if field.metadata}
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if not field.metadata}, dtypes
+
+
+def _crc(head: bytes, buffers: Iterable[bytes | memoryview]) -> int:
+    return reduce(lambda crc, buffer: zlib.crc32(buffer, crc), buffers, zlib.crc32(head))
+
+
+def _buffer(array: Array, dtype: str, name: str) -> memoryview:
+    cast = np.ascontiguousarray(array, dtype=dtype)
+    if cast.ndim != 1:
+        raise ValueError(f"array {name!r} has {cast.ndim} dimensions, expected 1")
+    return cast.view(np.uint8).data  # msgpack packs bytes, not elements
+
+
+def _array(data: bytes, dtype: str, name: str) -> Array:
+    wire = np.dtype(dtype)
+    if len(data) % wire.itemsize:
+        raise WireError(f"array {name!r} has {len(data)} bytes, not a multiple of {wire.itemsize}")
+    return np.frombuffer(data, dtype=wire).astype(wire.newbyteorder("="), copy=True)
+
+
+def _unpack(data: bytes | bytearray | memoryview) -> Any:
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
+    except RecursionError as error:
+        raise WireError("not msgpack: nested too deeply") from error
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        # a truncated body, an unknown type byte, extra bytes, text that is not UTF-8 or a map key that is no text
+        raise WireError(f"not msgpack: {_shown(str(error) or type(error).__name__)}") from error
+
+
+def _require_keys(value: Any, keys: AbstractSet[str], what: str) -> None:
+    if not isinstance(value, dict):
+        raise WireError(f"{what} is not a map")
+    if value.keys() != keys:
+        odd = sorted(visible(str(key))[:40] for key in value.keys() ^ keys)
+        raise WireError(f"{what} misses or does not know {', '.join(odd[:4])}")
+
+
+def _scalar(value: Any, annotation: Any, name: str) -> Any:
+    if typing.get_origin(annotation) is tuple:
+        if isinstance(value, list):
+            return tuple(_plain(item) for item in value)
+    elif annotation is float:
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+    # `is`: True would pass for the whole number 1
+    elif type(value) is annotation:
+        return value
+    raise WireError(f"{name} is {_shown(value)}: wrong type, or not finite")
+
+
+def _plain(value: Any) -> Any:
+    """Turn lists into tuples, all the way down."""
+    return tuple(_plain(item) for item in value) if isinstance(value, list) else value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest(Message):
+    """Request to score the response part of each sequence."""
+
+    kind: ClassVar[str] = "score"
+    tokens: Array = array_field("<i4")
+    """[T] int32."""
+    lengths: Array = array_field("<i4")
+    """[N] int32, tokens of each sequence."""
+    prompt_lengths: Array = array_field("<i4")
+    """[N] int32, at least 1 each."""
+    images: Array = array_field("<i4")
+    """[8 * M] int32, a table of the images (``mopd.engines.wire.image_table``)."""
+    top_k: int
+    temperature: float
+    weight_version: int
+    """Version that must answer; -1 is the checkpoint."""
+
+    def check(self) -> None:
+        """Raise ``WireError`` unless the arrays fit one another and the scalars are in range."""
+        _check_sequences(self.tokens, self.lengths, "lengths")
+        _check_images(self.images, len(self.lengths))
+        if self.prompt_lengths.shape != self.lengths.shape:
+            raise WireError(f"{len(self.lengths)} lengths but {len(self.prompt_lengths)} prompt_lengths")
+        if ((self.prompt_lengths < 1) | (self.prompt_lengths > self.lengths)).any():
+            raise WireError("prompt_lengths must lie between 1 and the sequence's length")
+        if self.top_k < 1:
+            raise WireError(f"top_k is {self.top_k}: set 1 or more")
+        if not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise WireError(
+                f"temperature is {self.temperature}: scoring needs {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
+            )
+
+    @property
+    def checksum(self) -> bytes:
+        """16 bytes over the token ids, their split into sequences and the images; the answer repeats them."""
+        return _checksum(self.tokens, self.lengths, self.prompt_lengths, self.images)
+
+    @property
+    def num_rows(self) -> int:
+        """R, the number of rows of the answer."""
+        return len(self.tokens) - int(self.prompt_lengths.sum(dtype=np.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreAnswer(Message):
+    """A model's distributions over every response token; most probable id first in each row."""
+
+    kind: ClassVar[str] = "scores"
+    request_checksum: bytes
+    weight_version: int
+    top_k: int
+    lengths: Array = array_field("<i4")
+    """[N] int32, rows of each sequence."""
+    ids: Array = array_field("<i4")
+    """[R * K] int32."""
+    logprobs: Array = array_field("<f4")
+    """[R * K] fp32."""
+    token_logprobs: Array = array_field("<f4")
+    """[R] fp32."""
+
+    def check(self) -> None:
+        """Raise ``WireError`` unless every row has ``top_k`` entries and ids are not negative."""
+        _check_sequences(self.token_logprobs, self.lengths, "lengths", at_least=0)
+        entries = len(self.token_logprobs) * self.top_k
+        if self.top_k < 1 or self.ids.shape != (entries,) or self.logprobs.shape != (entries,):
+            raise WireError(
+                f"{len(self.token_logprobs)} rows x top_k {self.top_k} but {len(self.ids)} ids and "
+                f"{len(self.logprobs)} logprobs"
+            )
+        if entries and self.ids.min() < 0:
+            raise WireError("an id is negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest(Message):
+    """Request to draw one response per prompt."""
+
+    kind: ClassVar[str] = "generate"
+    tokens: Array = array_field("<i4")
+    """[T] int32, prompts end to end."""
+    lengths: Array = array_field("<i4")
+    """[N] int32."""
+    seeds: Array = array_field("<i8")
+    """[N] int64, not negative."""
+    images: Array = array_field("<i4")
+    """[8 * M] int32, as in ``ScoreRequest``."""
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    weight_version: int
+    """Oldest version that may answer."""
+
+    def check(self) -> None:
+        """Raise ``WireError`` unless the arrays fit one another and the scalars are in range."""
+        _check_sequences(self.tokens, self.lengths, "lengths")
+        _check_images(self.images, len(self.lengths))
+        if self.seeds.shape != self.lengths.shape or (self.seeds < 0).any():
+            raise WireError(f"{len(self.lengths)} prompts need as many seeds, none negative; got {len(self.seeds)}")
+        if self.max_new_tokens < 1:
+            raise WireError(f"max_new_tokens is {self.max_new_tokens}: set 1 or more")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise WireError(f"temperature is {self.temperature}: set 0, or {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}")
+        if not 0 < self.top_p <= 1:
+            raise WireError(f"top_p is {self.top_p}: set a number in (0, 1]")
+        if self.top_k != -1 and self.top_k < 1:
+            raise WireError(f"top_k is {self.top_k}: set -1 (all) or a positive number")
+
+    @property
+    def checksum(self) -> bytes:
+        """16 bytes over prompts, seeds and images; the answer repeats them."""
+        return _checksum(self.tokens, self.lengths, self.seeds, self.images)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateAnswer(Message):
+    """One sampled response, with its stop token if there is one. The answer to a request is a stream of them, in the
+    order in which they end, each in a frame (``mopd.engines.wire.frames``)."""
+
+    kind: ClassVar[str] = "response"
+    request_checksum: bytes
+    index: int
+    """Place of its prompt in the request."""
+    finish_reason: str
+    """``stop``, ``length`` or ``handed_back`` (``mopd.engines.interface.Generation``)."""
+    tokens: Array = array_field("<i4")
+    """[R] int32."""
+    logprobs: Array = array_field("<f4")
+    """[R] fp32."""
+    token_versions: Array = array_field("<i4")
+    """[R] int32, version of the weights that drew each token, never decreasing."""
+
+    def check(self) -> None:
+        """Raise ``WireError`` unless this can be a response."""
+        if self.index < 0:
+            raise WireError(f"index is {self.index}")
+        if self.finish_reason not in ("stop", "length", "handed_back"):
+            raise WireError(f"finish_reason is {_shown(self.finish_reason)}")
+        if not len(self.tokens) and self.finish_reason != "handed_back":
+            raise WireError("a complete response has no token")
+        if not len(self.tokens) == len(self.logprobs) == len(self.token_versions):
+            raise WireError(
+                f"{len(self.tokens)} tokens but {len(self.logprobs)} logprobs and {len(self.token_versions)} versions"
+            )
+        if len(self.tokens) and self.tokens.min() < 0:
+            raise WireError("a token id is negative")
+        if (np.diff(self.token_versions) < 0).any():
+            raise WireError("a token's weight version falls below the one before")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateFailure(Message):
+    """Last frame of an answer whose remaining responses cannot be drawn. A failure before the first response has an
+    HTTP status of its own instead."""
+
+    kind: ClassVar[str] = "failure"
+    request_checksum: bytes
+    status: int
+    """HTTP status that the failure would have had, from 400 to 599."""
+    message: str
+
+    def check(self) -> None:
+        """Raise ``WireError`` for a status that is no error's."""
+        if not 400 <= self.status < 600:
+            raise WireError(f"status is {self.status}")
+
+
+def split_points(lengths: Array) -> Array:
+    """Return where flat arrays are cut (``numpy.split``'s second argument)."""
+    return np.cumsum(lengths, dtype=np.int64)[:-1]
+
+
+def _check_sequences(flat: Array, lengths: Array, name: str, at_least: int = 1) -> None:
+    """Raise ``WireError`` unless ``flat`` is exactly the sequences that ``lengths`` announces, without negative ids."""
+    if not 1 <= len(lengths) <= MAX_SAMPLES:
+        raise WireError(f"{len(lengths)} sequences: send 1 to {MAX_SAMPLES}")
+    if (lengths < at_least).any():
+        raise WireError(f"{name} holds a value below {at_least}")
+    total = int(lengths.sum(dtype=np.int64))
+    if total != len(flat):
+        raise WireError(f"{name} add up to {total} but {len(flat)} values came")
+    if flat.dtype.kind == "i" and len(flat) and flat.min() < 0:
+        raise WireError("a token id is negative")
+
+
+def _check_images(table: Array, num_sequences: int) -> None:
+    try:
+        from_table(table, num_sequences)
+    except ValueError as error:
+        raise WireError(str(error)) from error
+
+
+def _checksum(*arrays: Array) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+        digest.update(len(little).to_bytes(8, "little"))
+        digest.update(little.view(np.uint8).data)
+    return digest.digest()

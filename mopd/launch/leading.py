@@ -1,0 +1,177 @@
+"""A trainer rank's life: it joins the others with its share of the student and follows the orchestrator, which rank 0
+starts."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mopd.base.files.reading import read_text, shown_path
+from mopd.base.files.writing import write_text
+from mopd.base.types import UserError
+from mopd.config.load import Loaded
+from mopd.config.schema import Recipe
+from mopd.data_plane.interface import Reader, StorageEnded
+from mopd.data_plane.reading import open_reader
+from mopd.launch import heartbeat
+from mopd.launch.failure import leave, rank_0_host, rank_and_world_size
+from mopd.launch.heartbeat import LeaderWatch
+from mopd.launch.orchestrator import OrchestratorProcess
+from mopd.launch.preparing import task_of
+from mopd.launch.rank_log import rank_log
+from mopd.launch.ranks import CommandChannel, facts_of, follow, obey
+from mopd.launch.reaching import check_reach, told_to_reach
+from mopd.launch.signals import ending_in_order
+from mopd.placement.gpus import local_rank
+from mopd.run.folder import START_FILE, RunDir
+from mopd.student import parallel
+from mopd.student.worker import StudentWorker
+
+RANK_0_S = 2.0
+"""For rank 0 to say why the data plane is gone."""
+SEEN_S = 60.0
+"""For rank 0's file to be seen by the other nodes: network file systems keep what they have looked up."""
+LOG = "orchestrator.log"
+SMALL_BYTES = 4096
+Rank = tuple[StudentWorker, CommandChannel]
+
+
+def start_orchestrator(
+    loaded: Loaded,
+    what: str,
+    options: Mapping[str, Any],
+    run: RunDir | None = None,
+    ask: Callable[[], None] | None = None,
+) -> str | None:
+    """On rank 0: start the orchestrator, and follow it with the other ranks if it needs the student. Returns the line
+    to tell of a run that was asked to stop.
+
+    Args:
+        what: the task, a key of ``mopd.orchestrator.process.TASKS``.
+        options: of the task, as JSON.
+        run: the folder for logs, if any.
+        ask: what the first SIGTERM does.
+
+    Raises:
+        UserError: as the orchestrator raised it; ``CutOffError`` with how it ended where it said nothing.
+    """
+    recipe, logs = loaded.recipe, None if run is None else run.logs_here
+    timeout_s = recipe.schedule.wait_timeout_s
+    log = None if logs is None else logs / LOG
+    with (
+        OrchestratorProcess(task_of(loaded, what, options, log), log=log, timeout_s=timeout_s) as orchestrator,
+        ending_in_order(orchestrator.end, ask),
+    ):
+        first = orchestrator.link.next_command()
+        if "end" in first:
+            return first["end"]
+        if rank_and_world_size()[1] > 1:
+            orchestrator.watch(lambda error: leave(error if run is None else run.with_cure(error)))
+        joining = first["kwargs"]
+        reader = open_reader(joining["data_plane"], timeout_s=timeout_s)
+        with joined(recipe, Opened(joining["domains"], joining["data_plane"], reader), logs) as (worker, channel):
+            orchestrator.link.answer(facts_of(recipe, worker))
+            channel.stopped = obey(worker, channel, orchestrator.link)
+        reader.close()
+        return channel.stopped
+
+
+def follow_rank_0(recipe: Recipe, logs: Path | None = None) -> bool:
+    """Every other rank: build its part of the student and do what rank 0 says. Whether the run was asked to stop."""
+    with joined(recipe, None, logs) as (worker, channel):
+        is_asked = follow(worker, channel)
+    return is_asked
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What rank 0 knows before the others join."""
+
+    domains: Sequence[str]
+    """Of the data; a default teacher answers for those that nobody names."""
+    plane: dict[str, Any]
+    """Address of the data plane."""
+    reader: Reader
+    """Rank 0's own."""
+
+
+@contextmanager
+def joined(recipe: Recipe, opened: Opened | None, logs: Path | None = None) -> Iterator[Rank]:
+    """Join the other ranks and build this rank's share of the student. The others stop when rank 0 leaves the block.
+    ``opened`` is rank 0's; the other ranks (``None``) are told. ``logs`` is the folder of this node's logs, if any."""
+    timeout_s = recipe.schedule.wait_timeout_s
+    leader = LeaderWatch(timeout_s)
+    if opened is None:
+        leader.await_joining()
+    else:
+        heartbeat.announce()
+    check_reach(timeout_s)
+    parallel_ranks = parallel.joined(
+        recipe.student.parallel, timeout_s=timeout_s, seed=recipe.seed, local_rank=local_rank()
+    )
+    with contextlib.ExitStack() as ranks, contextlib.ExitStack() as log:
+        with told_to_reach():
+            layout = ranks.enter_context(parallel_ranks)
+        channel = CommandChannel(layout.control_group, leader)
+        if opened is None:
+            told = channel.receive()
+            require_shared(logs, told["mark"])
+            channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
+            with _rank_0_first():
+                reader = open_reader(told["data_plane"], timeout_s=timeout_s)
+                worker = StudentWorker(recipe, reader, told["domains"])
+                with worker.saving:
+                    yield worker, channel
+            reader.close()
+            return
+        channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
+        domains = list(recipe.assignment.domains_among(opened.domains))
+        are_several = rank_0_host() is not None
+        mark = mark_start(logs) if logs is not None and are_several else None
+        channel.send({"domains": domains, "data_plane": opened.plane, "mark": mark})
+        worker = StudentWorker(recipe, opened.reader, domains)
+        with worker.saving:
+            yield worker, channel
+        ending = {"is_asked": channel.stopped is not None}
+        channel.send({"call": "stop", "kwargs": ending})  # after an error nobody listens
+
+
+def mark_start(logs: Path) -> list[str]:
+    """Leave a word of this start beside rank 0's log. Returns the file, below the folder of all nodes' logs, and the
+    word."""
+    file, word = logs / START_FILE, secrets.token_hex(8)
+    write_text(file, word)
+    return [f"{logs.name}/{START_FILE}", word]
+
+
+def require_shared(logs: Path | None, mark: Sequence[str] | None) -> None:
+    """``UserError`` where ``logs``, of this node, do not lie beside rank 0's, which has made ``mark`` there: a run
+    folder of the same name, be it a copy with logs of former starts."""
+    if logs is None or mark is None:
+        return
+    name, word = mark
+    path, deadline = logs.parent / name, time.monotonic() + SEEN_S
+    while not path.is_file() or read_text(path, cure="start again", max_bytes=SMALL_BYTES) != word:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"run_dir: {shown_path(path)!r} is not there on {logs.name} as rank 0 has written it: name a folder "
+                "that all nodes share, and start them in one working directory"
+            )
+        time.sleep(0.2)
+
+
+@contextmanager
+def _rank_0_first() -> Iterator[None]:
+    """The first rank that tells an error ends the run. One that has lost the data plane knows less than rank 0, which
+    may have closed it because of an error of its own."""
+    try:
+        yield
+    except StorageEnded:
+        time.sleep(RANK_0_S)
+        raise

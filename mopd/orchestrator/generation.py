@@ -1,0 +1,195 @@
+"""Responses of a model to prompts that stand in no file: to look at a student while or after it learns."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mopd.base.files.reading import read_bytes, shown_path
+from mopd.base.files.temporary import TemporaryFolder
+from mopd.base.types import ImageRef, PromptImage, UserError
+from mopd.config.data import MAX_IMAGE_BYTES, DataConfig
+from mopd.config.groups import TorchEngineConfig
+from mopd.config.load import load_recipe
+from mopd.conversion.jobs.streaming import megatron_to_hf
+from mopd.data.hub.fetch import fetch_model
+from mopd.data.hub.names import HubName, hub_model
+from mopd.data.image_files import MAX_IMAGES, digest_of, image_size, read_rgb
+from mopd.data.prompts import encode_prompts
+from mopd.data.tokenizer import load_tokenizer
+from mopd.data.vision_prompts import MARK, VisionPrompts, read_vision
+from mopd.engines.interface import SamplingParams
+from mopd.engines.torch.engine import TorchEngine
+from mopd.orchestrator.rollout import derive_seed
+from mopd.run.checkpointing import complete_steps
+from mopd.run.folder import RunDir
+
+SAMPLES_OF_A_PROMPT = 2**20
+"""Seeds: a response does not depend on how many others are asked for."""
+USUAL_TOKENS = 256
+"""Of a response, where no number is asked for and the model takes so many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One response."""
+
+    prompt: str
+    response: str
+    """Special tokens left out."""
+    num_tokens: int
+    finish_reason: str
+    """``stop``, or ``length`` where it was cut off."""
+    mean_logprob: float
+    """Of its tokens, in nats, at the temperature that they were drawn with."""
+
+
+@contextmanager
+def model_folder(model: str) -> Iterator[tuple[Path, DataConfig | None]]:
+    """A Hugging Face folder of the model, and how its run renders chats (``None``: as its tokenizer does).
+
+    A run stands for its export. A checkpoint is converted into a temporary folder, which is gone afterwards. A name on
+    the Hub is fetched into its cache.
+
+    Raises:
+        UserError: ``model`` is nothing of the kind, or a run without an export.
+    """
+    path, name = Path(model), hub_model(model)
+    if name is not None:
+        yield _fetched(name), None
+    elif (path / "config.json").is_file():
+        data = _data_of(path.parent) if path.name == RunDir(path.parent).hf.name else None
+        yield path, data
+    elif (path / "recipe.yaml").is_file():
+        run = RunDir(path)
+        if not (run.hf / "config.json").is_file():
+            steps = complete_steps(run.checkpoints)
+            newest = f": name {shown_path(run.checkpoint(steps[-1]))}" if steps else ", nor a complete checkpoint: wait"
+            raise UserError(f"generate: {shown_path(path)!r} has no export ({run.hf.name}) yet{newest}")
+        yield run.hf, _data_of(path)
+    elif (path / "manifest.json").is_file():
+        with TemporaryFolder("mopd-generate-") as work:
+            job = megatron_to_hf(path, Path(work) / "hf")
+            job.begin(resume=False)
+            job.write_share(0, 1)
+            job.complete()
+            yield job.target, _data_of(path.resolve().parent.parent)
+    else:
+        raise UserError(
+            f"generate: {shown_path(path)!r} is no Hugging Face folder (config.json), run (recipe.yaml) or complete "
+            "checkpoint (manifest.json): check the path"
+        )
+
+
+def _fetched(name: HubName) -> Path:
+    try:
+        (folder,) = fetch_model(name).paths
+    except UserError as error:
+        raise UserError(f"generate: {str(name)!r}: {error}") from error
+    return Path(folder)
+
+
+def _data_of(run_dir: Path) -> DataConfig | None:
+    """Section ``data`` of a run's recipe, if there is one."""
+    recipe = run_dir / "recipe.yaml"
+    return load_recipe(recipe).recipe.data if recipe.is_file() else None
+
+
+def generate(
+    model: str,
+    prompts: Sequence[str],
+    *,
+    images: Sequence[str] = (),
+    is_raw: bool,
+    num_samples: int,
+    max_new_tokens: int | None,
+    temperature: float,
+    seed: int,
+) -> list[Answer]:
+    """Sample ``num_samples`` responses to each prompt, prompt after prompt, on a GPU where there is one.
+
+    A response depends on model, prompt, images, temperature, seed and its number alone.
+
+    Args:
+        images: image files, in the order of their marks in the prompts.
+        is_raw: prompts are tokenized as they are; otherwise each is a user's message in the chat template.
+        max_new_tokens: None takes ``USUAL_TOKENS``, or fewer where the model has no room for as many.
+
+    Raises:
+        UserError: see ``model_folder``; no chat template, or a prompt or image that the model cannot take.
+    """
+    with model_folder(model) as (folder, data):
+        tokenizer = load_tokenizer(folder)
+        cfg = data or DataConfig(train=("-",))  # its files are not read
+        if not is_raw and cfg.chat_template is None and tokenizer.chat_template is None:
+            raise UserError(f"generate: the tokenizer of {shown_path(folder)!r} has no chat template: add --raw")
+        vision = read_vision(folder, cfg.max_pixels, tokenizer)
+        shown = _images_of(prompts, images, vision, shown_path(folder))
+        encoded = encode_prompts(
+            [text if is_raw else [{"role": "user", "content": text}] for text in prompts],
+            cfg,
+            tokenizer,
+            [f"prompt {number}" for number in range(1, len(prompts) + 1)],
+            vision,
+            [[ref for ref, _ in own] for own in shown],
+        )
+        is_cuda = torch.cuda.is_available()
+        device = torch.device("cuda" if is_cuda else "cpu")
+        engine_cfg = TorchEngineConfig(dtype="bfloat16" if is_cuda else "float32")
+        engine = TorchEngine.from_pretrained(folder, engine_cfg, device, max_pixels=cfg.max_pixels)
+        room = engine.max_positions - max(map(len, encoded))
+        if room < (max_new_tokens or 1):
+            raise UserError(
+                f"generate: the longest prompt has {max(map(len, encoded))} tokens, the model takes "
+                f"{engine.max_positions} with the response: shorten it or lower --max-new-tokens"
+            )
+        sampling = SamplingParams(max_new_tokens=max_new_tokens or min(USUAL_TOKENS, room), temperature=temperature)
+        places = [(row, number) for row in range(len(prompts)) for number in range(num_samples)]
+        seeds = [derive_seed(seed, row * SAMPLES_OF_A_PROMPT + number, "generate") for row, number in places]
+        seen = [[image for _, image in shown[row]] for row, _ in places] if images else None
+        made = asyncio.run(engine.generate([encoded[row] for row, _ in places], sampling, seeds, images=seen))
+    return [
+        Answer(
+            prompt=prompts[row],
+            response=str(tokenizer.decode(one.tokens.tolist(), skip_special_tokens=True)),
+            num_tokens=len(one.tokens),
+            finish_reason=one.finish_reason,
+            mean_logprob=one.logprobs.mean().item(),
+        )
+        for (row, _), one in zip(places, made, strict=True)
+    ]
+
+
+def _images_of(
+    prompts: Sequence[str], files: Sequence[str], vision: VisionPrompts | None, model: str
+) -> list[list[tuple[ImageRef, PromptImage]]]:
+    """The images of each prompt, by its marks."""
+    if vision is None:
+        if files:
+            raise UserError(f"generate: {model!r} sees no images: name a vision-language model, or remove --image")
+        return [[] for _ in prompts]
+    counts = [text.count(MARK) for text in prompts]
+    if sum(counts) != len(files):
+        raise UserError(
+            f"generate: the prompts have {sum(counts)} {MARK} for {len(files)} --image: write {MARK} where each image "
+            "is to stand"
+        )
+    if max(counts) > MAX_IMAGES:
+        raise UserError(f"generate: a prompt has {max(counts)} images: at most {MAX_IMAGES} are taken")
+    left = iter([_image(file, vision) for file in files])
+    return [list(itertools.islice(left, count)) for count in counts]
+
+
+def _image(file: str, vision: VisionPrompts) -> tuple[ImageRef, PromptImage]:
+    place = f"--image {shown_path(file)}"
+    content = read_bytes(file, cure="it is an image: scale it down", max_bytes=MAX_IMAGE_BYTES)
+    grid, digest = vision.processing.grid(*image_size(content, place)), digest_of(content)
+    read_rgb(content, place)  # a damaged one ends here
+    ref = ImageRef(file=0, row=0, number=0, digest=digest, grid=grid)
+    return ref, PromptImage(digest=digest, grid=grid, load=lambda: content)

@@ -1,0 +1,109 @@
+"""Does a teacher, asked through router, wire and engine, say what its own folder says?
+
+The reference is the plainest computation there is: each probe prefix alone through a transformers forward, no padding,
+no cache, no batch, and the last position's logits. It knows nothing of rows and shifts, so it tells a score of the
+wrong position, a dropped token or another teacher apart from the right one.
+
+Shapes: P probed positions of one sample, V vocabulary, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mopd.base.types import PromptImage
+from mopd.data.image_processor import ImageProcessor
+from mopd.engines.torch.loading import load_model
+from mopd.engines.vision import read_sight
+from mopd.losses.api import parallel_topk_distill
+
+MAX_PROBE_POSITIONS = 8
+REFERENCE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """One sample as a teacher scored it."""
+
+    tokens: Tensor
+    """[L] int64."""
+    prompt_length: int
+    ids: Tensor
+    """[R, K] int32."""
+    logprobs: Tensor
+    """[R, K] fp32."""
+    token_logprobs: Tensor | None
+    """[R] fp32; ``None`` where an ensemble has merged them."""
+    images: Sequence[PromptImage] = ()
+    """Of the prompt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parity:
+    """How far a teacher's scores are from its folder's."""
+
+    kl: float
+    """Mean KL(scores || folder) on the top-k and their tail, in nats: the floor of every KL measured with it."""
+    mean_difference: float
+    """Mean |log-prob difference| over all top-k entries and sampled tokens."""
+    max_difference: float
+    num_positions: int
+
+
+class Reference:
+    """A teacher's folder under transformers, on the CPU."""
+
+    def __init__(self, folder: str, dtype: str, max_pixels: int | None = None) -> None:
+        """``dtype`` is the engine's, so that rounding of weights is no difference; ``max_pixels`` of an image as in
+        ``read_image_processing``. ``UserError`` if it cannot load."""
+        chosen = dtype if dtype in REFERENCE_DTYPES else "float32"
+        self._model = load_model(Path(folder), chosen, torch.device("cpu")).eval()
+        self._sight = read_sight(Path(folder), max_pixels)
+
+    def logits(self, tokens: Tensor, images: Sequence[PromptImage] = ()) -> Tensor:
+        """[V] fp32 logits of what follows ``tokens`` [L], in which the placeholders of ``images`` stand."""
+        seen = self._seen(tokens, images) if images else {}
+        with torch.inference_mode():
+            logits: Tensor = self._model(input_ids=tokens[None], use_cache=False, **seen).logits[0, -1]
+        return logits.float().clone()
+
+    def _seen(self, tokens: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
+        """As transformers takes images; it finds their places and positions itself."""
+        assert self._sight is not None, "a teacher without vision gets no images"
+        patches, grids = ImageProcessor(self._sight.processing).patches([image.load() for image in images])
+        is_image = (tokens == self._sight.dims.image_token_id).long()
+        patches = patches.to(self._model.dtype)
+        return {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": is_image[None]}
+
+    def compare(self, probes: Sequence[Probe], *, temperature: float) -> Parity:
+        """All probes, at up to ``MAX_PROBE_POSITIONS`` response positions each, the first and the last among them."""
+        kls, differences = zip(*(self._compare(probe, temperature) for probe in probes), strict=True)
+        kl, difference = torch.cat(kls), torch.cat(differences)
+        return Parity(
+            kl=kl.mean().item(),
+            mean_difference=difference.mean().item(),
+            max_difference=difference.max().item(),
+            num_positions=kl.numel(),
+        )
+
+    def _compare(self, probe: Probe, temperature: float) -> tuple[Tensor, Tensor]:
+        """KL [P] and all |differences|, flat."""
+        last = len(probe.tokens) - probe.prompt_length - 1
+        positions = sorted({round(i * last / (MAX_PROBE_POSITIONS - 1)) for i in range(MAX_PROBE_POSITIONS)})
+        logits_PV = torch.stack([self.logits(probe.tokens[: probe.prompt_length + p], probe.images) for p in positions])
+        ids_PK, logprobs_PK = probe.ids[positions].long(), probe.logprobs[positions]
+        kl_P, _ = parallel_topk_distill(
+            logits_PV, ids_PK, logprobs_PK, loss="forward_kl", tail="bucket", temperature=temperature
+        )
+        expected_PV = (logits_PV / temperature).log_softmax(-1)
+        differences = [(expected_PV.gather(-1, ids_PK) - logprobs_PK).abs().flatten()]
+        if probe.token_logprobs is not None:
+            own_P = probe.tokens[[probe.prompt_length + p for p in positions]]
+            expected_P = expected_PV.gather(-1, own_P[:, None]).squeeze(-1)
+            differences.append((expected_P - probe.token_logprobs[positions]).abs())
+        return kl_P, torch.cat(differences)

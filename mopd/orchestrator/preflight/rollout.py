@@ -1,0 +1,124 @@
+"""Does every replica of the rollout say what the student says, with the weights that a run sends first?
+
+An engine that kept a weight of its own, or put one into the wrong place, would draw from another model than the one
+that learns, and nothing later would say so. Engines begin without the student's weights: what did not arrive shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from mopd.base.types import Prompt, SampleMeta, UserError
+from mopd.config.schema import Recipe
+from mopd.engines.checks import check_generations
+from mopd.engines.concurrency import all_or_none
+from mopd.engines.interface import CorruptAnswer, EngineError, EngineInfo, Generation, Generator, SamplingParams
+from mopd.engines.replicas.interface import Replica
+from mopd.launch.checks.inputs import Check
+from mopd.orchestrator.preflight.vision import probe_rows
+from mopd.orchestrator.workers import Workers
+from mopd.placement.interface import ROLLOUT
+
+MAX_TOKENS = 64
+"""Of the response that each of several replicas draws alone: a wrong weight shows in every one."""
+FIRST_ID = 2**62 + 2**61
+"""Sample ids of these, far from the training stream's and from the other probes'."""
+
+
+class AskedStudent(Protocol):
+    """What is asked of the student."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Without padding."""
+
+    async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
+        """[R] fp32 of each sample's response tokens."""
+
+
+class CheckedReplica:
+    """A replica's engine as a ``Generator``, where no router looks at its answers."""
+
+    def __init__(self, replica: Replica, vocab_size: int) -> None:
+        self.name, self._engine, self._vocab_size = replica.name, cast(Generator, replica.engine), vocab_size
+        self.weight_version = self._engine.weight_version
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int], **more: Any
+    ) -> list[Generation]:
+        """``CorruptAnswer`` for responses that cannot have been drawn."""
+        drawn = await self._engine.generate(prompts, sampling, seeds, **more)
+        try:
+            check_generations(drawn, max_new_tokens=sampling.max_new_tokens, vocab_size=self._vocab_size)
+        except ValueError as error:
+            raise CorruptAnswer(f"{self.name}: corrupt answer: {error}") from error
+        return drawn
+
+
+class RolloutCheck:
+    """Compares log-probs at equal weights."""
+
+    def __init__(self, recipe: Recipe, workers: Workers, student: AskedStudent) -> None:
+        self._recipe, self._workers, self._student = recipe, workers, student
+
+    async def judge(self, samples: Sequence[SampleMeta], info: EngineInfo) -> Check:
+        """``samples`` were drawn through the router, by whichever replicas; of several each draws one more.
+
+        Raises:
+            UserError: a replica does not draw it.
+        """
+        title, replicas = "student and rollout engine", self._workers.routers[ROLLOUT].replicas
+        limit = self._recipe.preflight.logprob_limit(self._recipe.student.dtype, info.dtype)
+        found = {"": torch.cat(await self._apart(samples)).mean().item()}
+        if len(replicas) > 1:
+            found |= await self._each(replicas)
+        detail = f"mean |log-prob difference| {found['']:.2e} at equal weights (limit {limit:g})"
+        for name, difference in found.items():
+            if difference <= limit:
+                continue
+            whose = f"replica {name}: mean |log-prob difference| {difference:.2e} at equal weights (limit {limit:g})"
+            cure = "match rollout.engine.dtype and student.dtype, or widen preflight.max_logprob_difference"
+            return Check(title, "failed", f"{whose if name else detail}: {cure}")
+        if len(found) > 1:
+            detail += f", of one of {len(replicas)} replicas at most {max(found.values()):.2e}"
+        return Check(title, "ok", detail)
+
+    async def _each(self, replicas: Sequence[Replica]) -> dict[str, float]:
+        """By name, of a response that each draws to the same prompt."""
+        workers = self._workers
+        sampling = workers.rollout.sampling
+        alone = replace(
+            workers.rollout,
+            sampling=replace(sampling, max_new_tokens=min(MAX_TOKENS, sampling.max_new_tokens)),
+            samples_per_prompt=1,
+        )
+        ((domain, row),) = probe_rows(workers.dataset, list(workers.dataset.rows_by_domain), 1)
+
+        async def draw(number: int, replica: Replica) -> SampleMeta:
+            prompt = Prompt(sample_id=FIRST_ID + number, domain=domain, row=row)
+            try:
+                checked = CheckedReplica(replica, self._student.vocab_size)
+                (sample,) = await replace(alone, generator=checked).generate([prompt])
+            except EngineError as error:
+                raise UserError(f"{replica.name} did not draw a probe: {error}: see its log") from error
+            return sample
+
+        async with workers.weights.kept_awake():
+            samples = await all_or_none(draw(number, replica) for number, replica in enumerate(replicas))
+        try:
+            apart = await self._apart(samples)
+        finally:
+            await workers.plane.discard([sample.sample_id for sample in samples])
+        return {replica.name: rows.mean().item() for replica, rows in zip(replicas, apart, strict=True)}
+
+    async def _apart(self, samples: Sequence[SampleMeta]) -> list[Tensor]:
+        """Absolute differences, [R] fp32 of each sample."""
+        ids = [sample.sample_id for sample in samples]
+        student = await self._student.logprobs(samples, temperature=self._recipe.rollout.temperature)
+        rollout = (await self._workers.plane.get(ids, ("rollout_logprobs",)))["rollout_logprobs"]
+        return [(own - drawn).abs() for own, drawn in zip(student, rollout, strict=True)]

@@ -1,0 +1,165 @@
+"""The rollout worker: prompts in, sampled responses into the data plane, their lengths back to the controller."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+
+import torch
+
+from mopd.base.text import encodable, one_line
+from mopd.base.types import Prompt, SampleMeta, UserError
+from mopd.data.image_refs import refs_to_tensor
+from mopd.data.prompts import PromptDataset
+from mopd.data_plane.interface import Storage
+from mopd.engines.concurrency import all_or_none
+from mopd.engines.interface import Generation, Generator, SamplingParams
+from mopd.engines.replicas.interface import SampleFailed
+from mopd.rewards.interface import RewardItem
+
+MAX_NAMED_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class RolloutWorker:
+    """Draws ``samples_per_prompt`` responses per prompt with the generator's current weights."""
+
+    generator: Generator
+    plane: Storage
+    dataset: PromptDataset
+    _: KW_ONLY
+    sampling: SamplingParams
+    seed: int
+    samples_per_prompt: int = 1
+
+    async def generate(
+        self, prompts: Sequence[Prompt], *, ended: Callable[[Prompt, int], None] | None = None
+    ) -> list[SampleMeta]:
+        """Draw responses, put ``ROLLOUT_FIELDS`` and ``token_versions`` [R] int32, and return the samples, prompt after
+        prompt. For a student that sees images also put ``images`` (``refs_to_tensor``).
+
+        Response j of a prompt has sample id ``prompt.sample_id * samples_per_prompt + j`` and a seed derived from it.
+        ``ended(prompt, weight_version)`` is called once for each response, with the weights of its newest token: as
+        soon as it is complete if the engine tells that, else with the others.
+        ``UserError`` with samples, domains and the last error if no replica gives a response.
+        """
+        num = self.samples_per_prompt
+        repeated = [prompt for prompt in prompts for _ in range(num)]
+        sample_ids = [prompt.sample_id * num + j for prompt in prompts for j in range(num)]
+        try:
+            responses = await self._responses(repeated, sample_ids, ended)
+        except SampleFailed as error:
+            raise UserError(_describe(error, sample_ids, repeated)) from error
+        metas = [
+            _meta(sample_id, prompt, len(self._tokens(prompt)), response)
+            for sample_id, prompt, response in zip(sample_ids, repeated, responses, strict=True)
+        ]
+        fields = {
+            "tokens": [
+                torch.cat([torch.tensor(self._tokens(prompt), dtype=torch.int64), response.tokens])
+                for prompt, response in zip(repeated, responses, strict=True)
+            ],
+            "loss_mask": [torch.ones(len(response.tokens), dtype=torch.bool) for response in responses],
+            "rollout_logprobs": [response.logprobs for response in responses],
+            "token_versions": [response.token_versions for response in responses],
+        }
+        if self.dataset.images is not None:
+            fields["images"] = [refs_to_tensor(self.dataset.row(prompt.row).images) for prompt in repeated]
+        await self.plane.put(metas, fields)
+        return metas
+
+    async def _responses(
+        self, prompts: Sequence[Prompt], sample_ids: Sequence[int], ended: Callable[[Prompt, int], None] | None
+    ) -> list[Generation]:
+        """Return one complete response per sample."""
+        waiting = set(range(len(prompts)))
+
+        def told(index: int, part: Generation) -> None:
+            if ended is not None and index in waiting and part.finish_reason != "handed_back":
+                waiting.remove(index)
+                ended(prompts[index], int(part.token_versions.max()))
+
+        async def whole(index: int, part: Generation) -> Generation:
+            response = await self._finished(prompts[index], sample_ids[index], part)
+            told(index, response)
+            return response
+
+        seeds = [self._seed(prompt, sample_id, 0) for prompt, sample_id in zip(prompts, sample_ids, strict=True)]
+        images = self.dataset.images_of([prompt.row for prompt in prompts])
+        tokens = [self._tokens(prompt) for prompt in prompts]
+        drawn = await self.generator.generate(tokens, self.sampling, seeds, told=told, images=images)
+        return await all_or_none(whole(index, part) for index, part in enumerate(drawn))
+
+    async def _finished(self, prompt: Prompt, sample_id: int, part: Generation) -> Generation:
+        """Return the whole response that begins with ``part``. A response handed back because new weights arrived
+        continues with prompt and tokens as the next prompt, on any replica with room; each segment has a seed of its
+        own."""
+        parts = [part]
+        while parts[-1].finish_reason == "handed_back":
+            # a continued response may be handed back again
+            prefix = torch.cat([own.tokens for own in parts])
+            sampling = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(prefix))
+            start = (*self._tokens(prompt), *prefix.tolist())
+            seed = self._seed(prompt, sample_id, len(parts))
+            images = self.dataset.images_of([prompt.row])
+            parts += await self.generator.generate([start], sampling, [seed], images=images)
+        if len(parts) == 1:
+            return part
+        return Generation(
+            tokens=torch.cat([own.tokens for own in parts]),
+            logprobs=torch.cat([own.logprobs for own in parts]),
+            token_versions=torch.cat([own.token_versions for own in parts]),
+            finish_reason=parts[-1].finish_reason,
+        )
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        return self.dataset.row(prompt.row).tokens
+
+    def _seed(self, prompt: Prompt, sample_id: int, segment: int) -> int:
+        """Return the seed of one segment of one draw: equal runs draw equal responses."""
+        if prompt.attempt == segment == 0:
+            return derive_seed(self.seed, sample_id)
+        return derive_seed(self.seed, sample_id, purpose=f"rollout {prompt.attempt} {segment}")
+
+
+def derive_seed(seed: int, sample_id: int, purpose: str = "rollout") -> int:
+    """Return the 63-bit seed of one sample. Training, ``validation`` and ``generate`` draw from separate families."""
+    digest = hashlib.sha256(f"{purpose}:{seed}:{sample_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def reward_item(dataset: PromptDataset, row: int, response: str) -> RewardItem:
+    """Return a decoded response together with its row's data."""
+    found = dataset.row(row)
+    return RewardItem(
+        prompt=found.text,
+        response=encodable(response),
+        ground_truth=found.ground_truth,
+        extra_info=found.extra_info,
+        domain=found.domain,
+        place=found.place,
+    )
+
+
+def _describe(error: SampleFailed, sample_ids: Sequence[int], prompts: Sequence[Prompt]) -> str:
+    ids = ", ".join(str(sample_ids[i]) for i in error.positions[:MAX_NAMED_SAMPLES])
+    more = f" and {len(error.positions) - MAX_NAMED_SAMPLES} more" if len(error.positions) > MAX_NAMED_SAMPLES else ""
+    domains = ", ".join(repr(domain) for domain in sorted({prompts[i].domain for i in error.positions}))
+    reason = one_line(error)
+    return f"rollout gave no response for samples {ids}{more} of domain {domains}: {reason}: see the replicas' logs"
+
+
+def _meta(sample_id: int, prompt: Prompt, prompt_length: int, response: Generation) -> SampleMeta:
+    versions = set(response.token_versions.tolist())
+    return SampleMeta(
+        sample_id=sample_id,
+        domain=prompt.domain,
+        weight_version=min(versions),
+        prompt_length=prompt_length,
+        response_length=len(response.tokens),
+        num_loss_tokens=len(response.tokens),
+        truncated=response.finish_reason == "length",
+        num_versions=len(versions),
+        version_span=max(versions) - min(versions),
+    )

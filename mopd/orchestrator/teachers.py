@@ -1,0 +1,196 @@
+"""The teacher worker: reads sampled tokens, asks each domain's teachers, and writes their scores of every response
+token.
+
+Shapes: R response tokens of one sample, K = top-k, D = most teachers of any domain.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from mopd.base.text import one_line
+from mopd.base.types import FailedSample, SampleMeta, UserError
+from mopd.config.groups import Assignment
+from mopd.data.image_refs import refs_from_tensor
+from mopd.data.images import ImageStore
+from mopd.data_plane.interface import Storage
+from mopd.engines.concurrency import all_or_none
+from mopd.engines.interface import CorruptAnswer, Images, Scores
+from mopd.engines.replicas.interface import NoReplica, SampleFailed
+from mopd.engines.replicas.router import Router
+
+MAX_NAMED_SAMPLES = 8
+Answers = dict[int, Scores | FailedSample]
+"""One teacher's answers by sample id."""
+KeptAwake = Callable[[], AbstractAsyncContextManager[object]]
+"""Factory of the context in which a teacher is awake; a teacher with resources of its own always is."""
+
+
+class TeacherGroup:
+    """The replicas of one teacher."""
+
+    def __init__(
+        self,
+        name: str,
+        router: Router,
+        *,
+        vocab_size: int,
+        sees_images: bool = False,
+        kept_awake: KeptAwake = nullcontext,
+    ) -> None:
+        """Set up the group. ``vocab_size`` is the teacher's own: no answer may name an id beyond it."""
+        self.name = name
+        self.sees_images = sees_images
+        self.router = router
+        self.router.vocab_size = vocab_size
+        self.kept_awake = kept_awake
+
+    async def score(
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
+        stop_at_failure: bool = True,
+    ) -> list[Scores | SampleFailed]:
+        """Score the response part of each sequence; results are in the order of the request.
+
+        A sample that no replica can score ends the call (``SampleFailed``); with ``stop_at_failure`` false that error
+        is returned in its place.
+        """
+        async with self.kept_awake():
+            return await self.router.score(
+                tokens,
+                prompt_lengths,
+                top_k=top_k,
+                temperature=temperature,
+                images=images,
+                stop_at_failure=stop_at_failure,
+            )
+
+
+class TeacherWorker:
+    """Adds ``TEACHER_FIELDS`` to samples that have ``tokens``."""
+
+    def __init__(
+        self,
+        groups: Mapping[str, TeacherGroup],
+        assignment: Assignment,
+        plane: Storage,
+        *,
+        top_k: int,
+        temperature: float,
+        images: ImageStore | None = None,
+        keep_going: bool = False,
+    ) -> None:
+        """Set up the worker. ``images``: store of the images that samples name. ``keep_going``: samples that cannot be
+        scored are returned (``on_failure: replace``) instead of ending the run."""
+        self._groups, self._assignment, self._plane = dict(groups), assignment, plane
+        self._top_k, self._temperature = top_k, temperature
+        self._images = images
+        self._keep_going = keep_going
+
+    async def score(self, metas: Sequence[SampleMeta]) -> list[FailedSample]:
+        """Score each sample with its domain's teachers, all teachers at the same time; return the samples that cannot
+        be scored, which get no field. Several teachers make one ensemble (``merge``).
+
+        Raises:
+            UserError: a domain has no teacher; a sample cannot be scored and ``keep_going`` is false; or a teacher has
+                no replica left. Names samples, domain, teacher and last error.
+        """
+        asked: dict[str, list[SampleMeta]] = defaultdict(list)
+        for meta in metas:
+            for name in self._assignment.teachers_of(meta.domain):
+                asked[name].append(meta)
+        answers = await all_or_none(self._ask(self._groups[name], share) for name, share in asked.items())
+        by_teacher = dict(zip(asked, answers, strict=True))
+        failed: dict[int, FailedSample] = {}
+        fields: dict[int, dict[str, Tensor]] = {}
+        for meta in metas:
+            views: list[Scores] = []
+            for name in self._assignment.teachers_of(meta.domain):
+                answer = by_teacher[name][meta.sample_id]
+                if isinstance(answer, FailedSample):
+                    failed.setdefault(meta.sample_id, answer)
+                else:
+                    views.append(answer)
+            if meta.sample_id not in failed:
+                weights = self._assignment.weights_of(meta.domain)
+                fields[meta.sample_id] = merge(views, weights, num_teachers=self._assignment.max_teachers)
+        if fields:
+            names = next(iter(fields.values()))
+            await self._plane.update([*fields], {name: [own[name] for own in fields.values()] for name in names})
+        return [*failed.values()]
+
+    async def _ask(self, group: TeacherGroup, metas: Sequence[SampleMeta]) -> Answers:
+        store = self._images if group.sees_images else None
+        names = ["tokens"] if store is None else ["tokens", "images"]
+        fields = await self._plane.get([meta.sample_id for meta in metas], names)
+        images = None
+        if store is not None:
+            images = [[store.prompt_image(ref) for ref in refs_from_tensor(own)] for own in fields["images"]]
+        try:
+            scores = await group.score(
+                fields["tokens"],
+                [meta.prompt_length for meta in metas],
+                top_k=self._top_k,
+                temperature=self._temperature,
+                images=images,
+                stop_at_failure=not self._keep_going,
+            )
+        except SampleFailed as error:
+            raise self._end(group, [metas[i] for i in error.positions], error) from error
+        answers: Answers = {}
+        for meta, given in zip(metas, scores, strict=True):
+            if not isinstance(given, SampleFailed):
+                answers[meta.sample_id] = given
+            elif isinstance(given.last_error, NoReplica):  # replacements would meet the same end
+                raise self._end(group, [meta], given) from given
+            else:
+                answers[meta.sample_id] = FailedSample(sample=meta, teacher=group.name, reason=one_line(given))
+        return answers
+
+    def _end(self, group: TeacherGroup, metas: Sequence[SampleMeta], error: SampleFailed) -> UserError:
+        domains = ", ".join(repr(domain) for domain in sorted({meta.domain for meta in metas}))
+        ids = ", ".join(str(meta.sample_id) for meta in metas[:MAX_NAMED_SAMPLES])
+        more = f" and {len(metas) - MAX_NAMED_SAMPLES} more" if len(metas) > MAX_NAMED_SAMPLES else ""
+        if isinstance(error.last_error, CorruptAnswer):
+            cure = f"the scores are not this teacher's; check teachers.{group.name}.engine and placement"
+        elif self._keep_going:
+            cure = "see the replicas' logs"
+        else:
+            cure = "see the replicas' logs, or set on_failure: replace"
+        return UserError(
+            f"teachers.{group.name} did not score samples {ids}{more} of domain {domains}: {one_line(error)}: {cure}"
+        )
+
+
+def merge(views: Sequence[Scores], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:
+    """Return ``TEACHER_FIELDS`` of one sample from its teachers' scores; ``weights`` add up to 1.
+
+    ``teacher_ids`` int32 and ``teacher_logprobs`` fp32 are [R, D, K] for D = ``num_teachers`` (teachers beyond
+    ``views`` repeat the first one; the loss gives them weight 0), or [R, K] for D = 1. ``teacher_token_logprobs`` [R]
+    fp32 is the weighted mean of the teachers' log-probs: the log of their weighted geometric mean (``docs/losses.md``).
+    """
+    if num_teachers == 1:
+        (only,) = views
+        return {
+            "teacher_ids": only.ids,
+            "teacher_logprobs": only.logprobs,
+            "teacher_token_logprobs": only.token_logprobs,
+        }
+    padded = [*views, *[views[0]] * (num_teachers - len(views))]
+    token_logprobs = torch.stack([view.token_logprobs for view in views])
+    shares = torch.tensor(weights, dtype=torch.float64)
+    return {
+        "teacher_ids": torch.stack([view.ids for view in padded], dim=1),
+        "teacher_logprobs": torch.stack([view.logprobs for view in padded], dim=1),
+        "teacher_token_logprobs": (shares[:, None] * token_logprobs.double()).sum(0).float(),
+    }

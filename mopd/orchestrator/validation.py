@@ -1,0 +1,177 @@
+"""Reward per domain on held-out prompts, while training and apart from it, and its file.
+
+Uses no training randomness: seeds derive from row numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mopd.base.files.json_text import MAX_DEPTH, MAX_VALUES, parse_json
+from mopd.base.metrics import MAX_LINE_BYTES, JsonlWriter, apart
+from mopd.base.text import one_line
+from mopd.base.types import UserError
+from mopd.config.schema import Recipe
+from mopd.data.image_files import read_rgb
+from mopd.data.prompts import PromptDataset
+from mopd.engines.interface import Generator, SamplingParams
+from mopd.orchestrator.rollout import derive_seed, reward_item
+from mopd.report.thumbnails import MAX_THUMBNAILS, thumbnail
+from mopd.rewards.domains import DomainRewards
+from mopd.rewards.interface import Graded, RewardItem
+
+logger = logging.getLogger(__name__)
+NUM_EXAMPLES = 4
+"""Generations per domain that are kept for the report: what one screen of it shows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationResult:
+    """Per domain, domains in alphabetical order."""
+
+    rewards: dict[str, float]
+    """Mean reward."""
+    num_samples: dict[str, int]
+    truncated_share: dict[str, float]
+    """Share of responses that ended at the length limit."""
+    extracted_share: dict[str, float]
+    """Share of responses in which the reward found something to judge."""
+    examples: dict[str, list[dict[str, Any]]]
+    """The first rows' ``{prompt, response, ground_truth, reward, extracted, problem}``: what of the response the reward
+    judged (``None``: nothing), and why its value is no higher. Those with images have ``images``, see ``thumbnail``."""
+
+
+class Validator:
+    """Validates a generator."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        dataset: PromptDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: DomainRewards,
+    ) -> None:
+        if recipe.validation is None:
+            raise ValueError("the recipe has no validation section")
+        self._recipe, self._cfg = recipe, recipe.validation
+        self._dataset, self._tokenizer, self._rewards = dataset, tokenizer, rewards
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Domains of the validation prompts."""
+        return tuple(self._dataset.rows_by_domain)
+
+    async def run(self, generator: Generator, *, domains: Collection[str] | None = None) -> ValidationResult:
+        """One response of ``generator`` per row of ``domains`` (all when ``None``), rewarded; consumes no training
+        randomness. ``UserError`` for a domain without rows."""
+        all_rows = self._dataset.rows_by_domain
+        chosen = sorted(all_rows if domains is None else set(domains))
+        absent = [domain for domain in chosen if domain not in all_rows]
+        if absent:
+            raise UserError(f"data.validation has no row of domain {', '.join(map(repr, absent))}: add some")
+        order = [row for domain in chosen for row in all_rows[domain][: self._cfg.max_samples_per_domain]]
+        prompts = [self._dataset.row(row).tokens for row in order]
+        seeds = [derive_seed(self._recipe.seed, row, "validation") for row in order]
+        sampling = SamplingParams(
+            max_new_tokens=self._recipe.rollout.max_response_length, temperature=self._cfg.temperature
+        )
+        with apart():
+            generations = await generator.generate(prompts, sampling, seeds, images=self._dataset.images_of(order))
+        texts = self._tokenizer.batch_decode([g.tokens.tolist() for g in generations], skip_special_tokens=True)
+        items = [reward_item(self._dataset, row, text) for row, text in zip(order, texts, strict=True)]
+        finished = list(zip(items, await self._rewards.score(items), generations, order, strict=True))
+        by_domain = {domain: [entry for entry in finished if entry[0].domain == domain] for domain in chosen}
+        return ValidationResult(
+            rewards={d: sum(g.value for _, g, *_ in entries) / len(entries) for d, entries in by_domain.items()},
+            num_samples={d: len(entries) for d, entries in by_domain.items()},
+            truncated_share={
+                d: sum(made.finish_reason == "length" for _, _, made, _ in entries) / len(entries)
+                for d, entries in by_domain.items()
+            },
+            extracted_share={
+                d: sum(g.extracted is not None for _, g, *_ in entries) / len(entries)
+                for d, entries in by_domain.items()
+            },
+            examples={
+                d: [_example(i, g, self._thumbnails(row)) for i, g, _, row in entries[:NUM_EXAMPLES]]
+                for d, entries in by_domain.items()
+            },
+        )
+
+    def _thumbnails(self, row: int) -> list[str]:
+        images, refs = self._dataset.images, self._dataset.row(row).images[:MAX_THUMBNAILS]
+        return [] if images is None else [thumbnail(read_rgb(images.read(ref), images.place(ref))) for ref in refs]
+
+    async def record(self, generator: Generator, step: int) -> dict[str, Any]:
+        """``run`` as a line of ``validation.jsonl``."""
+        start = time.perf_counter()
+        result = await self.run(generator)
+        return record_of(step, result, wall_s=time.perf_counter() - start)
+
+
+def is_due(recipe: Recipe, step: int) -> bool:
+    """After ``step`` optimizer steps it is time to validate."""
+    cfg = recipe.validation
+    return cfg is not None and (step % cfg.every_steps == 0 or step == recipe.schedule.steps)
+
+
+def record_of(step: int, result: ValidationResult, *, wall_s: float) -> dict[str, Any]:
+    """A line of ``validation.jsonl``, plain JSON. The images are in that of step 0, whose rows are those of all."""
+    examples = result.examples
+    if step > 0:
+        examples = {
+            domain: [{key: value for key, value in row.items() if key != "images"} for row in rows]
+            for domain, rows in examples.items()
+        }
+    return {
+        "step": step,
+        "rewards": result.rewards,
+        "truncated_share": result.truncated_share,
+        "examples": plain_examples(examples, "validation.jsonl", MAX_LINE_BYTES),
+        "wall_s": wall_s,
+    }
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write one line."""
+    with closing(JsonlWriter(path)) as writer:
+        writer.write(record)
+
+
+def _example(item: RewardItem, graded: Graded, thumbnails: list[str]) -> dict[str, Any]:
+    return {
+        **({"images": thumbnails} if thumbnails else {}),
+        "prompt": item.prompt,
+        "response": item.response,
+        "ground_truth": item.ground_truth,
+        "reward": graded.value,
+        "extracted": graded.extracted,
+        "problem": graded.problem,
+    }
+
+
+def plain_examples(
+    examples: Mapping[str, list[dict[str, Any]]], name: str, max_bytes: int
+) -> dict[str, list[dict[str, Any]]]:
+    """As JSON for the file ``name`` of at most ``max_bytes``: ground truths of parquet files may be decimals, times or
+    bytes, which become text as for rewards. What the reader of that file would refuse is left out with a warning: no
+    response or ground truth ends a run by being shown."""
+    try:
+        text = json.dumps(examples, ensure_ascii=False, default=str)
+        if len(text.encode()) > max_bytes // 2:
+            raise ValueError(f"they have {len(text)} characters")
+        # the file holds them two levels deeper, and beside other values
+        plain: dict[str, list[dict[str, Any]]] = parse_json(text, max_depth=MAX_DEPTH - 2, max_values=MAX_VALUES // 2)
+    except (ValueError, TypeError, RecursionError) as error:
+        logger.warning("%s: the examples are left out (%s)", name, one_line(error))
+        return {}
+    return plain

@@ -1,0 +1,236 @@
+"""Those that make samples, built from a recipe: rollout, teachers, rewards, validation. They work in the orchestrator's
+process."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from mopd.base.types import UserError
+from mopd.config.groups import VllmEngineConfig
+from mopd.config.schema import Recipe
+from mopd.config.weights import BucketsConfig
+from mopd.data.image_processing import sees_images
+from mopd.data.prompts import PromptDataset, check_domains_have_teachers, check_teachers_see_images, load_prompts
+from mopd.data.tokenizer import load_tokenizer
+from mopd.data.vision_prompts import VisionPrompts, read_vision
+from mopd.data_plane.interface import Storage
+from mopd.engines.interface import Generator, SamplingParams
+from mopd.engines.replicas.interface import info_of
+from mopd.engines.replicas.router import Router
+from mopd.engines.replicas.statistics import group_metrics
+from mopd.engines.replicas.transfer import TransferTargets
+from mopd.orchestrator.rewards import RewardWorker
+from mopd.orchestrator.rollout import RolloutWorker, reward_item
+from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
+from mopd.orchestrator.validation import Validator
+from mopd.placement.groups import Groups
+from mopd.placement.interface import ROLLOUT
+from mopd.placement.sharing.rollout import TurnsGenerator
+from mopd.placement.sharing.turns import GpuTurns
+from mopd.placement.weights import GroupWeightSync
+from mopd.rewards.domains import DomainRewards, build_rewards
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What is read from disk before any model: it fails early and cheaply."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    validation: PromptDataset | None
+    rewards: DomainRewards | None
+    vision: VisionPrompts | None
+    """How the student reads images, where it sees any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Everything that makes samples, and what the checks talk to."""
+
+    inputs: Inputs
+    plane: Storage
+    weights: GroupWeightSync
+    """The way of the student's weights to the rollout."""
+    routers: dict[str, Router]
+    """Group key (``rollout``, ``teachers.NAME``) -> its replicas as one engine."""
+    rollout: RolloutWorker
+    teacher_groups: dict[str, TeacherGroup]
+    """Teacher -> its group."""
+    teachers: TeacherWorker
+    rewards: RewardWorker | None
+    """Where the loss needs rewards of training samples."""
+    validator: Validator | None
+    turns: GpuTurns | None
+    """Of student and rollout, where they share GPUs."""
+
+    @property
+    def generator(self) -> Generator:
+        """Samples with the student's published weights."""
+        return self.rollout.generator
+
+    def take_numbers(self) -> dict[str, float]:
+        """Metrics of every group since the last call."""
+        values: dict[str, float] = {}
+        for router in self.routers.values():
+            values |= group_metrics(router.take_numbers())
+        return values if self.turns is None else values | self.turns.take_numbers()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.inputs.tokenizer
+
+    @property
+    def dataset(self) -> PromptDataset:
+        """Training prompts."""
+        return self.inputs.train
+
+
+def read_inputs(recipe: Recipe) -> Inputs:
+    """Tokenizer, prompts and rewards.
+
+    Raises:
+        UserError: a file cannot be used, a domain of the data has no teacher or no reward, or a ground truth is none
+            for its reward.
+    """
+    tokenizer = load_tokenizer(recipe.student.model)
+    rewards = build_rewards(recipe.rewards) if recipe.needs_rewards else None
+    vision = read_vision(recipe.student.model, recipe.data.max_pixels, tokenizer)
+    train = load_prompts(recipe.data.train, recipe.data, tokenizer, vision)
+    assignment = recipe.assignment
+    for warning in check_domains_have_teachers(
+        train.domain_counts, assignment.by_domain, default_teacher=assignment.default
+    ):
+        logger.warning("%s", warning)
+    for domain, count in {**train.num_filtered, **train.num_truncated}.items():
+        logger.warning("data.overlong_prompts %s: %d prompts of %s", recipe.data.overlong_prompts, count, domain)
+    validation = None
+    if recipe.validation is not None:
+        validation = load_prompts(recipe.data.validation, recipe.data, tokenizer, vision)
+        _check_validation_domains(recipe, train, validation)
+    sighted = [name for name, teacher in recipe.teachers.items() if vision is not None and sees_images(teacher.model)]
+    for dataset in (train, validation):
+        if dataset is not None:
+            check_teachers_see_images(dataset.image_counts, assignment, sighted)
+    if rewards is not None:
+        for dataset in (train if recipe.needs_task_advantage else None, validation):
+            if dataset is not None:
+                _check_ground_truths(dataset, rewards)
+        for name in rewards.unused(list(train.domain_counts)):
+            logger.warning("rewards names %r, but the data has no row of it", name)
+    return Inputs(tokenizer=tokenizer, train=train, validation=validation, rewards=rewards, vision=vision)
+
+
+def build_routers(groups: Groups) -> dict[str, Router]:
+    """One router for each group that was started."""
+    return {
+        key: Router(plan.name, groups.replicas(key), plan.group.routing, kind=plan.kind)
+        for key, plan in groups.plans.items()
+    }
+
+
+async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: Groups, *, vocab_size: int) -> Workers:
+    """Construct and wire, on the event loop that ``groups`` was started on. The rollout has no weights until the
+    student publishes. ``vocab_size`` is the student's, without padding."""
+    routers = build_routers(groups)
+    routers[ROLLOUT].vocab_size = vocab_size
+    weights = GroupWeightSync(
+        routers[ROLLOUT], on_running=recipe.on_new_weights, targets=_targets(recipe, routers[ROLLOUT])
+    )
+    teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
+    sampling = SamplingParams(
+        max_new_tokens=recipe.rollout.max_response_length,
+        temperature=recipe.rollout.temperature,
+        top_p=recipe.rollout.top_p,
+        top_k=recipe.rollout.top_k,
+    )
+    rewards = None
+    if recipe.needs_task_advantage and inputs.rewards is not None:
+        rewards = RewardWorker(inputs.train, inputs.tokenizer, inputs.rewards, plane)
+    groups.watch(routers, weights)
+    return Workers(
+        inputs=inputs,
+        plane=plane,
+        weights=weights,
+        routers=routers,
+        rollout=RolloutWorker(
+            routers[ROLLOUT]
+            if groups.turns is None
+            else TurnsGenerator(routers[ROLLOUT], functools.partial(groups.kept_awake, ROLLOUT)),
+            plane,
+            inputs.train,
+            sampling=sampling,
+            seed=recipe.seed,
+            samples_per_prompt=recipe.rollout.samples_per_prompt,
+        ),
+        rewards=rewards,
+        teacher_groups=teachers,
+        teachers=TeacherWorker(
+            teachers,
+            recipe.assignment,
+            plane,
+            top_k=recipe.loss.top_k,
+            temperature=recipe.loss.temperature,
+            images=inputs.train.images,
+            keep_going=recipe.on_failure == "replace",
+        ),
+        validator=build_validator(recipe, inputs),
+        turns=groups.turns,
+    )
+
+
+def _targets(recipe: Recipe, rollout: Router) -> TransferTargets | None:
+    if not isinstance(recipe.weight_sync, BucketsConfig):
+        return None
+    engine = recipe.rollout.engine
+    return TransferTargets(
+        rollout,
+        num_workers=engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1,
+        on_running=recipe.on_new_weights,
+        drain_s=recipe.rollout.routing.request_timeout_s,
+    )
+
+
+async def _teacher_group(name: str, routers: Mapping[str, Router], groups: Groups) -> TeacherGroup:
+    key = f"teachers.{name}"
+    info = await info_of(groups.replicas(key)[0])
+    return TeacherGroup(
+        name,
+        routers[key],
+        vocab_size=info.vocab_size,
+        sees_images=info.image_processing is not None,
+        kept_awake=functools.partial(groups.kept_awake, key),
+    )
+
+
+def build_validator(recipe: Recipe, inputs: Inputs) -> Validator | None:
+    """The validator of a recipe with a ``validation`` section."""
+    if inputs.validation is None or inputs.rewards is None:
+        return None
+    return Validator(recipe, inputs.validation, inputs.tokenizer, inputs.rewards)
+
+
+def _check_ground_truths(dataset: PromptDataset, rewards: DomainRewards) -> None:
+    for row in range(len(dataset)):
+        item = reward_item(dataset, row, "")
+        rewards.of(item.domain).check(item)
+
+
+def _check_validation_domains(recipe: Recipe, train: PromptDataset, validation: PromptDataset) -> None:
+    unknown = sorted(set(validation.domain_counts) - set(recipe.assignment.by_domain))
+    if unknown and recipe.assignment.default is None:
+        raise UserError(
+            f"data.validation has domains {unknown} that no teacher answers for: remove these rows or name a teacher"
+        )
+    missing = sorted(set(train.domain_counts) - set(validation.domain_counts))
+    if missing and recipe.preflight.require_better_teacher:
+        raise UserError(
+            f"data.validation has no row of domain {missing[0]!r}, so its teacher cannot be checked: add rows, or set "
+            "preflight.require_better_teacher: false"
+        )

@@ -1,0 +1,288 @@
+"""A first recipe from the names of models and data: the domains are those that the data have, the rest is defaults
+worth knowing, each with the reason why one would change it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mopd.base.files.reading import shown_path
+from mopd.base.files.yaml_text import dump_inline
+from mopd.base.hardware import Hardware
+from mopd.base.types import UserError
+from mopd.config.data import DEFAULT_COLUMNS, SHIPPED, DataFileConfig, ShippedColumns
+from mopd.config.values import check_name
+from mopd.data.columns import survey
+from mopd.data.files import listed, read_first
+from mopd.data.hub.names import hub_data
+
+MAX_ROWS = 100_000
+"""Of each file, in which domains are looked for."""
+_SPLIT_WORDS = re.compile(r"(^|[-_.])(train|training|test|validation|valid|val|dev|eval)([-_.]\d[\w-]*)?$")
+_REWARDS = (
+    ("math", re.compile(r"gsm|math|aime|amc|olympiad|numina|dapo")),
+    ("code", re.compile(r"mbpp|code|humaneval|leetcode|apps|taco")),
+    ("multiple_choice", re.compile(r"mmlu|gpqa|arc|hellaswag|choice|csqa")),
+)
+"""Reward -> names of domains that it usually judges."""
+_OWN_REWARD = {"gsm8k": "math", "math": "math", "mbpp": "code"}
+"""Columns -> what their ground truths are made for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """What the user gives."""
+
+    student: str
+    teachers: Mapping[str, str]
+    """Name -> model."""
+    domains: Mapping[str, Sequence[str]]
+    """Teacher -> domains, where they were given."""
+    train: Sequence[str]
+    validation: Sequence[str]
+    run_dir: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """One data file, looked into."""
+
+    file: DataFileConfig
+    """As the recipe names it."""
+    counts: Counter[str]
+    """Rows by domain."""
+
+
+def first_recipe(names: Names, hardware: Hardware) -> str:
+    """The text of a recipe.
+
+    Raises:
+        UserError: a data file cannot be read, or has columns that no shipped mapping knows; it is not clear which
+            teacher answers for a domain.
+    """
+    train = [look_into(text) for text in names.train]
+    validation = [look_into(text) for text in names.validation]
+    counts = sum((found.counts for found in train), Counter[str]())
+    rewards = {domain: guess_reward(domain, train) for domain in sorted(counts)}
+    teachers = assign(names, counts, rewards)
+    return "".join(
+        f"{line}\n"
+        for line in [
+            "# mopd check FILE says what is missing or wrong, mopd train FILE starts it. Every key: docs/recipes.md",
+            f"run_dir: {dump_inline(names.run_dir)}",
+            "",
+            *_student(names, hardware),
+            "",
+            "teachers:                          # who answers for which domain",
+            *(
+                f"  {dump_inline(name)}: {{model: {dump_inline(model)}, domains: {dump_inline(teachers[name])}}}"
+                for name, model in names.teachers.items()
+            ),
+            "",
+            *_data(train, validation),
+            "",
+            "rollout:",
+            "  max_response_length: 1024        # in tokens; chains of thought are long, cut ones are counted",
+            "",
+            "schedule:",
+            "  steps: 500",
+            "  prompts_per_step: 128            # of all domains together",
+            *_validation(validation, rewards, counts),
+        ]
+    )
+
+
+def look_into(text: str) -> Found:
+    """The columns of a data file or data set, and the domains of its rows."""
+    paths: Sequence[str] = [text]
+    name = hub_data(text)
+    if name is not None:
+        from mopd.data.hub.fetch import fetch_data  # heavy, and most data are files
+
+        try:
+            paths = fetch_data(name).paths
+        except UserError as error:
+            raise UserError(f"{text}: no file here, and on the Hub {error}") from error
+    known = [detect(Path(path), text) for path in paths]
+    if name is not None:
+        stem = name.repository.rpartition("/")[2]
+    else:
+        stem = _SPLIT_WORDS.sub("", Path(text).stem) or Path(text).resolve().parent.name
+    columns = known[0]
+    domain = None if SHIPPED[columns].domain is not None else stem.lower()
+    file = DataFileConfig(path=text, columns=columns, domain=domain)
+    counts = Counter[str]()
+    for path in paths:
+        counts += survey(dataclasses.replace(file, path=path), MAX_ROWS).counts
+    return Found(file=file, counts=counts)
+
+
+def detect(path: Path, shown: str) -> ShippedColumns:
+    """Name of the shipped mapping that fits the file's columns.
+
+    Raises:
+        UserError: none does.
+    """
+    first = read_first(path)
+    columns = first.keys()
+    if {"prompt", "data_source"} <= columns:
+        return DEFAULT_COLUMNS
+    if {"question", "answer"} <= columns:
+        return "gsm8k" if "####" in str(first.get("answer")) else "question_answer"
+    if "test_list" in columns and columns & {"prompt", "text"}:
+        return "mbpp"
+    if "problem" in columns and columns & {"answer", "solution"}:
+        return "math"
+    if {"conversations", "domain"} <= columns:
+        return "openthoughts"
+    if "messages" in columns:
+        return "messages"
+    raise UserError(
+        f"{shown_path(shown)}: no shipped mapping fits its columns {listed(sorted(columns))}: write the entry by hand, "
+        "with columns: {prompt: COLUMN, ground_truth: COLUMN, domain: COLUMN} (docs/data.md)"
+    )
+
+
+def assign(names: Names, counts: Mapping[str, int], rewards: Mapping[str, str]) -> dict[str, list[str]]:
+    """Teacher -> domains: as given, else all to the only teacher, else by name: ``math`` answers for ``openai/math``,
+    and for what the reward ``math`` judges.
+
+    Raises:
+        UserError: a domain is left, or claimed twice.
+    """
+    assigned: dict[str, list[str]] = {name: list(names.domains.get(name, ())) for name in names.teachers}
+    for name in names.domains:
+        if name not in names.teachers:
+            raise UserError(f"--domains {name}: no --teacher has that name: it is one of {listed([*names.teachers])}")
+    taken = set(itertools.chain.from_iterable(assigned.values()))
+    unknown = sorted(taken - counts.keys())
+    if unknown:
+        raise UserError(f"--domains: the data have no row of {listed(unknown)}: they have {_counted(counts)}")
+    left = []
+    for domain in sorted(counts.keys() - taken):
+        words = {*re.split(r"[\W_]+", domain.lower()), rewards[domain]}
+        fitting = [name for name in names.teachers if name.lower() in words]
+        fitting = [domain] if domain in names.teachers else fitting
+        if len(names.teachers) == 1:
+            fitting = [*names.teachers]
+        if len(fitting) == 1:
+            assigned[fitting[0]].append(domain)
+        else:
+            left.append(domain)
+    idle = [name for name, domains in assigned.items() if not domains]
+    if left or idle:
+        raise UserError(
+            f"which teacher answers for which domain? The data have {_counted(counts)}; not clear: "
+            f"{listed([*left, *idle])}: say it with --domains TEACHER=DOMAIN,DOMAIN for each teacher"
+        )
+    return assigned
+
+
+def guess_reward(domain: str, found: Sequence[Found]) -> str:
+    """By the columns of the files that have the domain, else by its name."""
+    for one in found:
+        columns = one.file.columns
+        if domain in one.counts and isinstance(columns, str) and columns in _OWN_REWARD:
+            return _OWN_REWARD[columns]
+    return next((reward for reward, names in _REWARDS if names.search(domain.lower())), "exact_match")
+
+
+def read_names(
+    student: str,
+    teachers: Sequence[str],
+    domains: Sequence[str],
+    *,
+    train: Sequence[str],
+    validation: Sequence[str],
+    run_dir: str,
+) -> Names:
+    """From the command line.
+
+    Raises:
+        UserError: ``--teacher`` or ``--domains`` is no ``NAME=…``, or names a teacher twice.
+    """
+    pairs: dict[str, list[tuple[str, str]]] = {"--teacher": [], "--domains": []}
+    for option, texts in (("--teacher", teachers), ("--domains", domains)):
+        for text in texts:
+            name, equals, value = text.partition("=")
+            try:
+                check_name(name)
+            except ValueError as error:
+                raise UserError(f"{option} {text!a:.80}: the name {error}") from error
+            if not equals or not value:
+                raise UserError(
+                    f"{option} {text!a:.80}: write {option} NAME={'MODEL' if option == '--teacher' else 'A,B'}"
+                )
+            if name in dict(pairs[option]):
+                raise UserError(f"{option} names {name!r} twice: remove one")
+            pairs[option].append((name, value))
+    return Names(
+        student=student,
+        teachers=dict(pairs["--teacher"]),
+        domains={name: value.split(",") for name, value in pairs["--domains"]},
+        train=train,
+        validation=validation,
+        run_dir=run_dir,
+    )
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{domain!r} ({count} rows)" for domain, count in sorted(counts.items())[:10])
+
+
+def _student(names: Names, hardware: Hardware) -> list[str]:
+    free = hardware.num_gpus - len(names.teachers) - 1
+    copies = 1 << max(free, 1).bit_length() - 1
+    where = f"of {hardware.num_gpus} GPUs; the others are the rollout's and the teachers'" if copies > 1 else "ranks"
+    return [
+        "student:",
+        f"  model: {dump_inline(names.student)}",
+        "  parallel:",
+        "    tensor_model_parallel_size: 1  # raise it when one GPU does not hold the student and its optimizer",
+        f"    data_parallel_size: {copies}          # {where}",
+        "  optimizer: {lr: 1.0e-6, lr_warmup_steps: 10}",
+    ]
+
+
+def _data(train: Sequence[Found], validation: Sequence[Found]) -> list[str]:
+    lines = ["data:"]
+    for key, files in (("train", train), ("validation", validation)):
+        if files:
+            lines.append(f"  {key}:")
+            lines.extend(f"    - {_entry(found.file)}  # {_comment(found.counts)}" for found in files)
+    return [
+        *lines,
+        "  max_prompt_length: 1024          # in tokens; a longer prompt refuses the run (overlong_prompts)",
+    ]
+
+
+def _entry(file: DataFileConfig) -> str:
+    if file.columns == DEFAULT_COLUMNS and file.domain is None:
+        return dump_inline(file.path)
+    parts = {"path": file.path, "columns": file.columns, "domain": file.domain}
+    return "{" + ", ".join(f"{key}: {dump_inline(value)}" for key, value in parts.items() if value is not None) + "}"
+
+
+def _comment(counts: Mapping[str, int]) -> str:
+    return re.sub(r"[\r\n]", " ", _counted(counts))
+
+
+def _validation(validation: Sequence[Found], rewards: Mapping[str, str], counts: Mapping[str, int]) -> list[str]:
+    if not validation:
+        return ["", "# with data.validation: rewards by domain and a validation section show what the student gains"]
+    held_out = set(itertools.chain.from_iterable(found.counts for found in validation))
+    missing = sorted(counts.keys() - held_out)
+    if missing:
+        raise UserError(f"--validation has no row of {listed(missing)}: add a file, or the teacher cannot be checked")
+    return [
+        "",
+        "rewards:                           # how a response is judged, by domain (docs/rewards.md)",
+        *(f"  {dump_inline(domain)}: {{type: {reward}}}" for domain, reward in rewards.items()),
+        "",
+        "validation: {every_steps: 50, max_samples_per_domain: 200}",
+    ]

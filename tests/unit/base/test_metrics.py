@@ -1,0 +1,206 @@
+"""Step records, phase times and the files of records."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mopd.base.metrics import JsonlWriter, StepMetrics, StepTimer, merge_step, read_jsonl, truncate_jsonl
+from mopd.base.types import Batch, DomainSums, SampleMeta, UserError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def sample(sample_id: int, domain: str, response_length: int, *, truncated: bool = False) -> SampleMeta:
+    return SampleMeta(
+        sample_id=sample_id,
+        domain=domain,
+        weight_version=0,
+        prompt_length=10,
+        response_length=response_length,
+        num_loss_tokens=response_length,
+        truncated=truncated,
+    )
+
+
+def test_phases_add_up_and_a_flush_starts_anew() -> None:
+    clock = Clock()
+    timer = StepTimer(clock)
+    timer.begin()
+    with timer("rollout"):
+        clock.now += 2
+    clock.now += 1
+    for _ in range(2):
+        with timer("optim_step"):
+            clock.now += 0.25
+    assert timer.flush() == {"rollout": 2, "optim_step": 0.5, "step": 3.5}
+    assert timer.flush() == {}
+
+
+def test_blocks_of_one_phase_that_overlap_count_once() -> None:
+    clock = Clock()
+    timer = StepTimer(clock)
+    first, second = timer("rollout"), timer("rollout")
+    with first:
+        clock.now += 1
+        second.__enter__()
+        clock.now += 1
+    clock.now += 1
+    second.__exit__(None, None, None)
+    clock.now += 1
+    assert timer.flush() == {"rollout": 3}
+
+
+def test_time_between_a_flush_and_the_next_begin_belongs_to_no_step() -> None:
+    clock = Clock()
+    timer = StepTimer(clock)
+    timer.begin()
+    with timer("rollout"):
+        clock.now += 1
+        timer.flush()
+        clock.now += 60  # validation, a checkpoint
+        timer.begin()
+        clock.now += 1
+    clock.now += 2
+    assert timer.flush() == {"rollout": 1, "step": 3}
+
+
+def test_a_phase_that_is_open_at_the_flush_goes_on_in_the_next_record() -> None:
+    clock = Clock()
+    timer = StepTimer(clock)
+    with timer("rollout"):
+        clock.now += 3
+        assert timer.flush() == {"rollout": 3}
+        clock.now += 1
+    assert timer.flush() == {"rollout": 1}
+
+
+def test_a_failed_phase_is_timed_too() -> None:
+    clock = Clock()
+    timer = StepTimer(clock)
+    with pytest.raises(OSError), timer("rollout"):
+        clock.now += 1
+        raise OSError
+    assert timer.flush()["rollout"] == 1
+
+
+def test_a_step_record_holds_means_by_domain_and_what_was_minimised() -> None:
+    batch = Batch(samples=(sample(0, "math", 4), sample(1, "code", 2, truncated=True), sample(2, "math", 6)))
+    sums = {
+        "math": DomainSums(num_tokens=10, sums={"loss": 5.0, "weighted_loss": 0.4, "k1": 1.0, "clamped": 2.0}),
+        "code": DomainSums(num_tokens=2, sums={"loss": 3.0, "weighted_loss": 0.2, "k1": 0.5, "clamped": 0.0}),
+    }
+    metrics = merge_step(7, batch=batch, sums=sums, values={"lr": 0.1}, timings={"rollout": 1.0, "step": 2.0})
+    assert metrics.step == 7
+    assert metrics.values == pytest.approx(
+        {
+            "loss": 0.6,
+            "lr": 0.1,
+            "loss/math": 0.5,
+            "kl_k1/math": 0.1,
+            "clamped_share/math": 0.2,
+            "num_tokens/math": 10,
+            "loss/code": 1.5,
+            "kl_k1/code": 0.25,
+            "clamped_share/code": 0,
+            "num_tokens/code": 2,
+            "response_length/math": 5,
+            "truncated_share/math": 0,
+            "num_samples/math": 2,
+            "response_length/code": 2,
+            "truncated_share/code": 1,
+            "num_samples/code": 1,
+            "tokens": 42,
+            "timing/rollout_s": 1,
+            "timing/step_s": 2,
+            "rate/train_tokens_per_s": 21,
+        }
+    )
+    assert metrics.by_domain("loss") == pytest.approx({"math": 0.5, "code": 1.5})
+
+
+def test_what_counts_samples_is_a_share_of_samples() -> None:
+    batch = Batch(samples=(sample(1, "math", 6), sample(2, "math", 2), sample(3, "code", 4)))
+    sums = {"loss": 1.0, "weighted_loss": 0.1, "masked_sequences": 1.0}
+    both = {
+        domain: DomainSums(num_tokens=n, sums={**sums, "masked_sequences": masked})
+        for domain, n, masked in (("math", 8, 1.0), ("code", 4, 0.0))
+    }
+    metrics = merge_step(4, batch=batch, sums=both, values={}, timings={})
+    assert metrics.by_domain("masked_sequences_share") == {"math": 0.5, "code": 0.0}
+    assert metrics.by_domain("masked_sequences") == {}
+
+
+def test_more_numbers_join_a_step_but_never_replace_one() -> None:
+    metrics = StepMetrics(step=2, values={"loss": 1.0}).plus({"teachers/samples/math": 4.0})
+    assert metrics.record == {"step": 2, "loss": 1.0, "teachers/samples/math": 4.0}
+    with pytest.raises(ValueError, match="metrics loss of step 2 are given twice"):
+        metrics.plus({"loss": 2.0})
+
+
+def test_a_domain_whose_samples_have_no_loss_token_still_counts_its_samples() -> None:
+    batch = Batch(samples=(sample(0, "math", 4),))
+    values = merge_step(1, batch=batch, sums={}, values={}, timings={}).values
+    assert values["num_samples/math"] == 1
+    assert "loss/math" not in values and values["loss"] == 0
+
+
+def test_lines_are_on_disk_at_once_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    writer.write(StepMetrics(step=1, values={"loss": 0.1 + 0.2, "kl_k3/ü": float("inf")}).record)
+    assert read_jsonl(path) == [{"step": 1, "loss": 0.1 + 0.2, "kl_k3/ü": None}]
+    writer.write({"step": 2})
+    writer.close()
+    assert [record["step"] for record in read_jsonl(path)] == [1, 2]
+
+
+def test_a_nan_never_reaches_the_file(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError):
+        writer.write({"step": 1, "loss": float("nan")})
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+
+
+def test_truncation_keeps_the_bytes_up_to_the_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept = b'{"step": 1, "loss": 0.5}\n{"step":2,  "loss": 0.25}\n'
+    path.write_bytes(kept + b'{"step": 3}\n{"step": 4, "lo')
+    truncate_jsonl(path, after_step=2)
+    assert path.read_bytes() == kept
+    truncate_jsonl(tmp_path / "absent.jsonl", after_step=2)
+    assert not (tmp_path / "absent.jsonl").exists()
+
+
+def test_a_torn_last_line_is_not_read_and_is_removed_before_writing_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_jsonl(path) == [{"step": 1}]
+    writer = JsonlWriter(path)
+    writer.write({"step": 2})
+    writer.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"loss": 1}', '{"step": "1"}'])
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: "):
+        read_jsonl(path)
+
+
+def test_the_module_is_light_to_import() -> None:
+    code = "import mopd.base.metrics, sys, json; print(json.dumps(sorted(sys.modules)))"
+    loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+    assert not {"torch", "rich", "numpy", "transformers"} & set(loaded)

@@ -1,0 +1,395 @@
+"""Messages survive the trip, and nothing else passes for one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mopd.base.types import PromptImage
+from mopd.engines.wire.frames import FrameReader, frame
+from mopd.engines.wire.image_table import from_table, to_table
+from mopd.engines.wire.images import ImageFiles, ImagesKept
+from mopd.engines.wire.messages import (
+    VERSION,
+    GenerateAnswer,
+    GenerateFailure,
+    GenerateRequest,
+    Message,
+    ScoreAnswer,
+    ScoreRequest,
+    WireError,
+    decode,
+    decode_one_of,
+    encode,
+)
+from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
+from mopd.engines.wire.weights import WeightBegin, WeightChunk, WeightCommit
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def score_request(**changes: Any) -> ScoreRequest:
+    """Two sequences of 5 and 4 tokens."""
+    fields: dict[str, Any] = {
+        "tokens": ints(1, 5, 9, 7, 7, 1, 4, 4, 6),
+        "lengths": ints(5, 4),
+        "prompt_lengths": ints(3, 2),
+        "images": ints(),
+        "top_k": 8,
+        "temperature": 1.0,
+        "weight_version": -1,
+    }
+    return ScoreRequest(**{**fields, **changes})
+
+
+def score_answer(rows: int = 4, top_k: int = 8, **changes: Any) -> ScoreAnswer:
+    """``rows`` rows of one sequence."""
+    random = np.random.default_rng(0)
+    fields: dict[str, Any] = {
+        "request_checksum": b"x" * 16,
+        "weight_version": 2,
+        "top_k": top_k,
+        "lengths": ints(rows),
+        "ids": random.integers(0, 1000, rows * top_k, dtype=np.int32),
+        "logprobs": -random.random(rows * top_k, dtype=np.float32),
+        "token_logprobs": -random.random(rows, dtype=np.float32),
+    }
+    return ScoreAnswer(**{**fields, **changes})
+
+
+def generate_request(**changes: Any) -> GenerateRequest:
+    fields: dict[str, Any] = {
+        "tokens": ints(1, 2, 3),
+        "lengths": ints(2, 1),
+        "seeds": np.array([0, 2**62], dtype=np.int64),
+        "images": ints(),
+        "max_new_tokens": 4,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "weight_version": 7,
+    }
+    return GenerateRequest(**{**fields, **changes})
+
+
+def generate_answer(**changes: Any) -> GenerateAnswer:
+    """The second of some responses, whose last token other weights drew."""
+    fields: dict[str, Any] = {
+        "request_checksum": b"y" * 16,
+        "index": 1,
+        "finish_reason": "stop",
+        "tokens": ints(2, 3, 4),
+        "logprobs": np.array([-0.5, -1.5, -2.5], dtype=np.float32),
+        "token_versions": ints(7, 7, 8),
+    }
+    return GenerateAnswer(**{**fields, **changes})
+
+
+NOTHING = {"tokens": ints(), "logprobs": np.zeros(0, dtype=np.float32), "token_versions": ints()}
+
+
+def chunk() -> WeightChunk:
+    return WeightChunk(
+        update_id="u",
+        index=0,
+        pieces=(("a.weight", "bfloat16", (2, 1), 0, 4), ("b", "float32", (), 0, 4)),
+        data=np.arange(8, dtype=np.uint8),
+    )
+
+
+def named(fill: int, *grid: int) -> PromptImage:
+    return PromptImage(digest=bytes([fill]) * 16, grid=grid, load=bytes)  # type: ignore[arg-type]
+
+
+FAILURE = GenerateFailure(request_checksum=b"y" * 16, status=503, message="the engine is dead")
+IMAGES = [[named(200, 1, 4, 6), named(0, 1, 2, 2)], [named(200, 1, 4, 6)]]
+JOIN = WeightJoin(
+    group_id="g",
+    port=80,
+    first_rank=1,
+    world_size=3,
+    bucket_bytes=2**20,
+    timeout_s=2.5,
+    secret="s" * 16,
+    tensors=np.frombuffer(b'[["a","float32",[2]]]', dtype=np.uint8),
+    memory="[{}]",
+)
+MESSAGES = [
+    score_request(),
+    score_request(images=to_table(IMAGES)),
+    score_answer(),
+    score_answer(rows=0),
+    generate_request(),
+    ImageFiles.of([b"one", b"and two"]),
+    ImagesKept(num_files=2),
+    generate_answer(),
+    generate_answer(finish_reason="handed_back", **NOTHING),
+    FAILURE,
+    WeightBegin(update_id="u", weight_version=3),
+    WeightBegin(update_id="u", weight_version=3, constants_id="c", constants=b"d" * 16),
+    chunk(),
+    WeightCommit(update_id="u", num_tensors=2, digest=b"d", on_running="continue"),
+    JOIN,
+    WeightStart(group_id="g", weight_version=3, verify=True, on_running="finish", patience_s=2.5),
+    WeightFinish(group_id="g", weight_version=3),
+    WeightReceived(weight_version=3, wait_s=0.5, load_s=1.25),
+]
+
+
+def assert_equal(one: Message, other: Message) -> None:
+    for field in dataclasses.fields(one):
+        left, right = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(left, np.ndarray):
+            assert left.dtype == right.dtype and np.array_equal(left, right), field.name
+        else:
+            assert left == right and type(left) is type(right), field.name
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_round_trip(message: Message) -> None:
+    back = decode(encode(message), type(message))
+    assert_equal(message, back)
+    assert all(value.flags.writeable for value in vars(back).values() if isinstance(value, np.ndarray))
+
+
+def test_arrays_are_raw_little_endian_buffers() -> None:
+    outer = msgpack.unpackb(encode(score_request()))
+    assert outer["arrays"]["tokens"] == score_request().tokens.astype("<i4").tobytes()
+    outer = msgpack.unpackb(encode(score_answer()))
+    assert outer["arrays"]["logprobs"] == score_answer().logprobs.astype("<f4").tobytes()
+
+
+@pytest.mark.parametrize("top_k", [1, 8, 64])
+@pytest.mark.parametrize("rows", [16, 500])
+def test_bytes_per_scored_token(top_k: int, rows: int) -> None:
+    assert len(encode(score_answer(rows, top_k))) / rows <= 8 * top_k + 32
+
+
+def test_the_checksum_of_a_request_is_of_its_tokens_and_their_split() -> None:
+    checksum = score_request().checksum
+    assert checksum == score_request(top_k=3).checksum
+    assert checksum != score_request(tokens=ints(1, 5, 9, 7, 7, 1, 4, 4, 7)).checksum
+    assert checksum != score_request(lengths=ints(4, 5)).checksum
+    assert checksum != score_request(prompt_lengths=ints(3, 3)).checksum
+    seen = score_request(images=to_table(IMAGES)).checksum
+    assert checksum != seen != score_request(images=to_table([IMAGES[0], [named(1, 1, 4, 6)]])).checksum
+
+
+def test_images_by_name() -> None:
+    assert from_table(to_table(IMAGES), 2) == [[(image.digest, image.grid) for image in own] for own in IMAGES]
+    assert to_table(None).shape == to_table([[], []]).shape == (0,)
+    assert from_table(to_table(None), 2) == [[], []]
+    assert ImageFiles.of([b"one", b"and two"]).files == [b"one", b"and two"]
+    extra = len(encode(score_request(images=to_table([IMAGES[0], []])))) - len(encode(score_request()))
+    assert extra <= 2 * 32 + 4
+    file = np.random.default_rng(0).bytes(10_000)
+    assert len(encode(ImageFiles.of([file] * 3))) <= 3 * 1.05 * len(file)
+    for lengths, problem in ((ints(), "0 files"), (ints(0, 3), "has not 1 to"), (ints(2), "add up to 2 but 3")):
+        with pytest.raises(WireError, match=problem):
+            decode(encode(ImageFiles(lengths=lengths, content=np.zeros(3, dtype=np.uint8))), ImageFiles)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"lengths": ints(5, 5)}, "add up to 10 but 9"),
+        ({"lengths": ints(9, 0)}, "below 1"),
+        ({"lengths": ints()}, "0 sequences"),
+        ({"prompt_lengths": ints(3)}, "2 lengths but 1"),
+        ({"prompt_lengths": ints(0, 2)}, "between 1 and"),
+        ({"prompt_lengths": ints(6, 2)}, "between 1 and"),
+        ({"tokens": ints(1, 5, 9, 7, 7, 1, 4, 4, -6)}, "negative"),
+        ({"images": ints(0, 1, 2, 3, 4, 1, 2)}, "7 numbers of images"),
+        ({"images": ints(2, 1, 2, 3, 4, 1, 2, 2)}, "other sequences than the 2"),
+        ({"images": ints(-1, 1, 2, 3, 4, 1, 2, 2)}, "other sequences than the 2"),
+        ({"images": ints(1, 1, 2, 3, 4, 1, 2, 2, 0, 1, 2, 3, 4, 1, 2, 2)}, "not in order"),
+        ({"images": ints(0, 1, 2, 3, 4, 2, 2, 2)}, "grid is not one frame"),
+        ({"images": ints(0, 1, 2, 3, 4, 1, 0, 2)}, "grid is not one frame"),
+        ({"images": ints(0, 1, 2, 3, 4, 1, 2, 2**15 + 1)}, "grid is not one frame"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"temperature": 0.0}, "temperature is 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": 1e-39}, "temperature is 1e-39"),  # its inverse is infinite in fp32
+    ],
+)
+def test_a_request_whose_parts_do_not_fit(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(WireError, match=problem):
+        decode(encode(score_request(**changes)), ScoreRequest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"seeds": np.array([1], dtype=np.int64)}, "2 prompts need as many seeds"),
+        ({"seeds": np.array([1, -1], dtype=np.int64)}, "none negative"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"temperature": 1e-39}, "temperature is 1e-39"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"top_k": 0}, "top_k is 0"),
+    ],
+)
+def test_a_generate_request_that_nothing_can_answer(changes: dict[str, Any], problem: str) -> None:
+    assert decode(encode(generate_request(temperature=0.0)), GenerateRequest).temperature == 0
+    with pytest.raises(WireError, match=problem):
+        decode(encode(generate_request(**changes)), GenerateRequest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"index": -1}, "index is -1"),
+        ({"finish_reason": "abort"}, "finish_reason is 'abort'"),
+        (NOTHING, "no token"),
+        ({"tokens": ints(1, 1)}, "2 tokens but 3 logprobs"),
+        ({"logprobs": np.zeros(4, dtype=np.float32)}, "4 logprobs"),
+        ({"token_versions": ints(7, 8)}, "2 versions"),
+        ({"token_versions": ints(7, 8, 7)}, "falls"),
+        ({"tokens": ints(1, 2, -3)}, "negative"),
+    ],
+)
+def test_a_response_that_cannot_be(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(WireError, match=problem):
+        decode(encode(generate_answer(**changes)), GenerateAnswer)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf"), -0.5, True, "1"])
+def test_times_are_finite_and_not_negative(seconds: Any) -> None:
+    for changes in ({"wait_s": seconds}, {"load_s": seconds}):
+        message = WeightReceived(**{"weight_version": 3, "wait_s": 0, "load_s": 1.25, **changes})
+        with pytest.raises(WireError, match=r"not finite|not negative"):
+            decode(encode(message), WeightReceived)
+
+
+@pytest.mark.parametrize("odd", [2.0, 8.0, 1.0, True, "2", None, 1e30, float("nan"), [2], b"2"])
+def test_a_number_that_equals_another_is_not_that_number(odd: Any) -> None:
+    scores = dataclasses.replace(score_answer(), top_k=odd)
+    for message in (scores, score_answer(weight_version=odd), generate_answer(index=odd)):
+        with pytest.raises(WireError, match="wrong type"):
+            decode(encode(message), type(message))
+
+
+def test_one_of_several_kinds() -> None:
+    for message in (generate_answer(), FAILURE):
+        back = decode_one_of(encode(message), GenerateAnswer, GenerateFailure)
+        assert_equal(message, back)
+    with pytest.raises(WireError, match="expected kind 'response'"):
+        decode_one_of(encode(score_request()), GenerateAnswer, GenerateFailure)
+    with pytest.raises(WireError, match="status is 200"):
+        failure = GenerateFailure(request_checksum=b"", status=200, message="")
+        decode_one_of(encode(failure), GenerateAnswer, GenerateFailure)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.binary(max_size=40), max_size=5), st.integers(1, 60))
+def test_frames_come_out_as_they_went_in(bodies: list[bytes], step: int) -> None:
+    stream, reader = b"".join(map(frame, bodies)), FrameReader(max_bytes=40)
+    found = [body for start in range(0, len(stream), step) for body in reader.feed(stream[start : start + step])]
+    assert found == bodies
+
+
+def test_a_frame_that_announces_too_much_waits_for_nothing() -> None:
+    reader = FrameReader(max_bytes=40)
+    assert reader.feed(frame(b"x" * 40)[:20]) == []
+    assert reader.feed(frame(b"x" * 40)[20:]) == [b"x" * 40]
+    with pytest.raises(WireError, match="a message of 41 bytes"):
+        reader.feed(frame(b"x" * 41)[:4])
+
+
+def reframed(**changes: Any) -> bytes:
+    """A score request whose outer map is changed after encoding; ``None`` takes a key away."""
+    outer = {**msgpack.unpackb(encode(score_request())), **changes}
+    return msgpack.packb({key: value for key, value in outer.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"", "not msgpack"),
+        (b"\xc1", "not msgpack"),
+        (b"\x91" * 5000, "not msgpack"),
+        (msgpack.packb([1]), "message is not a map"),
+        (msgpack.packb({}), "misses or does not know"),
+        (encode(score_request()) + b"\x00", "not msgpack"),
+        (encode(score_request())[:-3], "not msgpack"),
+        (encode(score_answer()), "expected kind 'score'"),
+        (reframed(version=2), "version 2"),
+        (reframed(version=float(VERSION)), "version 5.0"),
+        (reframed(version="5"), "version '5'"),
+        (reframed(extra=1), "extra"),
+        (reframed(head=None), "head"),
+        (reframed(head="text"), "head is not a buffer"),
+        (reframed(head=b"\x01"), "checksum"),
+        (reframed(arrays={"tokens": b""}), "images, lengths, prompt_lengths"),
+        (
+            reframed(arrays={"tokens": 1, "lengths": b"", "prompt_lengths": b"", "images": b""}),
+            "'tokens' is not a buffer",
+        ),
+        (reframed(crc=1), "checksum"),
+        (reframed(crc=True), "checksum"),
+    ],
+)
+def test_what_is_no_score_request(body: bytes, problem: str) -> None:
+    with pytest.raises(WireError, match=problem):
+        decode(body, ScoreRequest)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_changed_bytes_are_noticed(data: st.DataObject) -> None:
+    """Any changed byte of any message raises ``WireError``: what passes has the bytes that were sent."""
+    message = data.draw(st.sampled_from(MESSAGES))
+    body = bytearray(encode(message))
+    place = data.draw(st.integers(0, len(body) - 1))
+    body[place] ^= data.draw(st.integers(1, 255))
+    try:
+        back = decode(bytes(body), type(message))
+    except WireError:
+        return
+    assert_equal(message, back)  # msgpack can spell one value in two ways
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200) | values.map(msgpack.packb), st.sampled_from(MESSAGES))
+def test_any_bytes_are_a_message_or_a_wire_error(body: bytes, message: Message) -> None:
+    with pytest.raises(WireError):
+        decode(body, type(message))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_head_is_a_message_or_a_wire_error(data: st.DataObject) -> None:
+    """Well-framed messages with wrong scalars: the checks behind the frame hold too."""
+    import zlib
+
+    message = data.draw(st.sampled_from([own for own in MESSAGES if own.kind != "images"]))  # that one has no scalars
+    outer = msgpack.unpackb(encode(message))
+    head = msgpack.unpackb(outer["head"])
+    head[data.draw(st.sampled_from(sorted(head)))] = data.draw(values)
+    outer["head"] = msgpack.packb(head)
+    crc = zlib.crc32(outer["head"])
+    for array in outer["arrays"].values():
+        crc = zlib.crc32(array, crc)
+    outer["crc"] = crc
+    try:
+        decode(msgpack.packb(outer), type(message))
+    except WireError:
+        return

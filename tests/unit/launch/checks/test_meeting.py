@@ -1,0 +1,205 @@
+"""Nodes as threads of one process, over a real store: who does not come is named, and so is who is gone."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from torch.distributed import TCPStore
+
+from mopd.base.types import UserError
+from mopd.config.load import load_recipe
+from mopd.launch.checks import conducting, run_folder
+from mopd.launch.checks import meeting as meeting_module
+from mopd.launch.checks.conducting import check_nodes
+from mopd.launch.checks.inputs import Check
+from mopd.launch.checks.meeting import Meeting, meeting_at
+from mopd.launch.checks.run_folder import RunFolderTrials, TrialFiles
+from mopd.launch.node import Place
+from tests.fixtures.ports import free_port
+from tests.fixtures.recipe import RECIPE
+
+T = TypeVar("T")
+DEADLINE_S = 60.0
+
+
+def places(count: int) -> list[Place]:
+    port = free_port()
+    return [Place(num_nodes=count, node_rank=node, host="127.0.0.1", port=port) for node in range(count)]
+
+
+def everywhere(work: Callable[[Meeting], T], count: int = 2) -> list[T]:
+    """What each node's thread returns."""
+
+    def one(place: Place) -> T:
+        threading.current_thread().name = f"node {place.node_rank}"
+        with meeting_at(place, DEADLINE_S) as meeting:
+            result = work(meeting)
+            meeting.part()
+            return result
+
+    with ThreadPoolExecutor(count) as pool:
+        return [future.result(DEADLINE_S) for future in [pool.submit(one, place) for place in places(count)]]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path / "recipe.yaml"
+
+
+def test_node_0_hears_all_and_decides_for_all() -> None:
+    def work(meeting: Meeting) -> tuple[list[Any], Any]:
+        told = meeting.gather("number", {"own": meeting.place.node_rank}, DEADLINE_S)
+        return told, meeting.decide("sum", lambda: sum(one["own"] for one in told), DEADLINE_S)
+
+    assert everywhere(work, 3) == [([{"own": 0}, {"own": 1}, {"own": 2}], 3), ([], 3), ([], 3)]
+
+
+def test_a_node_that_does_not_come_is_named(recipe: Path) -> None:
+    (failed, *_) = [
+        c for c in check_nodes(places(2)[0], lambda: load_recipe(recipe), join_s=0.5) if c.status == "failed"
+    ]
+    assert failed.name == "nodes" and "node 1 of 2 (from 0) did not come to 127.0.0.1:" in failed.detail
+
+
+def test_without_node_0_the_endpoint_is_named(recipe: Path) -> None:
+    with pytest.raises(UserError, match=r"--rdzv-endpoint 127\.0\.0\.1:\d+: node 0 does not listen there"):
+        check_nodes(places(2)[1], lambda: load_recipe(recipe), join_s=0.3)
+
+
+def test_an_address_that_is_not_node_0s_is_named() -> None:
+    place = Place(num_nodes=2, node_rank=0, host="192.0.2.1", port=29400)
+    with (
+        pytest.raises(UserError, match=r"--rdzv-endpoint 192\.0\.2\.1:29400: cannot be listened on here"),
+        meeting_at(place, 1.0),
+    ):
+        pass
+
+
+def test_the_meeting_listens_where_it_is_told_alone() -> None:
+    place = places(1)[0]
+    with meeting_at(place, DEADLINE_S), pytest.raises(OSError), socket.create_connection(("127.0.0.2", place.port), 5):
+        pass
+
+
+def test_a_node_0_that_is_gone_is_one_line() -> None:
+    place = places(2)[1]
+    server: list[TCPStore] = [TCPStore("127.0.0.1", place.port, is_master=True, wait_for_workers=False)]
+    with meeting_at(place, DEADLINE_S) as meeting:
+        server.clear()
+        with pytest.raises(UserError, match="the connection to node 0 is lost"):
+            meeting.decide("never", lambda: None, DEADLINE_S)
+
+
+def test_what_is_no_json_is_refused() -> None:
+    place = places(2)[1]
+    server = TCPStore("127.0.0.1", place.port, is_master=True, wait_for_workers=False)
+    server.set("mopd/check/decided/verdict", "[NaN]")
+    with meeting_at(place, DEADLINE_S) as meeting, pytest.raises(UserError, match="is no JSON"):
+        meeting.decide("verdict", lambda: None, DEADLINE_S)
+
+
+def test_a_clock_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 7.0 * (threading.current_thread().name == "node 1"))
+    checks, others = everywhere(lambda meeting: conducting._clocks(meeting, ["a", "b"]))
+    assert others == []
+    (check,) = checks
+    assert check.status == "failed" and re.match(r"b: clock: (6\.[89]|7\.[0-2]) s behind a's", check.detail)
+
+
+def test_equal_clocks_pass() -> None:
+    (check,), _ = everywhere(lambda meeting: conducting._clocks(meeting, ["a", "b"]))
+    assert check.status == "ok"
+
+
+def test_the_all_reduce_is_right_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process group is one a process: of two nodes in threads, one alone would wait; so one node."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    ((check,),) = everywhere(lambda meeting: conducting._links(meeting, ["a"]), 1)
+    assert check == Check("all-reduce", "ok", "0.00 GB/s at the slowest node")
+
+
+def folders(tmp_path: Path) -> dict[int, Path]:
+    for node in range(2):
+        (tmp_path / str(node)).mkdir()
+    return {node: tmp_path / str(node) for node in range(2)}
+
+
+def test_a_lock_that_does_not_exclude_is_named(recipe: Path, tmp_path: Path) -> None:
+    """Two folders, as a file system without locks across nodes is two."""
+    own = folders(tmp_path)
+    for folder in own.values():
+        with TrialFiles(folder, "t").locked():
+            pass
+
+    def work(meeting: Meeting) -> list[Check]:
+        return RunFolderTrials(meeting, load_recipe(recipe), ["a", "b"])._locked(
+            TrialFiles(own[meeting.place.node_rank], "t")
+        )
+
+    (check,), others = everywhere(work)
+    assert others == [] and check.status == "failed"
+    assert check.detail.startswith(f"b: {recipe}:1: run_dir: 'runs/one': a lock of a does not exclude it")
+
+
+def test_a_rename_that_is_seen_late_is_named(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "LOOKED_FOR_S", 0.3)
+    monkeypatch.setattr(run_folder, "SEEN_IN_S", 0.2)
+    own = folders(tmp_path)
+
+    def work(meeting: Meeting) -> list[Check]:
+        return RunFolderTrials(meeting, load_recipe(recipe), ["a", "b"])._replaced(
+            TrialFiles(own[meeting.place.node_rank], "t")
+        )
+
+    (check,), _ = everywhere(work)
+    assert check.status == "failed" and "b: " in check.detail and "a rename is seen after 0.3 s or more" in check.detail
+
+
+def test_a_disk_without_room_for_checkpoints_is_named(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student = tmp_path / "models" / "student"
+    student.mkdir(parents=True)
+    (student / "config.json").write_text('{"dtype": "bfloat16"}')
+    with (student / "model.safetensors").open("wb") as file:
+        file.truncate(2**43)  # a hole
+    found = everywhere(lambda meeting: RunFolderTrials(meeting, load_recipe(recipe), ["a", "b"]).run())
+    failed = {check.name: check.detail for check in found[0] if check.status == "failed"}
+    assert set(failed) == {"room"} and "2 checkpoints take 114688.0: free space there" in failed["room"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_link_that_fails_at_once_on_one_node_waits_for_the_others(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0's own all-reduce may take its whole deadline, and the other node's after it."""
+    begun = threading.Barrier(2)
+
+    class Link:
+        def __init__(self, meeting: Meeting) -> None:
+            self.leads = meeting.leads
+
+        def measured(self) -> dict[str, Any]:
+            begun.wait(DEADLINE_S)
+            if self.leads:
+                time.sleep(4.0)
+            return {"backend": "gloo", "error": "no such interface"}
+
+    monkeypatch.setattr(conducting, "AllReduce", Link)
+    monkeypatch.setattr(conducting, "STAGE_S", 1.0)
+    monkeypatch.setattr(meeting_module, "MARGIN_S", 1.0)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(check_nodes, place, lambda: load_recipe(recipe), join_s=DEADLINE_S) for place in places(2)]
+        for checks in [end.result(2 * DEADLINE_S) for end in ends]:
+            assert checks[-1].name == "all-reduce" and "no such interface" in checks[-1].detail

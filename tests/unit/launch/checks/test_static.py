@@ -1,0 +1,137 @@
+"""``mopd check`` tells everything that is wrong with a recipe and its files, each mistake once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mopd.base.hardware import Hardware
+from mopd.cli import main as cli
+from mopd.config.load import draft_recipe
+from mopd.launch.checks.inputs import Check
+from mopd.launch.checks.static import StaticChecks
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32,
+    "num_key_value_heads": 2, "intermediate_size": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "rope_theta": 1e4, "tie_word_embeddings": False,
+}  # fmt: skip
+RECIPE = """\
+run_dir: runs/one
+student: {model: models/student}
+teachers:
+  math: {model: models/math, domains: [gsm8k]}
+  law: {model: models/law, domains: [law]}
+data: {train: [train.jsonl], validation: [validation.jsonl]}
+schedule: {steps: 5, prompts_per_step: 4}
+rewards: {default: {type: exact_match}}
+validation: {every_steps: 5}
+"""
+MISTAKES = {
+    "unknown key": (("{steps: 5", "{steps: 5, stepz: 6"), "unknown key 'schedule.stepz'"),
+    "wrong type": (("every_steps: 5", "every_steps: often"), "validation.every_steps: expected a whole number"),
+    "no such type": (("exact_match", "exact"), "rewards.default.type: unknown type 'exact'"),
+    "out of range": (("prompts_per_step: 4", "prompts_per_step: 0"), "schedule.prompts_per_step is 0"),
+    "no folder": (("model: models/law", "model: models/none"), "teachers.law.model: folder 'models/none'"),
+    "no file": (("[validation.jsonl]", "[none.jsonl]"), "data.validation: file 'none.jsonl' does not exist"),
+    "no teacher": (("domains: [law]", "domains: [tax]"), "no teacher answers for domain 'law' (2 rows)"),
+}
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Check]]:
+    """Outcomes for a recipe, beside files that fit ``RECIPE``."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("student", "math", "law"):
+        Path("models", name).mkdir(parents=True)
+        Path("models", name, "config.json").write_text(json.dumps(MODEL))
+    rows = [{"data_source": d, "prompt": "x", "reward_model": {"ground_truth": "1"}} for d in ("gsm8k", "law", "law")]
+    for file in ("train.jsonl", "validation.jsonl"):
+        Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(text: str) -> list[Check]:
+        Path("recipe.yaml").write_text(text)
+        return list(StaticChecks(draft_recipe("recipe.yaml"), Hardware()).run())
+
+    return run
+
+
+def failures(checks: list[Check]) -> list[str]:
+    return [check.detail for check in checks if check.status == "failed"]
+
+
+def test_nothing_is_wrong(check: Callable[[str], list[Check]]) -> None:
+    checks = check(RECIPE)
+    assert not failures(checks)
+    assert {"recipe", "layout of the student", "GPUs", "data.train[0]", "rewards of the domains"} <= {
+        check.name for check in checks
+    }
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_each_mistake_alone_is_one_line(check: Callable[[str], list[Check]], name: str) -> None:
+    (old, new), line = MISTAKES[name]
+    (found,) = failures(check(RECIPE.replace(old, new)))
+    assert line in found and "\n" not in found
+
+
+@pytest.mark.parametrize("left_out", MISTAKES)
+def test_six_mistakes_are_six_lines(check: Callable[[str], list[Check]], left_out: str) -> None:
+    text, lines = RECIPE, []
+    for name, ((old, new), line) in MISTAKES.items():
+        if name != left_out:
+            assert old in text
+            text = text.replace(old, new)
+            lines.append(line)
+    found = failures(check(text))
+    assert len(found) == len(lines) == 6, found
+    assert all(any(line in detail for detail in found) for line in lines), found
+
+
+def test_a_layout_that_divides_nothing(check: Callable[[str], list[Check]]) -> None:
+    (found,) = failures(
+        check(
+            RECIPE.replace(
+                "{model: models/student}",
+                "{model: models/student, parallel: {tensor_model_parallel_size: 4}}",
+            )
+        )
+    )
+    assert "tensor_model_parallel_size 4 does not divide" in found
+
+
+def test_too_few_gpus(check: Callable[[str], list[Check]]) -> None:
+    check(RECIPE + "teacher_defaults: {placement: {type: local}}\n")
+    one = Hardware(gpu_memory_bytes=(2**30,), torch_cuda="12.8")
+    (found,) = failures(list(StaticChecks(draft_recipe("recipe.yaml"), one).run()))
+    assert "1 GPUs on node 0" in found and "trainer ranks: GPU 0" in found
+
+
+def test_a_name_of_the_hub_is_not_fetched(check: Callable[[str], list[Check]]) -> None:
+    checks = check(RECIPE.replace("model: models/law", "model: somebody/law-expert"))
+    assert not failures(checks)
+    assert [check.name for check in checks if check.status == "skipped"] == ["teachers.law.model"]
+
+
+def test_the_command_prints_a_line_for_each(
+    check: Callable[[str], list[Check]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(RECIPE.replace("{steps: 5", "{stepz: 5").replace("models/law", "models/none"))
+    capsys.readouterr()
+    assert cli.main(["check", "recipe.yaml", "--static"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(line.startswith("mopd: error: ") for line in lines), lines
+    assert cli.main(["check", "recipe.yaml", "--static", "--json"]) == 2
+    statuses = [outcome["status"] for outcome in json.loads(capsys.readouterr().out)]
+    assert statuses.count("failed") == 3
+
+
+def test_without_static_the_ranks_do_not_start(
+    check: Callable[[str], list[Check]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(RECIPE.replace("models/law", "models/none"))
+    assert cli.main(["check", "recipe.yaml"]) == 2
+    assert "folder 'models/none' does not exist" in capsys.readouterr().err

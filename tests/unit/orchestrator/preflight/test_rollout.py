@@ -1,0 +1,137 @@
+"""Every replica of the rollout is held against the student: real engines, one of which has not got a weight."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from mopd.base.types import Prompt, SampleMeta, UserError
+from mopd.config.groups import RoutingConfig, TorchEngineConfig
+from mopd.config.load import load_recipe
+from mopd.data.prompts import PromptDataset, PromptRow
+from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.interface import Generation, SamplingParams
+from mopd.engines.replicas.interface import Replica
+from mopd.engines.replicas.router import Router
+from mopd.engines.torch.engine import TorchEngine
+from mopd.launch.checks.inputs import Check
+from mopd.orchestrator.preflight.rollout import RolloutCheck
+from mopd.orchestrator.rollout import RolloutWorker
+from mopd.placement.weights import GroupWeightSync
+from tests.fixtures.recipe import RECIPE
+from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
+
+FLOAT32 = TorchEngineConfig(dtype="float32")
+ROWS = [
+    PromptRow(domain="math", text="", tokens=(5, 6, 7 + i), ground_truth="", extra_info=None, place="") for i in (0, 1)
+]
+
+
+class Student:
+    """What the student says is what an engine with its weights says."""
+
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, engine: TorchEngine, plane: LocalDataPlane) -> None:
+        self._engine, self._plane = engine, plane
+
+    async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
+        tokens = (await self._plane.get([s.sample_id for s in samples], ("tokens",)))["tokens"]
+        starts = [sample.prompt_length for sample in samples]
+        scores = await self._engine.score(tokens, starts, top_k=1, temperature=temperature)
+        return [given.token_logprobs for given in scores]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engines(folder: Path) -> list[TorchEngine]:
+    """Three replicas that have got weights 0."""
+    source = TorchEngine.from_pretrained(folder, FLOAT32)
+    made = [TorchEngine.empty(folder, FLOAT32) for _ in range(3)]
+    for engine in made:
+        asyncio.run(engine.load_weights(source.weight_slots.items(), 0))
+    return made
+
+
+def check(folder: Path, engines: Sequence[Any], tmp_path: Path) -> tuple[Check, LocalDataPlane]:
+    """The probe of the group is drawn by the first replica."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    recipe = load_recipe(tmp_path / "recipe.yaml", ["student.dtype=float32"]).recipe
+    plane, dataset = LocalDataPlane(), PromptDataset(ROWS)
+
+    async def work() -> Check:
+        members = [Replica(name=f"rollout.{i}", engine=engine) for i, engine in enumerate(engines)]
+        router = Router("rollout", members, RoutingConfig(), kind="rollout")
+        sampling = SamplingParams(max_new_tokens=8)
+        rollout = RolloutWorker(router, plane, dataset, sampling=sampling, seed=1, samples_per_prompt=2)
+        workers: Any = SimpleNamespace(
+            routers={"rollout": router}, rollout=rollout, dataset=dataset, plane=plane, weights=GroupWeightSync(router)
+        )
+        first = dataclasses.replace(rollout, generator=engines[0])
+        samples = await first.generate([Prompt(sample_id=i, domain="math", row=i) for i in (0, 1)])
+        student = Student(TorchEngine.from_pretrained(folder, FLOAT32), plane)
+        found = await RolloutCheck(recipe, workers, student).judge(samples, await engines[0].info())
+        await router.close()
+        assert len(await plane.get([s.sample_id for s in samples], ("tokens",))) == 1
+        return found
+
+    return asyncio.run(work()), plane
+
+
+def test_equal_replicas_pass(folder: Path, engines: list[TorchEngine], tmp_path: Path) -> None:
+    found, plane = check(folder, engines, tmp_path)
+    assert found.status == "ok"
+    assert "of one of 3 replicas at most" in found.detail
+    assert len(plane._metas) == 4, "the replicas' own probes are gone"
+
+
+def test_a_replica_that_kept_a_weight_is_named(folder: Path, engines: list[TorchEngine], tmp_path: Path) -> None:
+    slot = engines[1].weight_slots["model.layers.1.mlp.down_proj.weight"]
+    slot.mul_(1.1)
+    found, _ = check(folder, engines, tmp_path)
+    assert found.status == "failed"
+    assert found.detail.startswith("replica rollout.1: mean |log-prob difference|")
+    assert "preflight.max_logprob_difference" in found.detail
+
+
+def test_one_replica_alone_is_judged_by_the_group_s_probe(
+    folder: Path, engines: list[TorchEngine], tmp_path: Path
+) -> None:
+    assert check(folder, engines[:1], tmp_path)[0].status == "ok"
+    engines[0].weight_slots["model.norm.weight"].mul_(1.1)
+    found, _ = check(folder, engines[:1], tmp_path)
+    assert found.status == "failed"
+    assert found.detail.startswith("mean |log-prob difference|")
+
+
+def test_a_replica_that_draws_what_nobody_can_is_named(
+    folder: Path, engines: list[TorchEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = engines[1].generate
+
+    async def generate(*args: Any, **kwargs: Any) -> list[Generation]:
+        return [dataclasses.replace(one, tokens=one.tokens + VOCAB_SIZE) for one in await draw(*args, **kwargs)]
+
+    monkeypatch.setattr(engines[1], "generate", generate)
+    with pytest.raises(UserError, match=r"rollout\.1 did not draw a probe: rollout\.1: corrupt answer: .*vocabulary"):
+        check(folder, engines, tmp_path)
+
+
+def test_a_replica_that_does_not_answer_is_named(folder: Path, engines: list[TorchEngine], tmp_path: Path) -> None:
+    """It has no weights."""
+    from mopd.engines.clients.remote import RemoteEngine
+
+    gone = RemoteEngine("http://127.0.0.1:1", timeout_s=1.0, name="rollout.1")
+    with pytest.raises(UserError, match=r"rollout\.1 did not draw a probe: .*: see its log"):
+        check(folder, [engines[0], gone], tmp_path)

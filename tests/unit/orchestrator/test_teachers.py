@@ -1,0 +1,253 @@
+"""Teachers: the right ones for each domain, ensembles by weight, failures named or returned, no bad score kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd.base.types import TEACHER_FIELDS, FailedSample, SampleMeta, UserError
+from mopd.config.groups import Assignment, RoutingConfig, TeacherConfig, TorchEngineConfig
+from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.interface import EngineRejected, EngineUnavailable, Images, Scores
+from mopd.engines.replicas.interface import Replica, RouterLimits
+from mopd.engines.replicas.router import Router
+from mopd.engines.torch.engine import TorchEngine
+from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
+from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
+
+ROUTING = RoutingConfig()
+LIMITS = RouterLimits(max_attempts=2, backoff_s=0.0, breaker_reset_s=0.0)
+
+
+def teacher(*domains: str, weight: float | None = None, default: bool = False) -> TeacherConfig:
+    return TeacherConfig(model="unread", domains=domains, weight=weight, default=default)
+
+
+ONE_EACH = {"mathematician": teacher("math", "algebra"), "coder": teacher("code")}
+ENSEMBLE = {"mathematician": teacher("math", weight=3.0), "coder": teacher("math", "code", weight=1.0)}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TorchEngine]:
+    root = tmp_path_factory.mktemp("teachers")
+    folders = {name: make_hf_model(root / name, seed=i) for i, name in enumerate(("mathematician", "coder"))}
+    return {
+        name: TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
+        for name, folder in folders.items()
+    }
+
+
+class Altered:
+    """A scorer that answers through a real engine, with one sample's scores changed or refused."""
+
+    def __init__(self, engine: TorchEngine, *, length: int, change: Callable[[Scores], Scores]) -> None:
+        """``change`` meets the sample of ``length`` tokens; it may raise."""
+        self.engine, self.length, self.change = engine, length, change
+        self.requests = 0
+
+    async def score(
+        self,
+        tokens: Sequence[Tensor],
+        prompt_lengths: Sequence[int],
+        *,
+        top_k: int,
+        temperature: float,
+        images: Images = None,
+    ) -> list[Scores]:
+        self.requests += 1
+        await asyncio.sleep(0)
+        scores = await self.engine.score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)
+        return [self.change(s) if len(t) == self.length else s for t, s in zip(tokens, scores, strict=True)]
+
+
+def group(name: str, scorer: object, routing: RoutingConfig = ROUTING) -> TeacherGroup:
+    router = Router(name, [Replica(name=f"{name}.0", engine=scorer)], routing, kind="teacher", limits=LIMITS)
+    return TeacherGroup(name, router, vocab_size=VOCAB_SIZE)
+
+
+def samples(*domains: str) -> tuple[list[SampleMeta], list[Tensor]]:
+    """Samples 70, 71, … of 5, 7, 7, 9, 9, … tokens."""
+    generator = torch.Generator().manual_seed(1)
+    metas, tokens = [], []
+    for i, domain in enumerate(domains):
+        prompt_length, response_length = 2 + i, 3 + i % 2
+        tokens.append(torch.randint(3, VOCAB_SIZE, (prompt_length + response_length,), generator=generator))
+        metas.append(
+            SampleMeta(
+                sample_id=70 + i,
+                domain=domain,
+                weight_version=0,
+                prompt_length=prompt_length,
+                response_length=response_length,
+                num_loss_tokens=response_length,
+            )
+        )
+    return metas, tokens
+
+
+def run_worker(
+    teachers: dict[str, TeacherConfig], groups: dict[str, TeacherGroup], *domains: str, keep_going: bool = False
+) -> tuple[dict[str, list[Tensor]], list[FailedSample], tuple[int, ...]]:
+    """Fields of the samples that were scored, the others, and the ids of the former."""
+    metas, tokens = samples(*domains)
+
+    async def run() -> tuple[dict[str, list[Tensor]], list[FailedSample], tuple[int, ...]]:
+        plane = LocalDataPlane()
+        await plane.put(metas, {"tokens": tokens})
+        worker = TeacherWorker(groups, Assignment(teachers), plane, top_k=5, temperature=0.8, keep_going=keep_going)
+        failed = await worker.score(metas)
+        lost = {failure.sample.sample_id for failure in failed}
+        batch = await plane.claim([m.sample_id for m in metas if m.sample_id not in lost], TEACHER_FIELDS)
+        return await plane.get(batch.sample_ids, TEACHER_FIELDS), failed, batch.sample_ids
+
+    return asyncio.run(run())
+
+
+def alone(engine: TorchEngine, tokens: Tensor, meta: SampleMeta) -> Scores:
+    (scores,) = asyncio.run(engine.score([tokens], [meta.prompt_length], top_k=5, temperature=0.8))
+    return scores
+
+
+def test_each_sample_is_scored_by_its_domains_teacher(engines: dict[str, TorchEngine]) -> None:
+    domains = ("code", "math", "algebra", "code", "math")
+    fields, failed, _ = run_worker(ONE_EACH, {name: group(name, engines[name]) for name in ONE_EACH}, *domains)
+    assert failed == []
+    for i, (meta, tokens) in enumerate(zip(*samples(*domains), strict=True)):
+        expected = alone(engines["coder" if meta.domain == "code" else "mathematician"], tokens, meta)
+        assert torch.equal(fields["teacher_ids"][i], expected.ids)
+        torch.testing.assert_close(fields["teacher_logprobs"][i], expected.logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
+        torch.testing.assert_close(
+            fields["teacher_token_logprobs"][i], expected.token_logprobs, rtol=0, atol=FP32_FORWARD_ATOL
+        )
+        assert fields["teacher_ids"][i].shape == (meta.response_length, 5)
+
+
+def test_an_ensemble_writes_every_view_and_the_weighted_mean(engines: dict[str, TorchEngine]) -> None:
+    domains = ("math", "code")
+    fields, _, _ = run_worker(ENSEMBLE, {name: group(name, engines[name]) for name in ENSEMBLE}, *domains)
+    (math, code), (math_tokens, code_tokens) = samples(*domains)
+    views = [alone(engines[name], math_tokens, math) for name in ENSEMBLE]
+    assert torch.equal(fields["teacher_ids"][0], torch.stack([view.ids for view in views], dim=1))
+    expected = 0.75 * views[0].token_logprobs + 0.25 * views[1].token_logprobs
+    torch.testing.assert_close(fields["teacher_token_logprobs"][0], expected, rtol=0, atol=FP32_FORWARD_ATOL)
+    only = alone(engines["coder"], code_tokens, code)
+    assert fields["teacher_ids"][1].shape == (code.response_length, 2, 5)
+    assert torch.equal(fields["teacher_ids"][1][:, 0], only.ids)
+    torch.testing.assert_close(fields["teacher_token_logprobs"][1], only.token_logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
+
+
+def test_the_default_teacher_takes_what_nobody_names(engines: dict[str, TorchEngine]) -> None:
+    teachers = {"mathematician": teacher("math"), "coder": teacher(default=True)}
+    fields, _, _ = run_worker(teachers, {name: group(name, engines[name]) for name in teachers}, "law", "math")
+    metas, tokens = samples("law", "math")
+    assert torch.equal(fields["teacher_ids"][0], alone(engines["coder"], tokens[0], metas[0]).ids)
+    assert torch.equal(fields["teacher_ids"][1], alone(engines["mathematician"], tokens[1], metas[1]).ids)
+
+
+def test_unknown_domain_is_named_before_anything_is_scored(engines: dict[str, TorchEngine]) -> None:
+    scorer = Altered(engines["coder"], length=0, change=lambda s: s)
+    with pytest.raises(
+        UserError, match=r"'law' \(known: 'algebra', 'code', 'math'\): add it to teachers.<name>.domains"
+    ):
+        run_worker(ONE_EACH, {"coder": group("coder", scorer)}, "code", "law")
+    assert scorer.requests == 0
+
+
+def test_a_group_takes_its_turn_around_the_work(engines: dict[str, TorchEngine]) -> None:
+    seen: list[str] = []
+
+    @asynccontextmanager
+    async def kept_awake():  # type: ignore[no-untyped-def]
+        seen.append("awake")
+        yield
+        seen.append("asleep")
+
+    def note(scores: Scores) -> Scores:
+        seen.append("scored")
+        return scores
+
+    groups = {"coder": group("coder", Altered(engines["coder"], length=5, change=note))}
+    groups["coder"].kept_awake = kept_awake
+    run_worker({"coder": teacher("code")}, groups, "code")
+    assert seen == ["awake", "scored", "asleep"]
+
+
+def unavailable(scores: Scores) -> Scores:
+    raise EngineUnavailable("coder.0: no answer")
+
+
+def rejected(scores: Scores) -> Scores:
+    raise EngineRejected("coder.0: too long for me")
+
+
+def test_a_failure_ends_the_run_with_sample_domain_teacher_and_last_error(engines: dict[str, TorchEngine]) -> None:
+    groups = {"coder": group("coder", Altered(engines["coder"], length=7, change=rejected))}
+    with pytest.raises(UserError) as caught:
+        run_worker({"coder": teacher("code")}, groups, *["code"] * 2)
+    message = str(caught.value)
+    assert message.startswith("teachers.coder did not score samples 71 of domain 'code': ")
+    assert "too long for me" in message and "on_failure: replace" in message and "\n" not in message
+
+
+def test_samples_that_fail_are_returned_and_the_others_kept(engines: dict[str, TorchEngine]) -> None:
+    scorers = {"coder": Altered(engines["coder"], length=7, change=rejected), "mathematician": engines["mathematician"]}
+    domains = ("code", "math", "code", "code")  # 5, 7, 7 and 9 tokens: the mathematician takes the first 7
+    fields, failed, ids = run_worker(
+        ONE_EACH, {name: group(name, scorer) for name, scorer in scorers.items()}, *domains, keep_going=True
+    )
+    assert [(f.sample.sample_id, f.teacher) for f in failed] == [(72, "coder")]
+    assert "too long for me" in failed[0].reason
+    assert ids == (70, 71, 73)
+    metas, tokens = samples(*domains)
+    assert torch.equal(fields["teacher_ids"][2], alone(engines["coder"], tokens[3], metas[3]).ids)
+
+
+def test_a_sample_of_an_ensemble_needs_all_its_teachers(engines: dict[str, TorchEngine]) -> None:
+    scorers = {"coder": Altered(engines["coder"], length=5, change=rejected), "mathematician": engines["mathematician"]}
+    groups = {name: group(name, scorer) for name, scorer in scorers.items()}
+    _, failed, ids = run_worker(ENSEMBLE, groups, "math", "math", keep_going=True)
+    assert [f.sample.sample_id for f in failed] == [70] and ids == (71,)
+
+
+def test_a_teacher_without_replicas_ends_even_a_run_that_replaces(engines: dict[str, TorchEngine]) -> None:
+    groups = {"coder": group("coder", engines["coder"])}
+    groups["coder"].router.remove("coder.0", reason="killed three times")
+    with pytest.raises(
+        UserError, match=r"teachers.coder did not score samples 70 of domain 'code': .*killed three times"
+    ):
+        run_worker({"coder": teacher("code")}, groups, "code", keep_going=True)
+
+
+def test_one_dead_teacher_ends_the_others_work(engines: dict[str, TorchEngine]) -> None:
+    """Nothing is left behind: asyncio would warn of a task that nobody awaited, and the tests forbid warnings."""
+    scorers = {
+        "coder": Altered(engines["coder"], length=5, change=unavailable),
+        "mathematician": engines["mathematician"],
+    }
+    with pytest.raises(UserError, match=r"2 attempts on coder\.0, coder\.0"):
+        run_worker(ONE_EACH, {name: group(name, scorer) for name, scorer in scorers.items()}, "code", "math")
+
+
+BAD_SCORES: dict[str, Callable[[Scores], Scores]] = {  # all of them stand in tests/unit/engines/test_answers.py
+    "ids is torch.int64": lambda s: replace(s, ids=s.ids.long()),
+    "an id is outside the vocabulary of": lambda s: replace(s, ids=s.ids + VOCAB_SIZE),
+    "an id stands twice in one row": lambda s: replace(s, ids=s.ids[:, :1].expand(-1, 5).contiguous()),
+    "add up to more than 1": lambda s: replace(s, logprobs=s.logprobs.clamp(min=-1.0)),
+}
+
+
+@pytest.mark.parametrize("message", BAD_SCORES)
+def test_bad_scores_name_sample_domain_teacher_and_replica(engines: dict[str, TorchEngine], message: str) -> None:
+    groups = {"coder": group("coder", Altered(engines["coder"], length=5, change=BAD_SCORES[message]))}
+    expected = (
+        rf"teachers.coder did not score samples 70 of domain .code.: .*2 attempts .*coder\.0: corrupt .*{message}"
+    )
+    with pytest.raises(UserError, match=expected) as caught:
+        run_worker({"coder": teacher("code")}, groups, "code")
+    assert "\n" not in str(caught.value)
