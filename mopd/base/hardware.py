@@ -8,11 +8,14 @@ import importlib.util
 import os
 import re
 import shutil
+import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from mopd.base.text import file_name
 
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 30.0
@@ -21,6 +24,15 @@ DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 CGROUP = Path("/sys/fs/cgroup")
 MIB = 2**20
+NODE_NAME = "MOPD_NODE_NAME"
+"""Environment variable: another name for this machine, as where two of its launchers stand for two nodes."""
+
+
+def node_name() -> str:
+    """``NODE`` in ``RUN/logs/NODE/ROLE.log``, fit for a file name: Slurm's name of the node, else the host's without
+    its domain."""
+    given = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME")
+    return file_name(given or socket.gethostname().partition(".")[0] or "localhost")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,12 +18,13 @@ import argparse
 import asyncio
 import itertools
 import os
+import socket
 import statistics
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,11 +34,21 @@ import torch
 from torch import Tensor
 
 from mopd.base.files.temporary import TemporaryFolder
+from mopd.base.tasks import Tasks
 from mopd.base.types import UserError
 from mopd.bench.harness import BenchReport, Comparison, Goals, Others, at_least, at_most, ratio, rounds, rows, say
-from mopd.bench.hop import Hop, hop
 from mopd.bench.models import make_recipe, qwen3, write_model
-from mopd.bench.processes import TIMEOUT_S, TOKEN, DevicePeaks, HostPeaks, children, family_busy_s, received, servers
+from mopd.bench.processes import (
+    TIMEOUT_S,
+    TOKEN,
+    DevicePeaks,
+    HostPeaks,
+    children,
+    family_busy_s,
+    forks,
+    received,
+    servers,
+)
 from mopd.config.groups import RoutingConfig
 from mopd.config.schema import Recipe
 from mopd.config.weights import MAX_BUCKET_MIB, CollectiveConfig, HttpConfig, IpcConfig
@@ -48,6 +59,10 @@ from mopd.engines.interface import SamplingParams
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from mopd.engines.replicas.transfer import TransferTargets
+from mopd.launch.link import LinkEnded, RankLink
+from mopd.launch.ranks import CommandChannel, facts_of, obey
+from mopd.orchestrator.ranks import Ranks
+from mopd.orchestrator.student import StudentGroup
 from mopd.placement.engine_file import rollout_file
 from mopd.placement.weights import GroupWeightSync
 from mopd.student import cpu_shim, parallel
@@ -364,3 +379,54 @@ def _broadcast(group: TransferGroup, num_bytes: int, buckets: Sequence[Tensor]) 
         flying.append(group.broadcast(buckets[number % 2][: num_bytes - start]))
     for pending in flying:
         pending.wait()
+
+
+END_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """The orchestrator's side."""
+
+    ranks: Ranks
+    pid: int
+    """Process id of rank 0."""
+    facts: dict[str, Any]
+    """What a run's orchestrator is told of the student (``facts_of``)."""
+
+    def student(self, recipe: Recipe, weights: GroupWeightSync) -> StudentGroup:
+        """The student as a run's controller has it; its weights go as ``recipe.weight_sync`` says."""
+        return StudentGroup(recipe, self.ranks, self.facts, weights)
+
+
+@asynccontextmanager
+async def hop(make: Callable[[Recipe], Any], recipe: Recipe) -> AsyncIterator[Hop]:
+    """Start a child that is rank 0, the only one, with the student worker ``make(recipe)``, until the end of the
+    block."""
+    ours, theirs = socket.socketpair()
+    process = forks(make.__module__).Process(target=_follow, args=(make, recipe, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    link = RankLink(ours, "the student's process")
+    assert process.pid is not None
+    try:
+        async with Tasks() as tasks:
+            ranks = Ranks(link)
+            tasks.start(ranks.run())
+            facts = await tasks.unless_failed(ranks.ask("join"))
+            yield Hop(ranks=ranks, pid=process.pid, facts=facts)
+    finally:
+        link.close()
+        await asyncio.to_thread(process.join, END_S)
+        process.kill()
+        process.join()
+
+
+def _follow(make: Callable[[Recipe], Any], recipe: Recipe, end: socket.socket) -> None:
+    """The child's whole life."""
+    torch.set_num_threads(1)  # as beside as many busy engines
+    worker, link = make(recipe), RankLink(end, "the benchmark")
+    with suppress(LinkEnded):
+        link.next_command()
+        link.answer(facts_of(recipe, worker))
+        obey(worker, CommandChannel(None), link)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mopd.base.files.reading import shown_path
+from mopd.base.hardware import node_name
 from mopd.base.types import UserError
 from mopd.cli.ranks import add_recipe
 from mopd.config.groups import EngineGroupConfig
@@ -25,7 +26,6 @@ from mopd.launch.failure import close_standard_input
 from mopd.launch.preparing import prepare
 from mopd.placement.engine_file import EngineFile, is_engine_file, read_engine_file, rollout_file, teacher_file
 from mopd.report.run_files import RunFiles
-from mopd.run.folder import node_name
 from mopd.serving.address import Address, is_any_address
 from mopd.serving.registration import Registrar
 

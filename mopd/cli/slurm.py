@@ -27,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Check, write the script and submit it; the exit code, with ``--wait`` the job's."""
-    from mopd.launch.slurm.submitting import prepare_job, submit_job
-    from mopd.launch.slurm.waiting import wait_for
+    from mopd.launch.slurm.submitting import prepare_job, submit_job, wait_for
 
     job = prepare_job(load_recipe(args.recipe, args.set))
     if args.dry_run:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from mopd.base.hardware import node_name
 from mopd.base.tasks import StopAsked
 from mopd.base.types import UserError
 from mopd.cli.ranks import add_recipe, on_students_ranks
@@ -24,7 +25,7 @@ from mopd.launch.node import add_node_arguments, place_of
 from mopd.launch.nodes import NodeLostError, Nodes
 from mopd.launch.preparing import agreed
 from mopd.launch.signals import asked_by_sigterm, outlive_sigterm
-from mopd.run.folder import RunDir, node_name
+from mopd.run.folder import RunDir
 from mopd.run.stopping import forget_request, is_users_stop, request_stop
 
 USERS_SIGNALS = (128 + signal.SIGINT, 128 + signal.SIGHUP)

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from mopd.base.hardware import node_name
 from mopd.base.tasks import StopAsked
 from mopd.base.text import one_line
 from mopd.base.types import UserError
@@ -31,7 +32,6 @@ from mopd.launch.failure import ERROR_CODE, STOPPED_CODE, USER_ERROR_CODE
 from mopd.launch.node import RUN_SECRET, Place
 from mopd.launch.sharing import WAIT, signed_store
 from mopd.placement.ending import TERMINATE_TIMEOUT_S
-from mopd.run.folder import node_name
 from mopd.weights.signing import ForgedEntry
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.base.files.json_text import read_json_object
-from mopd.base.hardware import Hardware, this_hardware
+from mopd.base.hardware import Hardware, node_name, this_hardware
 from mopd.base.types import UserError
 from mopd.config.load import Loaded, differences, to_tree
 from mopd.config.machine.auto import settle
@@ -33,7 +33,6 @@ from mopd.config.schema import Recipe
 from mopd.launch import failure, sharing
 from mopd.launch.node import compared_environment
 from mopd.launch.nodes import Nodes
-from mopd.run.folder import node_name
 from mopd.run.locating import Located, apply, locate
 
 FACTS = {

@@ -38,7 +38,7 @@ from mopd.placement.weights import GroupWeightSync, Repair
 from mopd.report.run_files import RunFiles
 
 if TYPE_CHECKING:
-    from mopd.placement.ray import RayCluster
+    from mopd.placement.ray.cluster import RayCluster
 
 HEAD_START_S = 0.05
 """Loading blocks the event loop: groups with processes of their own start these first."""
@@ -193,7 +193,7 @@ class Groups:
         self._share_pools()
         on_ray = [plan for plan in self.plans.values() if isinstance(plan.group.placement, RayConfig)]
         if on_ray:
-            from mopd.placement.ray import RayCluster
+            from mopd.placement.ray.cluster import RayCluster
 
             self._cluster = await RayCluster.open(on_ray, log_dir=self._log_dir, gpus=self._places.ray_gpus)
         for key, plan in self.plans.items():

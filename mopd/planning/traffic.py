@@ -1,5 +1,5 @@
-"""Bytes that a step moves, link by link, reckoned from the forms in which they travel (``engines/wire/messages.py``, the
-fields of ``data_plane``), not from what anybody measured."""
+"""Bytes that a step moves, link by link, reckoned from the forms in which they travel (``engines/wire/messages.py``,
+the fields of ``data_plane``), not from what anybody measured."""
 
 from __future__ import annotations
 

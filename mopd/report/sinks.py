@@ -1,4 +1,7 @@
-"""Where numbers go during a run: ``metrics.jsonl``, the terminal, TensorBoard and, if asked, Weights & Biases."""
+"""Where numbers go during a run: ``metrics.jsonl``, the terminal, TensorBoard and, if asked, Weights & Biases.
+
+The terminal shows a live table with a bar, or plain lines where output is no terminal (a log, a pipe).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,16 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
+
+from rich.console import Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 from mopd.base.files.writing import write_text, writing
 from mopd.base.metrics import JsonlWriter, StepMetrics, truncate_jsonl
@@ -18,7 +27,8 @@ from mopd.base.types import UserError
 from mopd.config.load import to_tree
 from mopd.config.output import WandBConfig
 from mopd.config.schema import Recipe
-from mopd.report.progress import make_progress
+from mopd.report.groups import ALL, BREAKER_STATES, LATENCY_HEADING, Room, group_values, label, latencies, trouble
+from mopd.report.pipeline import ages_line, pipeline_line, summarise_ages, summarise_pipeline
 from mopd.report.run_files import RunFiles
 from mopd.report.terminal import Terminal
 
@@ -172,3 +182,190 @@ class WandBSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+LINE_EVERY_S = 10.0
+"""Plain lines are at least this far apart, however fast the steps are."""
+COLUMNS = {"kl_k1": "KL", "loss": "loss", "topk_overlap": "overlap", "response_length": "length"}
+"""Metric -> heading of the live table. Overlap comes on diagnostic steps only and stays until the next."""
+FLOOR = "kl_floor"
+"""Metric that does not change in a run, and is missing where the teachers could not be compared with their folders."""
+
+
+def make_progress(
+    console: Terminal, steps: int, start_step: int, rewards: Mapping[str, float]
+) -> LiveProgress | PlainProgress:
+    """The form that suits ``console``. ``rewards`` are those of the last validation (empty before the first)."""
+    if console.is_terminal:
+        return LiveProgress(console, steps, start_step, rewards)
+    return PlainProgress(console, steps, start_step)
+
+
+class LiveProgress:
+    """One row per domain, and a bar with the time left."""
+
+    def __init__(self, console: Terminal, steps: int, start_step: int, rewards: Mapping[str, float]) -> None:
+        self._rows: dict[str, dict[str, float]] = {}
+        self._rewards = dict(rewards)
+        self._validated = ""
+        self._groups: dict[str, Room] = {}
+        self._pipeline: list[str] = []
+        bar = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.description}"))
+        self._bar = Progress(*bar, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), expand=True)
+        self._task = self._bar.add_task("", total=steps, completed=start_step)
+        self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=2)
+        self._live.start()
+
+    def log(self, metrics: StepMetrics) -> None:
+        for metric in (*COLUMNS, FLOOR):
+            for domain, value in metrics.by_domain(metric).items():
+                self._rows.setdefault(domain, {})[metric] = value
+        self._groups = group_values(metrics.values)
+        self._pipeline = _pipeline(metrics)
+        self._bar.update(self._task, completed=metrics.step, description=_speed(metrics))
+
+    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
+        self._rewards = dict(rewards)
+        self._validated = f" at {step}"
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _draw(self) -> Group:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("domain", overflow="fold")
+        columns = {**COLUMNS, FLOOR: "KL floor"} if any(FLOOR in row for row in self._rows.values()) else COLUMNS
+        for heading in (*columns.values(), f"reward{self._validated}"):
+            table.add_column(heading, justify="right")
+        for domain in sorted({*self._rows, *self._rewards}):
+            row = self._rows.get(domain, {})
+            cells = [_number(row.get(metric)) if metric != FLOOR else _tiny(row.get(metric)) for metric in columns]
+            table.add_row(domain, *cells, _number(self._rewards.get(domain)))
+        below = [_group_table(self._groups)] if self._groups else []
+        return Group(table, *below, *self._pipeline, self._bar)
+
+
+class PlainProgress:
+    """A line for the first step, the last, and now and then between; one for each validation."""
+
+    def __init__(
+        self, console: Terminal, steps: int, start_step: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._steps = steps
+        self._start_step = start_step
+        self._clock = clock
+        self._started = clock()
+        self._last_line = -math.inf
+        self._trouble: list[str] = []
+
+    def log(self, metrics: StepMetrics) -> None:
+        self._log_trouble(metrics)
+        now = self._clock()
+        if metrics.step < self._steps and now - self._last_line < LINE_EVERY_S:
+            return
+        self._last_line = now
+        left = (now - self._started) / (metrics.step - self._start_step) * (self._steps - metrics.step)
+        by_domain = "  ".join(f"{domain} {_number(value)}" for domain, value in metrics.by_domain("kl_k1").items())
+        floors = metrics.by_domain(FLOOR)
+        if floors and metrics.step == self._start_step + 1:
+            self._line("  KL floor  " + "  ".join(f"{domain} {_tiny(value)}" for domain, value in floors.items()))
+        self._line(
+            f"step {metrics.step}/{self._steps}  loss {_number(metrics.values['loss'])}  KL {by_domain}  "
+            f"{_speed(metrics)}  {_duration(left)} left"
+        )
+        for room, names in group_values(metrics.values).items():
+            rates = (
+                f"{'' if name == ALL else f'{name} '}{_rate(values)}"
+                for name, values in names.items()
+                if "replicas" in values
+            )
+            self._line(f"  {room}  {'  '.join(rates)}")
+        for text in _pipeline(metrics):
+            self._line(f"  {text}")
+
+    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
+        by_domain = "  ".join(f"{domain} {_number(reward)}" for domain, reward in rewards.items())
+        self._line(f"step {step}/{self._steps}  reward {by_domain}")
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def _log_trouble(self, metrics: StepMetrics) -> None:
+        """A replica that stops working or works again is told at once, and once."""
+        texts = trouble(metrics.values)
+        for text in texts:
+            if text not in self._trouble:
+                self._line(f"step {metrics.step}/{self._steps}  {text}")
+        for text in self._trouble:
+            if text not in texts and text.rsplit(" ", 1)[-1] in BREAKER_STATES:
+                self._line(f"step {metrics.step}/{self._steps}  {text.rsplit(' ', 1)[0]} works again")
+        self._trouble = texts
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _group_table(groups: Mapping[str, Room]) -> Table:
+    """Who answered how fast in the last step, and which replica does not work."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("group", overflow="fold")
+    for heading in ("up", "tok/s", LATENCY_HEADING, "MB", "queue", "in\nflight", "retries"):
+        table.add_column(Text(heading), justify="right", no_wrap=True)
+    for room, names in groups.items():
+        for name, values in names.items():
+            is_group = "replicas" in values
+            up = f"{values['replicas_up']:.0f}/{values['replicas']:.0f}" if is_group else _state(values)
+            rate = _short(values["tokens_per_s"]) if "tokens_per_s" in values else ""
+            times = latencies(*(values.get(f"latency_{p}_s") for p in ("p50", "p95", "p99")))
+            megabytes = _short(values["payload_bytes"] / 1e6) if "payload_bytes" in values else ""
+            counts = ("queue_depth", "in_flight_tokens", "retries" if is_group else "failures")
+            cells = (f"{values[key]:.0f}" if key in values else "" for key in counts)
+            table.add_row(label(room, name), up, rate, times, megabytes, *cells)
+    return table
+
+
+def _pipeline(metrics: StepMetrics) -> list[str]:
+    """Lines: who worked and who waited in this step, and how old its samples were; none where nothing tells."""
+    pipeline, ages = summarise_pipeline([metrics.values]), summarise_ages([metrics.values])
+    lines = ["" if pipeline is None else pipeline_line(pipeline), "" if ages is None else ages_line(ages)]
+    return [line for line in lines if line]
+
+
+def _rate(values: Mapping[str, float]) -> str:
+    parts = [f"{values['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in values else ["idle"]
+    if "latency_p95_s" in values:
+        parts.append(f"p95 {values['latency_p95_s']:.3g} s")
+    if "payload_bytes" in values:
+        parts.append(f"{_short(values['payload_bytes'] / 1e6)} MB")
+    return " ".join(parts)
+
+
+def _state(values: Mapping[str, float]) -> str:
+    return BREAKER_STATES[int(values["breaker"])]
+
+
+def _speed(metrics: StepMetrics) -> str:
+    seconds = metrics.values.get("timing/step_s")
+    rate = metrics.values.get("rate/train_tokens_per_s")
+    parts = [] if seconds is None else [f"{seconds:.2f} s/step"]
+    return "  ".join(parts if rate is None else [*parts, f"{rate:,.0f} tokens/s"])
+
+
+def _short(value: float) -> str:
+    """Three digits, never in powers of ten."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _tiny(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}" if abs(value) >= 100 else f"{value:.3f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,20 +1,45 @@
-"""The reward of each domain, as a recipe's ``rewards`` section names them."""
+"""The reward of each domain, as a recipe's ``rewards`` section names them.
+
+Rewards that compare texts run on the event loop. Judged ones (math, code, schemas) may take long on a hostile response,
+and the user's own function may do anything: both run in processes that start at the first call and answer one JSON line
+for each batch (``child.py``, ``supervisor.py``).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
+from mopd.base.files.json_text import read_json_object
+from mopd.base.files.reading import shown_path
 from mopd.base.types import UserError
 from mopd.config.reading.tree import shown_key
-from mopd.config.rewards import DEFAULT, CustomRewardConfig, ExactMatchConfig, MultipleChoiceConfig, RewardConfig
-from mopd.rewards.custom import CustomReward
+from mopd.config.rewards import (
+    DEFAULT,
+    CodeConfig,
+    CustomRewardConfig,
+    ExactMatchConfig,
+    JsonSchemaConfig,
+    MathConfig,
+    MultipleChoiceConfig,
+    RegexConfig,
+    RewardConfig,
+)
+from mopd.rewards.child import MAX_REWARD
+from mopd.rewards.graders.system_calls import architecture_named
+from mopd.rewards.ground_truths import letter_of, schema_of, tests_of, text_of
 from mopd.rewards.interface import Graded, Reward, RewardItem
-from mopd.rewards.judged import JudgedReward
-from mopd.rewards.texts import ExactMatchReward, MultipleChoiceReward
+from mopd.rewards.process import RewardFailed, RewardProcess
+from mopd.rewards.served import GIB, ServedReward
 
 
 class DomainRewards:
@@ -92,3 +117,200 @@ def _build(cfg: RewardConfig, key: str) -> Reward:
 
 def _key(name: str) -> str:
     return shown_key(("rewards", name))
+
+
+BYTES_PER_VALUE = 32
+"""Most bytes of one number in an answer."""
+
+
+class CustomReward(ServedReward):
+    """Reward of the user's function. Every failure names the file and the function, and is final."""
+
+    def __init__(self, cfg: CustomRewardConfig) -> None:
+        """Find the file; the function is looked up at the first call. ``UserError`` if the file does not exist."""
+        super().__init__(f"{shown_path(cfg.path)}: custom reward {cfg.function!r}")
+        self._cfg = cfg
+        try:
+            self._path = Path(cfg.path).resolve()
+            is_file = self._path.is_file()
+        except (OSError, ValueError, RuntimeError):  # too long, NUL, a circle of links
+            is_file = False
+        if not is_file:
+            raise UserError(f"{shown_path(cfg.path)}: no such file: correct the path of the custom reward")
+
+    def check(self, item: RewardItem) -> None:
+        """Accept any row: only the function knows what it needs."""
+
+    def _start(self) -> RewardProcess:
+        return RewardProcess(
+            "child.py",
+            (str(self._path), self._cfg.function),
+            max_bytes=int(self._cfg.max_memory_gib * GIB),
+            bytes_per_value=BYTES_PER_VALUE,
+            folder=self._path.parent,
+        )
+
+    def _call(self, item: RewardItem) -> str:
+        """Return the function's keyword arguments as JSON; what JSON does not know goes as its text."""
+        arguments = {
+            "prompt": item.prompt,
+            "response": item.response,
+            "ground_truth": item.ground_truth,
+            "extra_info": item.extra_info,
+            "domain": item.domain,
+        }
+        try:
+            return json.dumps(arguments, default=str)
+        except (TypeError, ValueError, RecursionError) as error:  # keys that are no text, whole numbers of 5,000 digits
+            raise RewardFailed(f"cannot be given {item.place}: {error}") from error
+
+    def _graded(self, value: Any, item: RewardItem) -> Graded | None:
+        """Return the outcome of a valid number: the whole response was judged."""
+        if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > MAX_REWARD:
+            return None
+        return Graded(float(value), item.response[:MAX_EXTRACTED])
+
+    def _timeout_s(self, num_items: int) -> float:
+        return self._cfg.timeout_s
+
+
+JudgedConfig = MathConfig | RegexConfig | JsonSchemaConfig | CodeConfig
+MAX_PROCESSES = 32
+START_S = 60.0
+"""Seconds for an import; also added to every batch's deadline."""
+OVERHEAD_S = 3.0
+"""Most seconds per response beyond its deadline: a fork, and ending what it has started."""
+JUDGED_BYTES_PER_VALUE = 12 * 1024
+"""Bytes of one answer: 500 characters extracted and 500 of a problem, escaped."""
+
+
+class JudgedReward(ServedReward):
+    """One of these rewards, by its configuration."""
+
+    def __init__(self, cfg: JudgedConfig, key: str) -> None:
+        """Prepare the settings. ``key`` heads its errors. ``UserError`` for a file or a machine that cannot be used."""
+        cure = ": see that the machine has memory and processes left"
+        super().__init__(f"{key}: the {cfg.type} reward", cure)
+        self._cfg = cfg
+        self._num_processes = max(2, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2))
+        self._settings: dict[str, Any] = {"num_processes": self._num_processes, "timeout_s": cfg.timeout_s}
+        self._max_bytes = (self._num_processes + 1) * GIB
+        if isinstance(cfg, RegexConfig):
+            self._settings["pattern"] = cfg.pattern
+        elif isinstance(cfg, JsonSchemaConfig):
+            self._settings["path"] = None if cfg.path is None else _checked_schema(cfg.path, key)
+        elif isinstance(cfg, CodeConfig):
+            self._settings["max_bytes"] = int(cfg.max_memory_gib * GIB)
+            self._max_bytes += 2 * self._num_processes * self._settings["max_bytes"]  # a program and its tests
+            if architecture_named(os.uname().machine) is None:
+                raise UserError(
+                    f"{key}: the code reward knows no way to confine programs on {os.uname().machine}: run on x86_64 "
+                    "or aarch64, or write a custom reward"
+                )
+
+    def check(self, item: RewardItem) -> None:
+        """Raise ``UserError`` unless the ground truth has a shape that the reward reads."""
+        self._told(item)
+
+    def _told(self, item: RewardItem) -> dict[str, Any]:
+        """Return the judge's input beside the response."""
+        if isinstance(self._cfg, CodeConfig):
+            return {"tests": tests_of(item)}
+        if isinstance(self._cfg, JsonSchemaConfig):
+            return {} if self._cfg.path is not None else {"truth": schema_of(item)}
+        if isinstance(self._cfg, RegexConfig) and not self._cfg.reads_ground_truth:
+            return {}
+        return {"truth": text_of(item, self._cfg.type)}
+
+    def _start(self) -> RewardProcess:
+        return RewardProcess(
+            "judge.py",
+            (self._cfg.type, json.dumps(self._settings)),
+            max_bytes=self._max_bytes,
+            bytes_per_value=JUDGED_BYTES_PER_VALUE,
+        )
+
+    def _call(self, item: RewardItem) -> str:
+        try:
+            return json.dumps({"response": item.response, **self._told(item)})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RewardFailed(f"cannot be given {item.place}: {error}") from error
+
+    def _graded(self, value: Any, item: RewardItem) -> Graded | None:
+        if not isinstance(value, list) or len(value) != 3 or value[0] not in (0.0, 1.0):
+            return None
+        return Graded(float(value[0]), None if value[1] is None else str(value[1]), str(value[2]))
+
+    def _timeout_s(self, num_items: int) -> float:
+        rounds = math.ceil(num_items / self._num_processes)
+        each_again = num_items  # one at a time, see judge.py
+        return START_S + (rounds + each_again) * (self._cfg.timeout_s + OVERHEAD_S)
+
+
+def _checked_schema(path: str, key: str) -> str:
+    """Return the absolute path of a JSON schema; ``UserError`` if it is none."""
+    from jsonschema import SchemaError
+    from jsonschema.validators import validator_for
+
+    schema = read_json_object(path, cure=f"correct {key}.path")
+    try:
+        validator_for(schema).check_schema(schema)
+    except SchemaError as error:
+        raise UserError(f"{shown_path(path)}: no JSON schema ({error.message[:200]}): correct {key}.path") from error
+    return str(Path(path).resolve())
+
+
+CHOICES = (
+    re.compile(r"\\boxed\s*\{\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{\s*)?\(?([A-Za-z])\)?\s*\}"),
+    re.compile(r"\b(?:answer|choice|option)\b(?:\s+is)?(?:\s*:)?\s*[*_$]*\(?([A-Za-z])\b(?!['’])", re.I),
+    re.compile(r"\(([A-Z])\)"),
+    re.compile(r"^(?:[^\S\n]|[*_$])*([A-Z])(?:[.):]|(?:[^\S\n]|[*_$])*$)", re.M),
+)
+"""Forms of a choice, in order: a box, "Answer: C" or "the answer is (C)", "(C)", a letter that begins a line as "C." or
+is all of it. The last match of the first form that occurs counts. They run on the event loop, so each takes time in
+proportion to the response: no two neighbouring repeats take the same characters, no repeat goes on in the next line."""
+MAX_EXTRACTED = 500
+
+
+class ExactMatchReward:
+    """Reward 1 for the right answer, 0 for any other: compares both as text without surrounding white space."""
+
+    def check(self, item: RewardItem) -> None:
+        """Raise ``UserError`` for a ground truth that is neither text nor a number."""
+        text_of(item, "exact_match")
+
+    async def __call__(self, items: Sequence[RewardItem]) -> list[Graded]:
+        """Return 1.0 or 0.0 per item."""
+        return [self._graded(item) for item in items]
+
+    def close(self) -> None:
+        """Do nothing: no process or file is held."""
+
+    def _graded(self, item: RewardItem) -> Graded:
+        response = item.response.strip()
+        equal = response == text_of(item, "exact_match")
+        return Graded(float(equal), response[:MAX_EXTRACTED], "" if equal else "another text than the ground truth")
+
+
+class MultipleChoiceReward:
+    """Reward 1 if the response chooses the right letter."""
+
+    def check(self, item: RewardItem) -> None:
+        """Raise ``UserError`` for a ground truth that is neither a letter nor the number of a choice."""
+        letter_of(item)
+
+    async def __call__(self, items: Sequence[RewardItem]) -> list[Graded]:
+        """Return 1.0 or 0.0 per item."""
+        return [self._graded(item) for item in items]
+
+    def close(self) -> None:
+        """Do nothing: no process or file is held."""
+
+    def _graded(self, item: RewardItem) -> Graded:
+        right = letter_of(item)
+        for form in CHOICES:
+            found = form.findall(item.response)
+            if found:
+                chosen = found[-1].upper()
+                return Graded(float(chosen == right), chosen, "" if chosen == right else "another choice")
+        return Graded(0.0, None, "it names no choice")

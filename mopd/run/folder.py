@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from mopd.base.files.reading import shown_path
 from mopd.base.files.writing import PARTIALS, WriteRefusedError, refusal, write_text, writing
-from mopd.base.text import file_name
+from mopd.base.hardware import node_name
 from mopd.base.types import CutOffError, UserError
 from mopd.config.load import Loaded, differences, dump, load_recipe
 from mopd.config.reading.tree import split_dotted
@@ -53,8 +52,6 @@ CHANGEABLE_ON_RESUME = (
 )
 """Keys that a resumed run may change: where and how fast it runs, how long, and what is watched and saved. All others
 decide what is learned; a run that changes them is another run."""
-NODE_NAME = "MOPD_NODE_NAME"
-"""Environment variable: another name for this machine, as where two of its launchers stand for two nodes."""
 LOCK_WAIT_S = 2.0
 """How long to wait for a writer that is just ending."""
 START_FILE = ".start"
@@ -68,13 +65,6 @@ MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """Linux's limits of one name and of a whole path."""
 LONGEST_INSIDE = 160
 """Bytes of the longest path inside the folder: a file of a checkpoint, of an export on its way."""
-
-
-def node_name() -> str:
-    """``NODE`` in ``RUN/logs/NODE/ROLE.log``, fit for a file name: Slurm's name of the node, else the host's without
-    its domain."""
-    given = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME")
-    return file_name(given or socket.gethostname().partition(".")[0] or "localhost")
 
 
 class RunDir(RunFiles):

@@ -12,7 +12,7 @@
     swap, continue:  the weights change at once; running requests are frozen and go on under v+1, or are handed back
     a new begin replaces the update before it (its sender died)
 
-With a group (``engines/wire/transfer.py``) the weights go straight into the engine, so that the old ones are lost first::
+With a group (``engines/wire/transfer.py``) the weights go straight into the engine, which loses the old ones first::
 
     serving v ──start──> no weights ──buckets──> finish: serving v+1        a failure leaves none (409), until an update
                   ▲ after running requests, as above                        succeeds, by whichever way

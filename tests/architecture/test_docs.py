@@ -163,6 +163,7 @@ NOT_IN_THE_REPOSITORY = {
     "rate/",
     "memory/",
     "rollout/",
+    "teachers/",
 }
 NOT_IN_THE_REPOSITORY |= {"benchmarks/"}
 """Folders of a run, beginnings of metric names, and what ``tools/gpu_check.sh`` makes."""

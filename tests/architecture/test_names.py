@@ -14,7 +14,7 @@ from mopd.config.schema import Recipe
 from tests.architecture.source import ROOT, imports, path_of, trees
 
 MIN_LINES = 40
-MAX_FILES_IN_A_ROOM = 15
+MAX_FILES_IN_A_FOLDER = 20
 
 RUN_ELSEWHERE = {"mopd.placement.ray.agent"}
 """In a process of its own, which shall import no more than that."""
@@ -22,25 +22,22 @@ RUN_ELSEWHERE = {"mopd.placement.ray.agent"}
 CALLED_BY_LIBRARIES = {
     "mopd/conversion/torch_dist/description.py": {"find_class"},
     "mopd/conversion/torch_dist/reader.py": {"readable", "seekable"},
-    "mopd/engines/vllm/receiving.py": {
+    "mopd/engines/vllm/worker.py": {
         "finish_weight_update",
         "init_transfer_engine",
         "start_weight_update",
         "update_weights",
-    },
-    "mopd/engines/vllm/worker.py": {
         "mopd_received",
         "mopd_transfer_failure",
         "WorkerExtension",
         "mopd_watch",
         "mopd_load_weights",
     },
-    "mopd/launch/agent.py": {"get_run_id", "is_closed", "next_rendezvous", "num_nodes_waiting", "set_closed"},
-    "mopd/serving/server.py": {"capture_signals"},
-    "mopd/serving/connections.py": {"eof_received", "data_received", "send_400_response"},
+    "mopd/launch/launch.py": {"get_run_id", "is_closed", "next_rendezvous", "num_nodes_waiting", "set_closed"},
+    "mopd/serving/server.py": {"capture_signals", "eof_received", "data_received", "send_400_response"},
     "mopd/student/attention.py": {"get_rotary_seq_len"},
     "mopd/student/checkpoints/restricted.py": {"load_common", "read_metadata", "load_bytes"},
-    "mopd/student/checkpoints/saving.py": {"create_stream"},
+    "mopd/student/checkpoints/checkpoint.py": {"create_stream"},
 }
 """What no line of the package names, because a base class of a library does."""
 
@@ -80,9 +77,9 @@ def test_no_small_file_with_one_importer() -> None:
     assert sorted(set(small) - RUN_ELSEWHERE) == []
 
 
-def test_no_room_is_crowded() -> None:
+def test_no_folder_is_crowded() -> None:
     rooms = Counter(path_of(name).parent.relative_to(ROOT) for name in trees())
-    assert {str(room): count for room, count in rooms.items() if count > MAX_FILES_IN_A_ROOM} == {}
+    assert {str(room): count for room, count in rooms.items() if count > MAX_FILES_IN_A_FOLDER} == {}
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from mopd.config.rewards import (
     RegexConfig,
 )
 from mopd.data_plane.frames import packed, unpacked
-from mopd.orchestrator.preflight.rewards import why_not_better
+from mopd.orchestrator.preflight.checks import why_not_better
 from mopd.orchestrator.rollout import reward_item
 from mopd.orchestrator.validation import ValidationResult, _example, append_record, plain_examples, record_of
 from mopd.report.build import build_report

@@ -11,9 +11,9 @@ import torch
 from mopd.bench.clock import Clock, copy_rate, peak_bytes
 from mopd.bench.losses import command
 from mopd.bench.losses.cases import Case
+from mopd.bench.losses.command import Row, measure
 from mopd.bench.losses.contenders import head_baseline, head_contenders, logits_contenders
 from mopd.bench.losses.inputs import make_head_inputs, make_inputs
-from mopd.bench.losses.measure import Row, measure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GPU = torch.cuda.get_device_name() if torch.cuda.is_available() else ""

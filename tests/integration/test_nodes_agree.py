@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from mopd.base.files.writing import PARTIALS
-from mopd.run.folder import NODE_NAME
+from mopd.base.hardware import NODE_NAME
 from tests.fixtures.ports import free_port
 from tests.integration.world import REPOSITORY, World, environment, read_metrics
 

@@ -22,8 +22,8 @@ from mopd.cli.main import main
 from mopd.launch.failure import STOPPED_CODE
 from mopd.placement.groups import plan_groups
 from mopd.placement.interface import ROLLOUT
-from mopd.placement.ray import RayCluster
 from mopd.placement.ray.agent import Agent
+from mopd.placement.ray.cluster import RayCluster
 from tests.integration.groups import (
     LEFT,
     RIGHT,

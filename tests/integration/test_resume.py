@@ -23,10 +23,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mopd.base.hardware import NODE_NAME
 from mopd.cli.main import main
 from mopd.launch.failure import STOPPED_CODE
 from mopd.run.checkpointing import MANIFEST, complete_steps
-from mopd.run.folder import NODE_NAME
 from mopd.run.status import status_of
 from tests.fixtures.chance import seed_of
 from tests.fixtures.ports import free_port

@@ -1,7 +1,12 @@
 """Contenders on logits, and from hidden states on (LM head and loss together), all on the same tensors.
 
-Released packages are loaded by name and only here: nothing of mopd depends on them. Shape legend: T rows, V columns,
-K ids of a row, H hidden width.
+Released packages are loaded by name and only here: nothing of mopd depends on them. Losses in the style of other
+toolkits are written for this benchmark from descriptions of their data flow, on one rank, where an all-reduce does
+nothing; where a description leaves a choice, the cheaper one is taken. ``exact`` ones are the definitions in float64
+under autograd. Each takes logits [T, V], ``ids`` int64 [T, K] and the teacher's ``logprobs`` fp32 [T, K] and returns
+fp32 row losses [T].
+
+Shape legend: T rows, V columns, K ids of a row, H hidden width.
 """
 
 from __future__ import annotations
@@ -15,11 +20,197 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from mopd.bench.losses import exact, styles
 from mopd.bench.losses.inputs import HeadInputs, LossInputs
 from mopd.losses import LinearHead, linear_loss, parallel_topk_distill
 from mopd.losses.linear.head import Rows
+
+CHUNK_ROWS = 1024
+"""Rows at a time of the NeMo-RL style."""
+
+
+def bucket_terms(logp: Tensor, logprobs: Tensor, tail_floor: float) -> Tensor:
+    """KL over K ids and one more outcome for the rest, from log-probs [T, K], under autograd."""
+    q = logprobs.exp()
+    rest_q = (1 - q.sum(1)).clamp_min(tail_floor)
+    rest_p = (1 - logp.exp().sum(1)).clamp_min(tail_floor)
+    return (q * (logprobs - logp)).sum(1) + rest_q * (rest_q.log() - rest_p.log())
+
+
+def eager(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
+    """Log-softmax of the whole vocabulary in fp32, then gather: what one writes first."""
+    log_p = torch.log_softmax(logits, 1, dtype=torch.float32)
+    return bucket_terms(log_p.gather(1, ids), logprobs, 1e-6)
+
+
+def eager_renormalized(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
+    """The default mode of the NeMo-RL style: fp32 logits, gather, softmax over the K ids on both sides.
+
+    The loss does not see what the student does outside the K ids.
+    """
+    log_p = logits.float().gather(1, ids).log_softmax(1)
+    log_q = logprobs.log_softmax(1)
+    return (log_q.exp() * (log_q - log_p)).sum(1)
+
+
+def ghost_token(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
+    """Megatron's offline distillation style: log-sum-exp by shift, exp and sum (each of which could be all-reduced),
+    and one ghost token for the mass outside the K ids, held above 1e-8; all of it under autograd.
+    """
+    z = logits.float()
+    shift = z.detach().amax(1, keepdim=True)
+    lse = (z - shift).exp().sum(1, keepdim=True).log() + shift
+    return bucket_terms(z.gather(1, ids) - lse, logprobs, 1e-8)
+
+
+def verl(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
+    """verl style without diagnostics: truncated forward KL, log-probs held above -10, rows in [0, 10]."""
+    loss, _, _ = VerlTopK.apply(logits, ids, logprobs, False)
+    return loss.clamp_max(10.0).clamp_min(0.0)
+
+
+def verl_with_diagnostics(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
+    """The same with the diagnostics that go with it: the student's own top-k, how many ids it shares with the teacher's
+    and the student's mass on the shared ones.
+    """
+    loss, _, _ = VerlTopK.apply(logits, ids, logprobs, True)
+    return loss.clamp_max(10.0).clamp_min(0.0)
+
+
+class VerlTopK(torch.autograd.Function):
+    """``apply(logits, ids, logprobs, diagnostics)`` -> row losses, shared ids and student mass on those, [T] each.
+
+    Forward makes an fp32 copy and, in place where that is possible, shift, exp, log-softmax and probabilities, which
+    are saved; backward scatters -q into (sum of active q) x p.
+    """
+
+    MIN_LOGPROB = -10.0
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, ids: Tensor, logprobs: Tensor, diagnostics: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        z = logits.to(torch.float32, copy=True)
+        z.sub_(z.amax(1, keepdim=True))
+        p = z.exp()
+        total = p.sum(1, keepdim=True)
+        log_p = z.sub_(total.log())
+        p.div_(total)
+        chosen = log_p.gather(1, ids)
+        active = chosen > VerlTopK.MIN_LOGPROB
+        log_q = logprobs.clamp_min(VerlTopK.MIN_LOGPROB)
+        q = log_q.exp()
+        loss = (q * (log_q - chosen.clamp_min(VerlTopK.MIN_LOGPROB))).sum(1)
+        shared, mass = torch.zeros_like(loss), torch.zeros_like(loss)
+        if diagnostics:
+            best, best_ids = log_p.topk(ids.size(1), 1)
+            ours = _in_rows(best_ids, ids)
+            shared, mass = ours.sum(1).float(), torch.where(ours, best.exp(), 0).sum(1)
+        ctx.mark_non_differentiable(shared, mass)
+        ctx.save_for_backward(p, ids, torch.where(active, q, 0))
+        ctx.dtype = logits.dtype
+        return loss, shared, mass
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        p, ids, q = ctx.saved_tensors
+        gradient = p * q.sum(1, keepdim=True)
+        gradient.scatter_add_(1, ids, -q)
+        gradient.mul_(grad.unsqueeze(1))
+        return gradient.to(ctx.dtype), None, None, None
+
+
+def _in_rows(values: Tensor, ids: Tensor) -> Tensor:
+    """[T, K] bool: where a value is among the ids of its own row."""
+    ordered = ids.sort(1).values
+    at = torch.searchsorted(ordered, values).clamp_max(ids.size(1) - 1)
+    return ordered.gather(1, at) == values
+
+
+def nemo_rl(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
+    """NeMo-RL style with full normalisation: the student's log-probs over the whole vocabulary, chunk by chunk, forward
+    and again in backward; the teacher renormalised over its K ids.
+    """
+    log_p = ChunkedGather.apply(logits.float(), ids)
+    log_q = logprobs.log_softmax(1)
+    return (log_q.exp() * (log_q - log_p)).sum(1)
+
+
+class ChunkedGather(torch.autograd.Function):
+    """``apply(logits fp32 [T, V], ids)`` -> log-probs [T, K]; saves the logits, normalises them again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor) -> Tensor:
+        parts = [
+            _log_softmax(z).gather(1, i) for z, i in zip(logits.split(CHUNK_ROWS), ids.split(CHUNK_ROWS), strict=True)
+        ]
+        ctx.save_for_backward(logits, ids)
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, ids = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        for low in range(0, logits.size(0), CHUNK_ROWS):
+            part = slice(low, low + CHUNK_ROWS)
+            p = torch.exp(_log_softmax(logits[part]), out=gradient[part])
+            p.mul_(-grad[part].sum(1, keepdim=True)).scatter_add_(1, ids[part], grad[part])
+        return gradient, None
+
+
+def _log_softmax(z: Tensor) -> Tensor:
+    """Log-softmax as a vocabulary-parallel one is made: shift, exp, sum, and a place for an all-reduce after each."""
+    shifted = z - z.amax(1, keepdim=True)
+    return shifted.sub_(shifted.exp().sum(1, keepdim=True).log())
+
+
+def torch_cross_entropy(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
+    """PyTorch's cross entropy of the first id, in fp32."""
+    return torch.nn.functional.cross_entropy(logits.float(), ids[:, 0], reduction="none")
+
+
+def row_losses(loss: str, log_p: Tensor, ids: Tensor, log_q: Tensor) -> Tensor:
+    """Row losses [T] from the student's log-probs [T, V], ``ids`` [T, K] and the teacher's log-probs [T, K], float64.
+
+    ``cross entropy``: -log p of the first id. The others are KL(teacher || student) over the listed ids: ``bucket``
+    with one outcome more for every id that is not listed; ``truncated`` with both log-probs held at -10 and above and
+    the row at [0, 10]; ``renormalized`` of the distributions conditional on the ids; ``renormalized teacher`` of the
+    conditional teacher and the student over the whole vocabulary.
+    """
+    chosen = log_p.gather(1, ids)
+    if loss == "cross entropy":
+        return -chosen[:, 0]
+    if loss == "truncated":
+        chosen, log_q = chosen.clamp_min(-10), log_q.clamp_min(-10)
+    if loss in ("renormalized", "renormalized teacher"):
+        log_q = log_q.log_softmax(1)
+    if loss == "renormalized":
+        chosen = chosen.log_softmax(1)
+    rows = (log_q.exp() * (log_q - chosen)).sum(1)
+    if loss == "bucket":
+        listed = torch.zeros_like(log_p, dtype=torch.bool).scatter(1, ids, True)
+        tail = (1 - log_q.exp().sum(1)).clamp_min(0)
+        log_tail = log_p.masked_fill(listed, -torch.inf).logsumexp(1)
+        rows = rows + torch.where(tail > 0, tail * (tail.clamp_min(1e-300).log() - log_tail), 0)
+    return rows.clamp(0, 10) if loss == "truncated" else rows
+
+
+def gradient(loss: str, logits: Tensor, ids: Tensor, logprobs: Tensor, upstream: Tensor) -> Tensor:
+    """d(sum upstream x loss) / d logits in float64, [T, V]; meant for a few rows."""
+    leaf = logits.detach().double().requires_grad_()
+    rows = row_losses(loss, leaf.log_softmax(1), ids, logprobs.double())
+    (result,) = torch.autograd.grad(rows, leaf, upstream.double())
+    return result
+
+
+def error(loss: str, got: Tensor, logits: Tensor, ids: Tensor, logprobs: Tensor, upstream: Tensor) -> float:
+    """||got - exact|| / ||exact|| of a gradient [T, V]; NaN where ``got`` holds one."""
+    exact = gradient(loss, logits, ids, logprobs, upstream)
+    return float((got.double() - exact).norm() / exact.norm())
+
 
 BASELINE, COMPILED = "eager fp32 log-softmax + gather", "eager under torch.compile"
 FLOOR = "the three GEMMs alone"
@@ -29,12 +220,12 @@ MEMORY_SHARE = 10
 """``linear_loss`` gets 1 / this of the memory of the logits."""
 RowLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 STYLES: tuple[tuple[str, str, RowLoss], ...] = (
-    ("ghost-token style", "bucket", styles.ghost_token),
-    ("verl style", "truncated", styles.verl),
-    ("verl style, diagnostics", "truncated", styles.verl_with_diagnostics),
-    ("NeMo-RL style, full normalisation", "renormalized teacher", styles.nemo_rl),
-    ("NeMo-RL style, over K", "renormalized", styles.eager_renormalized),
-    ("torch cross entropy", "cross entropy", styles.torch_cross_entropy),
+    ("ghost-token style", "bucket", ghost_token),
+    ("verl style", "truncated", verl),
+    ("verl style, diagnostics", "truncated", verl_with_diagnostics),
+    ("NeMo-RL style, full normalisation", "renormalized teacher", nemo_rl),
+    ("NeMo-RL style, over K", "renormalized", eager_renormalized),
+    ("torch cross entropy", "cross entropy", torch_cross_entropy),
 )
 
 
@@ -77,11 +268,11 @@ def logits_contenders(inputs: LossInputs) -> list[Contender]:
         )
 
     torch.compiler.reset()
-    compiled = torch.compile(styles.eager, dynamic=False)
+    compiled = torch.compile(eager, dynamic=False)
     second, left_out = "renormalized", "cross entropy"
     if inputs.ids.size(1) == 1:  # then the renormalised loss is constant
         second, left_out = left_out, second
-    entries = [add(BASELINE, "plain", "bucket", styles.eager), add(COMPILED, "plain", "bucket", compiled)]
+    entries = [add(BASELINE, "plain", "bucket", eager), add(COMPILED, "plain", "bucket", compiled)]
     for backend, reason in (("chunked", ""), ("triton", _lacks_triton(inputs.logits.device))):
         for loss, overwrites in (("bucket", False), ("bucket", True), (second, True)):
             rows = reason or partial(_our_rows, loss, {"backend": backend, "overwrite_input": overwrites})
@@ -108,7 +299,7 @@ def _error(inputs: LossInputs, loss: str, gradients: Sequence[Tensor]) -> float:
     logits = inputs.untouched[picked].to(inputs.logits.device)
     picked = picked.to(inputs.logits.device)
     part = (x[picked] for x in (inputs.ids, inputs.logprobs, inputs.upstream))
-    return exact.error(loss, gradients[0].detach()[picked], logits, *part)
+    return error(loss, gradients[0].detach()[picked], logits, *part)
 
 
 def head_baseline(device: torch.device) -> str:
@@ -134,8 +325,8 @@ def head_contenders(inputs: HeadInputs) -> list[Contender]:
         options: dict[str, Any] = {"loss_weight": inputs.weights, "reduce_loss": True, "overwrite_input": True}
         return parallel_topk_distill(logits(), *teacher, backend=_layer(device), **options)[0]
 
-    def eager() -> Tensor:
-        return (styles.eager(logits(), *teacher) * inputs.weights).sum()
+    def unfused() -> Tensor:
+        return (eager(logits(), *teacher) * inputs.weights).sum()
 
     def liger(
         module: str, name: str, *arguments: Any, needs_cuda: bool = True, **options: Any
@@ -155,7 +346,7 @@ def head_contenders(inputs: HeadInputs) -> list[Contender]:
     return [
         add(FLOOR, "floor", "none", logits, upstream=upstream),
         add(head_baseline(device), "ours", "bucket", materialised),
-        add("GEMMs + eager fp32 loss", "plain", "bucket", eager),
+        add("GEMMs + eager fp32 loss", "plain", "bucket", unfused),
         _fused(inputs, "bucket"),
         _fused(inputs, "cross entropy"),
         add("Liger fused-linear cross entropy", "released", "cross entropy", entropy),

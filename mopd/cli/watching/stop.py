@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mopd.base.files.reading import shown_path
+from mopd.base.hardware import node_name
 from mopd.base.types import UserError
-from mopd.run.folder import node_name
 
 ABOUT = "end a run after its step, with a checkpoint"
 EXAMPLES = "example: mopd stop runs/quickstart"

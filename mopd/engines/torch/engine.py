@@ -1,5 +1,6 @@
 """Engine that runs a transformers causal language model in this process, on a CPU or a GPU.
 
+Weights arrive in messages or over a process group, straight into the model's memory (``TorchIncoming``).
 It never reads or changes torch's global random state, and holds at most ``MAX_LOGITS_ROWS`` rows of logits when it
 scores.
 Shapes: B sequences, S padded length, H hidden, V vocabulary, K top-k, R response tokens.
@@ -9,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence, Set
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,16 +23,30 @@ from transformers import PreTrainedModel
 from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.checks import check_length, check_sampling, check_scoring, check_weights
-from mopd.engines.interface import EngineInfo, EngineLimits, Generation, Images, SamplingParams, Scores, Told
+from mopd.engines.interface import (
+    EngineInfo,
+    EngineLimits,
+    Generation,
+    Images,
+    Reception,
+    SamplingParams,
+    Scores,
+    Told,
+    WeightsLost,
+)
 from mopd.engines.staging import hold_weights
 from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
-from mopd.engines.torch.incoming import TorchIncoming
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineSight, check_images, read_sight
 from mopd.losses.teacher_topk import chunked_topk_logprobs
+from mopd.weights.buckets import TensorMeta
+from mopd.weights.group import GroupOrder, TransferFailed
+from mopd.weights.mapped import open_receiver
+from mopd.weights.receiving import Receiver, check_fit
 
 if TYPE_CHECKING:
     from mopd.engines.torch.sight import Eyes
+
 
 PreparedWeights = Collection[tuple[str, Tensor]]
 LENGTH_KEY = "max_position_embeddings"
@@ -404,3 +420,68 @@ def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
             batches.append([])
         batches[-1].append(index)
     return batches
+
+
+class _TorchModel(Protocol):
+    name: str
+
+    @property
+    def weight_slots(self) -> Mapping[str, Tensor]: ...
+    async def swap_weights(self, prepared: Iterable[tuple[str, Tensor]], weight_version: int) -> None: ...
+
+
+class TorchIncoming:
+    """Implements ``Incoming`` (``mopd.engines.interface``) for ``TorchEngine``."""
+
+    def __init__(self, engine: _TorchModel) -> None:
+        self._engine = engine
+        self._receiver: Receiver | None = None
+        self._given_up = threading.Event()
+        """Set by ``leave`` or a later ``join``: ends the last ``join``."""
+
+    async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
+        """Leave the previous group and enter a new one, in another thread."""
+        slots = self._engine.weight_slots
+        check_fit(metas, slots, name=self._engine.name)
+        # ends a `join` of another group that still waits
+        self._given_up.set()
+        given_up = self._given_up = threading.Event()  # made before the first await: a `leave` during it ends this join
+        await self._close()
+        try:
+            self._receiver = await asyncio.to_thread(
+                open_receiver,
+                order,
+                first_rank,
+                metas,
+                keeps_views=False,
+                slots=slots,
+                device=next(iter(slots.values())).device,
+                given_up=given_up,
+            )
+        except TransferFailed as error:
+            raise WeightsLost(f"{self._engine.name}: {error}") from error
+
+    async def receive(
+        self, weight_version: int, *, verify: bool, patience_s: float, ready: Callable[[], object]
+    ) -> Reception:
+        """Replace all weights by what the group sends. Blocks the event loop: no call may run meanwhile."""
+        receiver, began = self._receiver, time.perf_counter()
+        if receiver is None:
+            raise WeightsLost(f"{self._engine.name} is in no group")
+        ready()
+        try:
+            tensors = receiver.tensors(verify=verify, patience_s=patience_s)
+            await self._engine.swap_weights(tensors, weight_version)
+        except TransferFailed as error:
+            raise WeightsLost(f"{self._engine.name}: {error}") from error
+        return Reception(wait_s=receiver.wait_s, load_s=time.perf_counter() - began - receiver.wait_s)
+
+    async def leave(self) -> None:
+        """Leave the group; a waiting ``join`` ends at once."""
+        self._given_up.set()
+        await self._close()
+
+    async def _close(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            await asyncio.to_thread(receiver.close)  # waits for a reception in progress

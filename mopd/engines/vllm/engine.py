@@ -39,8 +39,17 @@ from mopd.engines.staging import StagedFiles, stage_weights
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineSight, check_images, read_sight
 from mopd.engines.vllm.incoming import VllmIncoming
-from mopd.engines.vllm.prompts import drawing_params, make_prompt, require_same_expansion, scoring_params, sight_options
-from mopd.engines.vllm.reading import last_output, no_scores, read_generation, read_scores
+from mopd.engines.vllm.prompts import (
+    drawing_params,
+    last_output,
+    make_prompt,
+    no_scores,
+    read_generation,
+    read_scores,
+    require_same_expansion,
+    scoring_params,
+    sight_options,
+)
 from mopd.engines.vllm.start import (
     AsyncLLM,
     EngineDeadError,

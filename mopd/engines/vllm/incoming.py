@@ -63,7 +63,7 @@ class VllmIncoming:
         engine = self._engine
         await engine.workers.halt()
         # vLLM's protocol: start, update, finish. A worker's error is read afterwards, see
-        # `mopd.engines.vllm.receiving`.
+        # `mopd.engines.vllm.worker`.
         await engine.workers.tell("start_weight_update")
         ready()
         await engine.workers.tell("update_weights", update_info=told)

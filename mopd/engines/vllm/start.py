@@ -176,7 +176,7 @@ def engine_args(
 
 
 def group_transfer() -> WeightTransferConfig:
-    """Return the configuration that lets weights arrive over a group (``mopd.engines.vllm.receiving``)."""
+    """Return the configuration that lets weights arrive over a group (``mopd.engines.vllm.worker``)."""
     return WeightTransferConfig(backend="mopd")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mopd.base.hardware import Hardware, this_hardware
+from mopd.base.hardware import Hardware, node_name, this_hardware
 from mopd.base.types import UserError
 from mopd.config.load import Loaded, flatten
 from mopd.config.machine.places import engine_groups, place_on_machine
@@ -19,7 +19,6 @@ from mopd.launch.checks.inputs import check_inputs, check_machine, check_model_f
 from mopd.launch.node import compared_environment, gpus_of_step
 from mopd.launch.preparing import rank_facts, settled, shown, weights_bytes
 from mopd.launch.slurm.layout import JobComponent, JobLayout, lay_out, of_job, slurm_of
-from mopd.run.folder import node_name
 from mopd.run.machine import describe_machine, package_versions
 
 SHM = Path("/dev/shm")

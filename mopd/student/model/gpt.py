@@ -2,7 +2,10 @@
 
 Its layers are TransformerEngine's, or Megatron's local ones adapted: their norms are our ``RMSNorm``, and a checkpoint
 gets the keys that TransformerEngine's spec writes (``conversion/torch_dist/plan.py``), so that one folder loads under
-both.
+both. A model that takes images gets the tower's features in place of the image tokens' embeddings, a rope of three
+axes, and DeepStack's features added after the first layers.
+
+Letters: S tokens of a sequence, B sequences, N image tokens, H channels, D channels of a head.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     HAVE_TE,
@@ -34,15 +38,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import Tensor
+from torch import Tensor, nn
 
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import Llama3Rope, ModelDims
 from mopd.student.attention import CoreAttention, PackedSequences, RowParams, RowRotary
 from mopd.student.model.config import rotary_base, transformer_config, uses_transformer_engine
-from mopd.student.model.multimodal import InterleavedRotary, add_deepstack, with_images
 from mopd.student.parallel import Layout
-from mopd.student.vision import ImageInput, make_tower
+from mopd.student.vision import ImageInput, image_features, make_tower
 
 _FUSED_INPUT_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _FUSED_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
@@ -365,3 +368,60 @@ def _local_spec(dims: ModelDims, *, has_experts: bool) -> ModuleSpec:
             attention.k_layernorm = RMSNorm
     submodules.sharded_state_dict_keys_map = keys
     return layer
+
+
+class InterleavedRotary(MultimodalRotaryEmbedding):
+    """Qwen3-VL's rope: of every three frequencies one is the time's, one the height's and one the width's, as long as
+    height and width have any; the rest is the time's. Megatron's rope puts the axes one after another."""
+
+    def forward(self, position_ids: Tensor, mrope_section: list[int], cp_group: Any = None) -> Tensor:
+        """Return the angles [S, B, 1, D] of ``position_ids`` [3, B, S]."""
+        each = position_ids.to(self.inv_freq)[..., None] * self.inv_freq
+        angles = each[0]
+        for axis in (1, 2):
+            own = slice(axis, 3 * mrope_section[axis], 3)
+            angles[..., own] = each[axis][..., own]
+        return torch.cat((angles, angles), dim=-1).transpose(0, 1)[:, :, None].contiguous()
+
+
+def with_images(
+    embedded: Tensor, tower: nn.Module, images: ImageInput | None, *, sequence_parallel: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the decoder's input from ``embedded`` [S, B, H] and, if the tower has them, DeepStack's features
+    [layers, S, B, H], zero where no image is; under sequence parallelism this rank's part of S of both."""
+
+    def share(hidden: Tensor) -> Tensor:
+        # Backward gathers the gradient: every tensor-parallel rank's tower needs all of it.
+        return scatter_to_sequence_parallel_region(hidden) if sequence_parallel else hidden
+
+    if images is None:
+        return share(embedded), None
+    features, deeper = image_features(tower, images)
+    placed = share(_placed(features, images.rows, embedded))
+    if not deeper:
+        return placed, None
+    empty = torch.zeros_like(embedded)
+    return placed, torch.stack([share(_placed(each, images.rows, empty)) for each in deeper])
+
+
+def _placed(features: Tensor, rows: Tensor, into: Tensor) -> Tensor:
+    """Return ``into`` [S, B, H] with ``features`` [N, H] in its flat ``rows`` [N]."""
+    return into.flatten(0, 1).index_copy(0, rows, features.to(into.dtype)).view_as(into)
+
+
+def add_deepstack(layers: Any, num_features: int) -> None:
+    """Add one feature to the output of each of the first ``num_features`` layers.
+
+    Features come to a layer as ``context``, which self-attention ignores: Megatron's schedule and recomputation carry
+    it, and its gradient, with the micro-batch that it belongs to.
+    """
+
+    def adder(number: int) -> Any:
+        def add(layer: Any, inputs: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+            hidden, context = output
+            return output if context is None else (hidden + context[number], context)
+
+        return add
+
+    for number in range(num_features):
+        layers[number].register_forward_hook(adder(number))

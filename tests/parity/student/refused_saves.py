@@ -13,7 +13,8 @@ from unittest.mock import patch
 import torch
 
 from mopd.base.files.writing import WriteRefusedError
-from mopd.student.checkpoints import checkpoint, saving
+from mopd.student.checkpoints import checkpoint
+from mopd.student.checkpoints import checkpoint as saving
 from mopd.student.worker import StudentWorker
 
 MAX_FILE_BYTES = 4096

@@ -15,10 +15,9 @@ from torch import Tensor
 from mopd.bench import clock
 from mopd.bench.clock import Clock, copy_rate, peak_bytes
 from mopd.bench.losses.cases import Case
-from mopd.bench.losses.command import figures
+from mopd.bench.losses.command import ENOUGH_S, Row, figures, measure
 from mopd.bench.losses.contenders import BASELINE, Contender, logits_contenders
 from mopd.bench.losses.inputs import make_head_inputs, make_inputs
-from mopd.bench.losses.measure import ENOUGH_S, Row, measure
 
 CPU = torch.device("cpu")
 CASE = Case(rows=24, vocab=700, k=6, dtype="float32")

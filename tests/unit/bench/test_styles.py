@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.bench.losses import exact, styles
+from mopd.bench.losses import contenders as exact
+from mopd.bench.losses import contenders as styles
 from tests.parity.losses.definitions import rows_and_gradient, teacher_topk
 
 ROWS, VOCAB, K = 7, 41, 5

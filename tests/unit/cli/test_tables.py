@@ -12,8 +12,7 @@ import pytest
 from mopd.base.metrics import StepMetrics
 from mopd.bench.harness import Comparison, rows
 from mopd.bench.losses.cases import Case
-from mopd.bench.losses.command import COLUMNS, figures
-from mopd.bench.losses.measure import Row
+from mopd.bench.losses.command import COLUMNS, Row, figures
 from mopd.bench.pipeline import COLUMNS as PIPELINE_COLUMNS
 from mopd.cli import convert
 from mopd.cli import main as cli
@@ -22,7 +21,7 @@ from mopd.orchestrator.preflight import showing
 from mopd.orchestrator.preflight.checks import Check
 from mopd.orchestrator.validation import ValidationResult
 from mopd.report.build import build_report, print_summary
-from mopd.report.progress import LiveProgress
+from mopd.report.sinks import LiveProgress
 from mopd.report.terminal import Terminal
 from tests.fixtures.runs import DOMAINS, make_run, step_record
 

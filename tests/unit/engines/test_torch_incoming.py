@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mopd.engines.interface import WeightsLost
-from mopd.engines.torch import incoming
-from mopd.engines.torch.incoming import TorchIncoming
+from mopd.engines.torch import engine as incoming
+from mopd.engines.torch.engine import TorchIncoming
 from mopd.weights.group import TransferFailed
 
 

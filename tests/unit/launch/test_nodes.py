@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from mopd.base.hardware import NODE_NAME
 from mopd.base.types import UserError
 from mopd.launch import nodes as module
 from mopd.launch.failure import USER_ERROR_CODE
 from mopd.launch.node import RUN_SECRET, Place, add_node_arguments, place_of
 from mopd.launch.nodes import NodeLostError, Nodes
-from mopd.run.folder import NODE_NAME
 from tests.fixtures.ports import free_port
 from tests.fixtures.warm import cold
 

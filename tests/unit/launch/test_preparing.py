@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mopd.base.hardware import node_name
 from mopd.base.types import UserError
 from mopd.config.load import Loaded, dump, load_recipe
 from mopd.launch import sharing
@@ -22,7 +23,6 @@ from mopd.launch.leading import mark_start, require_shared
 from mopd.launch.node import Place, compared_environment
 from mopd.launch.nodes import NodeLostError, Nodes
 from mopd.launch.preparing import agreed, for_ranks
-from mopd.run.folder import node_name
 from tests.fixtures.ports import free_port
 from tests.fixtures.whole_recipe import WHOLE_RECIPE
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
+from mopd.base.hardware import NODE_NAME
 from mopd.launch import reaching
 from mopd.launch.reaching import CURE, told_to_reach
-from mopd.run.folder import NODE_NAME
 from tests.fixtures.networks import ADDRESSES, NETWORK, can_make_networks, two_networks
 
 HERE = Path(__file__).parent

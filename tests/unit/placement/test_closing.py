@@ -13,7 +13,7 @@ from mopd.config.schema import Recipe
 from mopd.placement.groups import Groups, plan_groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.process import ServerState
-from mopd.placement.ray import RayCluster
+from mopd.placement.ray.cluster import RayCluster
 from mopd.placement.server_group import Server, ServerGroup
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.tiny_models import make_hf_model

@@ -18,13 +18,16 @@ from mopd.engines.concurrency import CANCEL_GRACE_S
 from mopd.engines.replicas.interface import LIMITS
 from mopd.engines.replicas.router import MAX_BACKOFF_S
 from mopd.launch import heartbeat, leading, nodes, rank_log, reaching
-from mopd.launch.checks import all_reduce, conducting, meeting, run_folder
-from mopd.launch.slurm import job, waiting
+from mopd.launch.checks import conducting, meeting, run_folder
+from mopd.launch.checks import conducting as all_reduce
+from mopd.launch.slurm import job
+from mopd.launch.slurm import submitting as waiting
 from mopd.placement import ending, reaper, registered, server_group
 from mopd.placement.ray import cluster
 from mopd.placement.server_group import ServerGroup
-from mopd.rewards import judge, judged, process, supervisor
-from mopd.rewards.judged import JudgedReward
+from mopd.rewards import domains as judged
+from mopd.rewards import judge, process, supervisor
+from mopd.rewards.domains import JudgedReward
 from mopd.serving import registration
 from mopd.student import parallel
 

@@ -12,7 +12,7 @@ import pytest
 from mopd.base.metrics import StepMetrics
 from mopd.report.build import build_report, print_summary
 from mopd.report.groups import group_values
-from mopd.report.progress import LiveProgress, PlainProgress
+from mopd.report.sinks import LiveProgress, PlainProgress
 from mopd.report.terminal import Terminal
 from tests.unit.report.conftest import step_record, write_lines
 

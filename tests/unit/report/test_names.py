@@ -20,8 +20,7 @@ from mopd.config.load import dump, load_recipe
 from mopd.orchestrator import evaluation
 from mopd.orchestrator.validation import ValidationResult
 from mopd.report.build import build_report, print_summary
-from mopd.report.progress import LiveProgress, PlainProgress
-from mopd.report.sinks import Sinks
+from mopd.report.sinks import LiveProgress, PlainProgress, Sinks
 from mopd.report.terminal import LogFormatter, Terminal
 from tests.unit.report.conftest import RECIPE, write_lines
 

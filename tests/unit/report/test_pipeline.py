@@ -15,7 +15,7 @@ from mopd.base.metrics import StepMetrics
 from mopd.report.build import build_report
 from mopd.report.charts import histogram
 from mopd.report.pipeline import ages_line, lengths_line, pipeline_line, summarise_ages, summarise_pipeline
-from mopd.report.progress import LiveProgress, PlainProgress
+from mopd.report.sinks import LiveProgress, PlainProgress
 from mopd.report.terminal import Terminal
 from tests.fixtures.runs import DOMAINS, STEPS, make_run, step_record, stream_record
 

@@ -10,8 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mopd.base.metrics import StepMetrics, read_jsonl
 from mopd.config.load import load_recipe
-from mopd.report.progress import LINE_EVERY_S, PlainProgress, make_progress
-from mopd.report.sinks import Sinks
+from mopd.report.sinks import LINE_EVERY_S, PlainProgress, Sinks, make_progress
 from mopd.report.terminal import Terminal
 
 

@@ -25,14 +25,13 @@ from mopd.config.rewards import (
     RewardConfig,
 )
 from mopd.data_plane.frames import packed, unpacked
-from mopd.orchestrator.preflight.rewards import why_not_better
+from mopd.orchestrator.preflight.checks import why_not_better
 from mopd.orchestrator.rollout import reward_item
 from mopd.orchestrator.validation import ValidationResult, _example, append_record, plain_examples, record_of
 from mopd.report.build import build_report
 from mopd.rewards import judge
-from mopd.rewards.domains import build_rewards
+from mopd.rewards.domains import CHOICES, build_rewards
 from mopd.rewards.interface import Graded, RewardItem
-from mopd.rewards.texts import CHOICES
 from tests.unit.report.conftest import recipe_file, run_dir  # noqa: F401 - fixtures
 from tests.unit.rewards.items import item
 

@@ -16,8 +16,7 @@ import pytest
 from mopd.base.types import UserError
 from mopd.config.rewards import CodeConfig
 from mopd.rewards.domains import build_rewards
-from mopd.rewards.graders.programs import same_output
-from mopd.rewards.graders.sandbox import MAX_OPEN_FILES, Sandbox
+from mopd.rewards.graders.programs import MAX_OPEN_FILES, Sandbox, same_output
 from tests.unit.rewards.items import item, judged, values
 
 CODE = CodeConfig(type="code", timeout_s=20.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mopd.config.rewards import CodeConfig
-from mopd.rewards.graders.sandbox import MAX_FILE_BYTES, Sandbox
+from mopd.rewards.graders.programs import MAX_FILE_BYTES, Sandbox
 from tests.unit.rewards.items import item, judged
 
 DEADLINE_S = 120.0

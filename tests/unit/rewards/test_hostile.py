@@ -23,7 +23,7 @@ from mopd.base.types import UserError
 from mopd.config.rewards import CustomRewardConfig
 from mopd.rewards import process
 from mopd.rewards.child import _run
-from mopd.rewards.custom import CustomReward
+from mopd.rewards.domains import CustomReward
 from mopd.rewards.interface import RewardItem
 
 TIMEOUT_S = 0.7

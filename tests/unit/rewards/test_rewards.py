@@ -16,11 +16,9 @@ import pytest
 
 from mopd.base.types import UserError
 from mopd.config.rewards import CustomRewardConfig, ExactMatchConfig
-from mopd.rewards.custom import CustomReward
-from mopd.rewards.domains import build_rewards
+from mopd.rewards.domains import CustomReward, ExactMatchReward, build_rewards
 from mopd.rewards.interface import Graded, RewardItem
 from mopd.rewards.process import RewardProcess
-from mopd.rewards.texts import ExactMatchReward
 
 SOURCE = """
 import os

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from mopd.serving.admission import ServerLimits
-from mopd.serving.connections import LINGER_S, Connection, ServerConfig
+from mopd.serving.server import LINGER_S, Connection, ServerConfig
 
 RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 """``SO_LINGER`` with no time to linger."""

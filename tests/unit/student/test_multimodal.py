@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.student.model import multimodal
-from mopd.student.model.multimodal import with_images
+from mopd.student.model import gpt as multimodal
+from mopd.student.model.gpt import with_images
 
 
 def test_text_stays_as_it_is() -> None:

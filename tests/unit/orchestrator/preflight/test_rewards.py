@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mopd.orchestrator.preflight.rewards import why_not_better
+from mopd.orchestrator.preflight.checks import why_not_better
 from mopd.orchestrator.validation import ValidationResult
 
 
