@@ -71,7 +71,7 @@ def _check_nodes(args: argparse.Namespace) -> int:
 def _check_statically(args: argparse.Namespace) -> bool:
     """Whether anything failed. Prints the outcomes, without ``--static`` and ``--json`` only the lines of those."""
     from mopd.base.hardware import this_hardware
-    from mopd.launch.checks.inputs import StaticChecks
+    from mopd.launch.checks.static import StaticChecks
 
     checks = list(StaticChecks(draft_recipe(args.recipe, args.set), this_hardware()).run())
     failed = any(check.status == "failed" for check in checks)

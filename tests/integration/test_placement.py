@@ -207,7 +207,7 @@ from pathlib import Path
 import torch
 from mopd.config.load import load_recipe
 from mopd.placement.groups import Groups
-from mopd.run.preparing import prepare
+from mopd.launch.preparing import prepare
 
 async def main():
     recipe = prepare(load_recipe(sys.argv[1])).recipe

@@ -1,41 +1,22 @@
-"""Checks that need neither model nor torch: all that is wrong with a recipe and its files, not only the first.
-
-They need a look at the disk and are made before any rank is started. Each of ``mopd check --static`` says which parts
-of the recipe it reads: one that reads what is refused already is left out, as it could only speak of the same mistake.
-"""
+"""Checks that need nothing but a look at the disk, made before any rank is started."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from mopd.base.files.reading import shown_path
-from mopd.base.hardware import Hardware
 from mopd.base.text import visible
 from mopd.base.types import UserError
-from mopd.config.data import DataFileConfig
-from mopd.config.load import Draft, Loaded
-from mopd.config.machine.places import engine_groups, place_on_machine
+from mopd.config.load import Loaded
+from mopd.config.machine.places import engine_groups
 from mopd.config.placements import LocalConfig
-from mopd.config.reading.tree import dotted
 from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
 from mopd.config.schema import Recipe
-from mopd.conversion.models.dims import check_layout
-from mopd.conversion.models.reading import read_dims
-from mopd.conversion.models.stages import stages_of
-from mopd.data.columns import survey
-from mopd.data.files import quoted
-from mopd.data.hub.names import hub_data, hub_model
-from mopd.data.image_processing import read_image_processing, sees_images
-from mopd.data.prompts import check_domains_have_teachers, check_student_sees_images, check_teachers_see_images
-from mopd.launch.preparing import settled
-from mopd.rewards.domains import build_rewards
+from mopd.data.image_processing import sees_images
 
 MIN_RANKS, RANKS_PER_CORE = 64, 8
 """Ranks that may start on any machine, and for each of its cores: each is a process of several hundred MiB."""
@@ -179,176 +160,3 @@ def _seen_from(path: Path) -> str:
     if path.is_absolute():
         return ": check the path"
     return f" in {os.getcwd()!r}: check the path, which is relative to the current directory"
-
-
-MAX_ROWS = 10_000
-"""Of each data file: a wrong column shows in the first, another domain among the first. Training reads them all."""
-Path_ = tuple[str, ...]
-
-
-class StaticChecks:
-    """Runs all of them; each outcome by itself."""
-
-    def __init__(self, draft: Draft, hardware: Hardware) -> None:
-        self._draft = draft
-        self._loaded = draft.loaded
-        self._recipe = draft.loaded.recipe
-        self._hardware = hardware
-        self._no_folder: set[Path_] = set()
-        """Models that are not here, whatever the reason."""
-        self._domains: dict[str, int] = {}
-        """Rows by domain, of the training data where it has some."""
-        self._with_images: Counter[str] = Counter()
-        """Rows with images by domain, among those looked at."""
-        self._student_sees: bool | None = None
-        """Images; ``None`` where its config is not known."""
-        self._are_all_read = True
-
-    def run(self) -> Iterator[Check]:
-        """Yield each outcome, in the order of what relies on what."""
-        for problem in self._draft.problems:
-            yield Check("recipe", "failed", problem)
-        if not self._draft.problems:
-            yield Check("recipe", "ok", f"{len(self._loaded.origins)} values")
-        yield from self._models()
-        yield from self._files()
-        if ("student", "model") not in self._no_folder:
-            yield from self._try("layout of the student", [("student",)], self._layout)
-        if not self._draft.broken:
-            gpus = list(self._try("GPUs", [], self._gpus))
-            yield from gpus
-            if gpus[0].status == "ok":
-                yield from self._try("weights to the rollout", [], self._weights)
-        for split in ("train", "validation"):
-            yield from self._rows(split)
-        domains = [("teachers", name, key) for name in self._recipe.teachers or {} for key in ("domains", "default")]
-        if not self._domains:
-            return
-        yield from self._try("teachers of the domains", [("data",), *domains], self._routes)
-        if self._with_images and not self._no_folder and self._student_sees is not None:
-            models = [("teachers", name, "model") for name in self._recipe.teachers or {}]
-            yield from self._try("images", [("data",), *models, *domains], self._images)
-        if self._is_whole(("validation",)) and self._is_whole(("loss",)) and self._recipe.needs_rewards:
-            yield from self._try("rewards of the domains", [("data",), ("rewards",)], self._rewards)
-
-    def _models(self) -> Iterator[Check]:
-        models: list[tuple[tuple[str, ...], str]] = []
-        if self._is_whole(("student", "model")):
-            models.append((("student", "model"), self._recipe.student.model))
-        for name, teacher in (self._recipe.teachers or {}).items():
-            if self._is_whole(("teachers", name, "model")):
-                models.append((("teachers", name, "model"), teacher.model))
-        for key, model in models:
-            name = dotted(key)
-            if hub_model(model) is not None:
-                yield Check(name, "skipped", f"{model} is a name of the Hub, which is fetched when a run needs it")
-                self._no_folder.add(key)
-                continue
-            for check in self._try(name, [], partial(check_model_folder, model, self._loaded.where(*key))):
-                if check.status == "failed":
-                    self._no_folder.add(key)
-                yield check
-
-    def _files(self) -> Iterator[Check]:
-        if self._is_whole(("data",)) and self._recipe.data.chat_template is not None:
-            yield from self._try("data.chat_template", [], partial(check_chat_template, self._loaded))
-        if not self._draft.broken:
-            for key, python in interpreters(self._recipe).items():
-                check = partial(check_interpreter, self._loaded, key, python)
-                yield from self._try(f"{key}.placement.python", [], check)
-        for name in self._recipe.rewards or {}:
-            yield from self._try(
-                f"reward of {name}", [("rewards", name)], partial(check_reward_file, self._loaded, name)
-            )
-        if self._is_whole(("metrics",)) and self._recipe.metrics.wandb is not None:
-            yield from self._try("wandb", [("metrics",)], partial(check_wandb, self._loaded))
-
-    def _layout(self) -> str:
-        check_machine(self._loaded)
-        parallel = self._recipe.student.parallel
-        dims = read_dims(Path(self._recipe.student.model))
-        self._student_sees = dims.vision is not None
-        check_layout(
-            dims,
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            stages=stages_of(parallel),
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        )
-        return f"{parallel.world_size} ranks for {dims.num_layers} layers of {dims.family}"
-
-    def _gpus(self) -> str:
-        loaded = settled(self._loaded, self._hardware)
-        num_ranks = loaded.recipe.student.parallel.world_size
-        place_on_machine(engine_groups(loaded.recipe), num_ranks, self._hardware.num_gpus).require(loaded.where)
-        return f"{self._hardware.num_gpus} here, {num_ranks} trainer ranks"
-
-    def _weights(self) -> str:
-        return settled(self._loaded, self._hardware).weights_way
-
-    def _rows(self, split: str) -> Iterator[Check]:
-        if not self._is_whole(("data",)):
-            return
-        entries = getattr(self._recipe.data, split)
-        for i, file in enumerate(self._recipe.data.files(entries)):
-            title = f"data.{split}[{i}]"
-            if hub_data(file.path) is not None:
-                yield Check(title, "skipped", f"{file.path} is a name of the Hub, which is fetched when a run needs it")
-                self._are_all_read = False
-                continue
-            yield from self._try(title, [], partial(self._read, file, split))
-
-    def _read(self, file: DataFileConfig, split: str) -> str:
-        try:
-            check_data_file(self._loaded, file.path, split)
-            sees = bool(self._student_sees)
-            found = survey(file, MAX_ROWS, image_key=self._recipe.data.image_key, student_sees=sees)
-        except UserError:
-            self._are_all_read = False
-            raise
-        for domain, count in found.counts.items():
-            before = self._domains.get(domain, 0)
-            self._domains[domain] = before + count if split == "train" else before or count
-        self._with_images += found.with_images
-        shown = ", ".join(f"{quoted(domain)} {count}" for domain, count in sorted(found.counts.items())[:10])
-        seen = f", {found.with_images.total()} of them with images" if found.with_images else ""
-        return f"rows by domain: {shown}{seen}" + ("" if found.is_whole else f" (of the first {MAX_ROWS})")
-
-    def _images(self) -> str:
-        """Rows with images are their teachers', who see them, and the student's."""
-        if not self._student_sees:
-            check_student_sees_images(self._with_images)
-        teachers = self._recipe.teachers.items()
-        sighted = [name for name, teacher in teachers if sees_images(teacher.model)]
-        check_teachers_see_images(self._with_images, self._recipe.assignment, sighted)
-        read_image_processing(self._recipe.student.model, self._recipe.data.max_pixels)
-        return f"student and {len(sighted)} of {len(teachers)} teachers see them"
-
-    def _routes(self) -> str:
-        assignment = self._recipe.assignment
-        warnings = check_domains_have_teachers(self._domains, assignment.by_domain, default_teacher=assignment.default)
-        if warnings and self._are_all_read:
-            return "; ".join(warnings)
-        return f"{len(self._domains)} domains"
-
-    def _rewards(self) -> str:
-        rewards = build_rewards(self._recipe.rewards)
-        try:
-            for domain in self._domains:
-                rewards.of(domain)
-        except UserError as error:
-            raise UserError(f"{self._loaded.path}: {error}") from error
-        return f"{len(self._domains)} domains"
-
-    def _try(self, title: str, needs: Sequence[Path_], check: Callable[[], str | None]) -> Iterator[Check]:
-        """``check`` where all that it reads is whole."""
-        if not all(map(self._is_whole, needs)):
-            return
-        try:
-            yield Check(title, "ok", check() or "there")
-        except UserError as error:
-            yield Check(title, "failed", str(error))
-
-    def _is_whole(self, key: Path_) -> bool:
-        """Neither the key nor what is above or below it is broken."""
-        return not any(key[: len(other)] == other[: len(key)] for other in self._draft.broken)

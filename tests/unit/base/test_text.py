@@ -10,7 +10,7 @@ import pytest
 
 from mopd.base.text import first_line, last_line, message_of, one_line
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Mute(Exception):

@@ -16,7 +16,7 @@ from mopd.config.load import load_recipe
 from mopd.launch.preparing import settled
 from tests.fixtures.recipe import RECIPE
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HEAVY = ("torch", "megatron", "ray", "vllm", "transformers", "numpy", "pyarrow", "rich")
 
 

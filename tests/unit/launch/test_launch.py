@@ -33,7 +33,7 @@ runpy.run_path({str(HERE / "launch_script.py")!r}, run_name="__main__")
 """
 _IGNORES_HANGUPS = f"""
 import runpy, signal
-from mopd.launch.agent import TERMINATE_TIMEOUT_S
+from mopd.launch.launch import TERMINATE_TIMEOUT_S
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 runpy.run_path({str(HERE / "launch_script.py")!r}, run_name="__main__")
 """

@@ -24,7 +24,7 @@ from mopd.config.load import Loaded, draft_recipe, load_recipe
 from mopd.config.machine.places import Places, engine_groups, ray_requests
 from mopd.config.placements import LocalConfig, RayConfig
 from mopd.launch.checks import facts
-from mopd.launch.checks.inputs import StaticChecks
+from mopd.launch.checks.static import StaticChecks
 from mopd.launch.preparing import settled
 from mopd.launch.slurm.layout import JobLayout, lay_out
 from mopd.placement.gpus import check_gpus

@@ -75,8 +75,11 @@ def test_the_recipe_loads_and_names_what_the_data_have() -> None:
 
 def test_init_into_check_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     """The two commands in a pipe, as a user types them; few modules are loaded, with room."""
-    code = "import sys; from mopd import cli; code = cli.main(sys.argv[1:]); print(sorted({'torch', 'transformers', "
-    code += "'megatron'} & set(sys.modules)), len(sys.modules), file=sys.stderr); sys.exit(code)"
+    code = "import sys; from mopd.cli import main as cli; code = cli.main(sys.argv[1:]); "
+    code += (
+        "print(sorted({'torch', 'transformers', 'megatron'} & set(sys.modules)), len(sys.modules), file=sys.stderr); "
+    )
+    code += "sys.exit(code)"
     first = subprocess.run(
         [sys.executable, "-c", code, "init", *ARGUMENTS], capture_output=True, text=True, timeout=60, check=True
     )

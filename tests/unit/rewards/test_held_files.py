@@ -236,7 +236,7 @@ def test_several_programs_of_a_response_share_the_limit(tmp_path: Path) -> None:
 AS_ANY_USER = """
 import ctypes, os, sys
 from pathlib import Path
-from mopd.rewards.graders.sandbox import HIDDEN, _removed_files
+from mopd.rewards.graders.programs import HIDDEN, _removed_files
 if os.geteuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 def ended(): os._exit(0)

@@ -169,7 +169,7 @@ def test_the_process_ends_with_its_parent(source: Path, tmp_path: Path) -> None:
     program = f"""
 import asyncio
 from mopd.config.rewards import CustomRewardConfig as Config
-from mopd.rewards.custom import CustomReward
+from mopd.rewards.domains import CustomReward
 from mopd.rewards.interface import RewardItem
 reward = CustomReward(Config(type="custom", path={str(source)!r}, function="sleeps"))
 extra_info = {{"pid": {str(tmp_path / "pid")!r}}}

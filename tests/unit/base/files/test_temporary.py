@@ -15,7 +15,7 @@ import pytest
 from mopd.base.files import temporary
 from mopd.base.files.temporary import TemporaryFolder
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 OWNER = """
 import os, signal, sys, time
 from mopd.base.files.temporary import TemporaryFolder

@@ -11,7 +11,8 @@ import pytest
 from mopd.base.hardware import Hardware
 from mopd.cli import main as cli
 from mopd.config.load import draft_recipe
-from mopd.launch.checks.inputs import Check, StaticChecks
+from mopd.launch.checks.inputs import Check
+from mopd.launch.checks.static import StaticChecks
 
 MODEL = {
     "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32,

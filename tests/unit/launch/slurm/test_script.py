@@ -16,7 +16,7 @@ import pytest
 from mopd.config.load import Loaded, load_recipe
 from mopd.launch.slurm.submitting import prepare_job
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 KEPT = Path(__file__).parent / "scripts"
 MODELS = """\

@@ -19,7 +19,7 @@ from mopd.conversion.hf.manifest import make_manifest
 from mopd.data.image_processing import read_image_processing
 from mopd.engines.interface import EngineInfo
 from mopd.engines.replicas.identity import Needs, problems_of
-from mopd.launch.checks.inputs import StaticChecks
+from mopd.launch.checks.static import StaticChecks
 from mopd.orchestrator.preflight.vision import check_images, probe_rows, tokenizer_differences
 from mopd.orchestrator.workers import Inputs, read_inputs
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
