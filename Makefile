@@ -13,7 +13,7 @@ TORCHVISION_CPU := $(BIN)/python -c 'import shutil, sysconfig, torch; \
 	torch.version.cuda or shutil.copy("tools/torchvision_cpu.pth", sysconfig.get_path("purelib"))'
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz parity disk-full kills kills-weights soak weights slurm mutations docs screenshot image-cpu lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz parity disk-full kills kills-weights soak scale weights slurm mutations docs screenshot image-cpu lint clean
 
 $(STAMP): pyproject.toml constraints.txt tools/torchvision_cpu.pth
 	$(PYTHON) -m venv $(VENV)
@@ -61,12 +61,18 @@ disk-full: $(STAMP)  ## 30 runs on a disk that fills up at random moments (make 
 kills: $(ENGINES_STAMP)  ## an asynchronous run, killed 20 times at random moments and places; every schedule (make test: once)
 	MOPD_KILLS=20 $(BIN)/python -m pytest tests/integration/test_async.py tests/integration/test_async_lengths.py tests/integration/test_resume.py --timeout=3600 -s
 
-kills-weights: $(ENGINES_STAMP)  ## updates of the rollout's weights, struck 30 times in every phase (make test: a few)
+kills-scale: $(STAMP)  ## one orchestrator over 64 ranks and 10,048 prompts a step, with stand-ins for Megatron and engines
+	$(BIN)/python -m tests.integration.scale
+
+weights: $(ENGINES_STAMP)  ## updates of the rollout's weights, struck 30 times in every phase (make test: a few)
 	MOPD_WEIGHT_KILLS=30 $(BIN)/python -m pytest tests/integration/test_weight_faults.py --timeout=3600 -s
 
 SOAK_MINUTES ?= 20
 soak: $(ENGINES_STAMP)  ## an asynchronous run with TransferQueue for so long: what grows, and what is left behind
 	$(BIN)/python -m tests.integration.soak --minutes $(SOAK_MINUTES)
+
+scale: $(STAMP)  ## one orchestrator over 64 ranks and 10,048 prompts a step, with stand-ins for Megatron and engines
+	$(BIN)/python -m tests.integration.scale
 
 weights: $(ENGINES_STAMP)  ## updates of every family from every layout to torch and vLLM engines (make test: a few to torch)
 	MOPD_WEIGHTS=all $(BIN)/python -m pytest tests/parity/student/test_weights.py -k "on_" --timeout=900 -s
