@@ -142,16 +142,15 @@ HOSTILE: dict[str, str] = {
 }
 TIMEOUT_S = 5.0
 """The honest program starts two Pythons in it, beside hostile ones."""
-MARK = "of-the-hostile-programs"
 
 
 def processes(folder: Path) -> set[str]:
-    """Command lines of what bears the mark or works below ``folder``; rewards of other tests do neither."""
+    """Command lines of what works below ``folder``."""
     found = set()
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # no process, gone, or another user's
             words = (entry / "cmdline").read_text(errors="replace")
-            if words and (MARK in words or os.readlink(entry / "cwd").startswith(str(folder))):
+            if words and os.readlink(entry / "cwd").startswith(str(folder)):
                 found.add(f"{entry.name} {words}")
     return found
 
@@ -161,7 +160,6 @@ def test_hostile_programs_score_0_in_time_and_nothing_is_left(tmp_path: Path, mo
     """As functions and, where that is something else, as whole programs; honest ones among them still pass. A batch
     that is not judged within the sum of its deadlines ends in ``RewardFailed``."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("secrets.token_hex", lambda num_bytes: MARK)
     outside = tmp_path / "outside"
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
