@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import StaleWeights
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import Message, decode, encode
 from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
@@ -245,18 +244,6 @@ def test_finish_tells_of_a_failure_that_was_there_before_it_asked(rollout: Runni
     assert "closed by a failure" in ask(rollout, "finish", finish(group_id="h")).text
 
 
-def test_a_request_that_waits_while_weights_are_lost_is_refused(
-    rollout: RunningServer, weights: Weights, local: TorchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No fault of the server: it gets others."""
-    run(rollout, lambda remote: remote.load_weights(weights.items(), 9))
-    with monkeypatch.context() as patch:
-        patch.setattr(rollout.engine, "_has_weights", False)
-        with pytest.raises(StaleWeights, match="has no weights"):
-            serves(rollout, local, 9)
-    serves(rollout, local, 9)
-
-
 def test_a_join_that_waits_gives_way_to_a_new_one(rollout: RunningServer, weights: Weights, local: TorchEngine) -> None:
     lonely, answers = Rank0(weights, world_size=3, group_id="lonely"), list[httpx.Response]()
     waiting = threading.Thread(target=lambda: answers.append(ask(rollout, "join", lonely.join(timeout_s=3600.0))))
@@ -310,18 +297,6 @@ def test_an_update_that_nobody_asks_about_any_more_is_told_once(
     gc.collect()
     (told,) = [record.getMessage() for record in caplog.records if record.name == updates.logger.name]
     assert told.startswith("weights 9 did not arrive: ") and "WeightUpdates._receive" not in caplog.text
-
-
-def test_rank_0_says_at_once_that_it_gave_up(weights: Weights, rollout: RunningServer) -> None:
-    rank_0, given_up = Rank0(weights, world_size=3), threading.Event()
-    answers: list[httpx.Response] = []
-    waiting = threading.Thread(target=lambda: answers.append(ask(rollout, "join", rank_0.join(timeout_s=3600.0))))
-    waiting.start()
-    given_up.set()
-    with pytest.raises(transfer_group.TransferFailed, match="given up"):
-        TransferGroup(rank_0.order, 0, rank_0.store, given_up=given_up)
-    waiting.join(600)
-    assert answers and answers[0].status_code == 409
 
 
 def test_who_may_not(folder: Path, teacher: RunningServer, weights: Weights) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 import threading
@@ -20,9 +19,9 @@ from uvicorn.config import LOGGING_CONFIG
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable
+from mopd.engines.interface import EngineBusy, EngineUnavailable
 from mopd.engines.torch.engine import TorchEngine
-from mopd.engines.wire.messages import ScoreAnswer, ScoreRequest, decode, encode
+from mopd.engines.wire.messages import ScoreAnswer, decode, encode
 from mopd.placement.engine_loading import server_limits
 from tests.fixtures.servers import (
     GatedEngine,
@@ -32,7 +31,7 @@ from tests.fixtures.servers import (
     running_server,
     wait_until,
 )
-from tests.unit.engines.wire.test_messages import MESSAGES, score_request
+from tests.unit.engines.wire.test_messages import score_request
 
 TOKEN = "0123456789abcdef"
 PROPAGATES = LOGGING_CONFIG["loggers"]["uvicorn"], "propagate", True
@@ -81,12 +80,6 @@ def test_a_body_too_large(strict: RunningServer) -> None:
         response = post(strict, "/v1/score", b"x" * size)
         assert response.status_code == 413
         assert f"a body of {size} bytes: this server takes 20000" in response.text
-    assert_lives(strict)
-
-
-def test_a_body_without_length(strict: RunningServer) -> None:
-    response = CLIENT.post(f"{strict.url}/v1/score", content=iter([b"x"]))
-    assert response.status_code == 411
     assert_lives(strict)
 
 
@@ -155,29 +148,6 @@ def test_a_client_that_does_not_read(folder: Any) -> None:
         assert_lives(running)
 
 
-def test_the_token(folder: Any) -> None:
-    async def score(token: str | None) -> None:
-        remote = RemoteEngine(running.url, token=token, timeout_s=30.0)
-        try:
-            await remote.health(timeout_s=10.0)
-            await remote.info()
-            await remote.score(random_tokens(5), [2], top_k=1, temperature=1.0)
-        finally:
-            await remote.close()
-
-    with running_server(
-        TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32")), token=TOKEN
-    ) as running:
-        asyncio.run(score(TOKEN))
-        for wrong in (None, TOKEN[:-1], TOKEN + "0"):
-            with pytest.raises(EngineRejected, match="HTTP 401"):
-                asyncio.run(score(wrong))
-        assert post(running, "/v1/score", b"x" * 4_000_000).status_code == 401
-        for path in ("/metrics", "/info"):
-            assert CLIENT.get(f"{running.url}{path}").status_code == 401
-        assert CLIENT.get(f"{running.url}/health").json() == {"status": "ok"}
-
-
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "soon", ""])
 def test_a_deadline_that_is_none(teacher: RunningServer, text: str) -> None:
     response = post(teacher, "/v1/score", encode(score_request()), **{"x-mopd-deadline-s": text})
@@ -200,17 +170,6 @@ def test_a_deadline_that_passes(gated: GatedEngine) -> None:
         gated.gate.set()
 
 
-def test_health_answers_while_the_engine_computes(gated: GatedEngine) -> None:
-    with running_server(gated) as running:
-        gated.gate.clear()
-        thread = threading.Thread(target=post, args=(running, "/v1/score", encode(score_request())))
-        thread.start()
-        assert gated.entered.acquire(timeout=30)
-        assert CLIENT.get(f"{running.url}/health", timeout=20.0).status_code == 200
-        gated.gate.set()
-        thread.join(30)
-
-
 def test_a_full_queue_and_recovery(gated: GatedEngine) -> None:
     """Room for two requests of 9 tokens; the third hears 429 and when to come back, and is served later."""
     with running_server(gated, limits={"max_tokens_per_request": 9, "max_queued_tokens": 18}) as running:
@@ -228,6 +187,9 @@ def test_a_full_queue_and_recovery(gated: GatedEngine) -> None:
             with pytest.raises(EngineBusy, match="18 of 18 tokens are queued: no room for 9") as refused:
                 await score()
             assert 0 < refused.value.retry_after_s <= 30
+            response = await asyncio.to_thread(post, running, "/v1/score", encode(score_request()))
+            error = response.json()["error"]
+            assert error["type"] == "busy" and error["retry_after_s"] <= int(response.headers["retry-after"])
             gated.gate.set()
             await asyncio.gather(*first)
             await score()
@@ -235,20 +197,6 @@ def test_a_full_queue_and_recovery(gated: GatedEngine) -> None:
 
         asyncio.run(work())
         assert_lives(running)
-
-
-def test_retry_after_header_is_whole_seconds(gated: GatedEngine) -> None:
-    with running_server(gated, limits={"max_tokens_per_request": 9, "max_queued_tokens": 9}) as running:
-        gated.gate.clear()
-        thread = threading.Thread(target=post, args=(running, "/v1/score", encode(score_request())))
-        thread.start()
-        assert gated.entered.acquire(timeout=30)
-        response = post(running, "/v1/score", encode(score_request()))
-        assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
-        error = json.loads(response.content)["error"]
-        assert error["type"] == "busy" and error["retry_after_s"] <= int(response.headers["retry-after"])
-        gated.gate.set()
-        thread.join(30)
 
 
 def test_a_client_that_goes_away(gated: GatedEngine) -> None:
@@ -321,10 +269,3 @@ def test_a_request_that_outlives_the_drain(
     (response,) = answers
     assert response.status_code == 503 and "the server ended before" in response.text
     assert not [record for record in complaints(caplog) if record.exc_info]
-
-
-def test_the_request_kind_is_checked(teacher: RunningServer) -> None:
-    generate = next(message for message in MESSAGES if message.kind == "generate")
-    response = post(teacher, "/v1/score", encode(generate))
-    assert response.status_code == 400 and "expected kind 'score'" in response.text
-    assert ScoreRequest.kind == "score"

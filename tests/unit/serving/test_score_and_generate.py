@@ -112,21 +112,6 @@ def test_what_the_engine_cannot_do(
     asyncio.run(with_engine(teacher, score))
 
 
-def test_requests_that_no_server_would_take_are_not_sent(teacher: RunningServer) -> None:
-    async def score(engine: RemoteEngine) -> None:
-        with pytest.raises(ValueError, match="between 1 and"):
-            await engine.score([torch.tensor([1, 2])], [0], top_k=1, temperature=1.0)
-        with pytest.raises(ValueError, match="temperature"):
-            await engine.score([torch.tensor([1, 2])], [1], top_k=1, temperature=0.0)
-        with pytest.raises(ValueError, match="negative"):
-            await engine.generate([[1]], SAMPLING, [-1])
-        assert await engine.score([], [], top_k=1, temperature=1.0) == []
-        assert await engine.generate([], SAMPLING, []) == []
-        assert engine.bytes_sent == 0
-
-    asyncio.run(with_engine(teacher, score))
-
-
 def test_info(teacher: RunningServer, folder: Any) -> None:
     info = asyncio.run(with_engine(teacher, RemoteEngine.info))
     assert (info.model, info.kind, info.vocab_size, info.max_positions) == (str(folder), "torch", 48, 256)
