@@ -129,20 +129,13 @@ def _number(value: Any) -> tuple[float, str]:
 def _describe(error: BaseException, path: str) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f" (line {lines[-1]})" if lines else ""
-    try:
-        said = " ".join(str(error)[: 10 * MAX_SHOWN].split())
-    except BaseException:
-        said = "it cannot be shown"
-    return f"{plain(type(error).__name__)}: {plain(said)}{where}"
+    message = " ".join(str(error)[: 10 * MAX_SHOWN].split())
+    return f"{plain(type(error).__name__)}: {plain(message)}{where}"
 
 
 def _shown(value: Any) -> str:
-    """Show a value in few characters, whatever its ``__repr__`` does."""
-    try:
-        text = reprlib.repr(value)
-    except BaseException:
-        text = f"a value of type {type(value).__name__}"
-    return plain(text)
+    """Show a value in few characters."""
+    return plain(reprlib.repr(value))
 
 
 def plain(text: Any, most: int = MAX_SHOWN) -> str:

@@ -266,8 +266,8 @@ def _exact_match(item: RewardItem) -> Graded:
 def _multiple_choice(item: RewardItem) -> Graded:
     """Reward 1 if the response chooses the right letter."""
     right = letter_of(item)
-    for form in CHOICES:
-        found = form.findall(item.response)
+    for pattern in CHOICES:
+        found = pattern.findall(item.response)
         if found:
             chosen = found[-1].upper()
             return Graded(float(chosen == right), chosen, "" if chosen == right else "another choice")

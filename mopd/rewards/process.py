@@ -91,8 +91,8 @@ class RewardProcess:
             try:
                 line = self._talk(message, longest, deadline)
             except TimeoutError as error:
-                words = f"gave no answer within timeout_s {timeout_s:g}: make it faster or raise timeout_s"
-                raise RewardFailed(words) from error
+                reason = f"gave no answer within timeout_s {timeout_s:g}: make it faster or raise timeout_s"
+                raise RewardFailed(reason) from error
         try:
             answer = parse_json(line, max_values=longest)
         except ValueError as error:
@@ -223,8 +223,8 @@ class ServedReward(ABC):
         try:
             return [self._graded(value, item) for value, item in zip(answer["values"], items, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
-            words = f"sent no answer of {len(items)} numbers: it wrote to a descriptor not its own"
-            raise RewardFailed(words) from error
+            reason = f"sent no answer of {len(items)} numbers: it wrote to a descriptor not its own"
+            raise RewardFailed(reason) from error
 
     def _call(self, item: RewardItem) -> str:
         """Return the process's input for an item as JSON; what JSON does not know goes as its text."""

@@ -57,10 +57,10 @@ from mopd.engines.wire.messages import (
 from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
 from mopd.engines.wire.weights import WeightBegin, WeightChunk, WeightCommit
 from mopd.serving.admission import Admission, ServerLimits
-from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, read_deadline, while_wanted
+from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, read_deadline, with_deadline
 from mopd.serving.errors import Refusal, bad_request, stale_weights
 from mopd.serving.host import EngineHost, HostedEngine
-from mopd.serving.images import KeptImages
+from mopd.serving.images import ImageCache
 from mopd.serving.metrics import Handler, ServerMetrics
 from mopd.serving.request_checks import LOOPBACK_NAMES, RequestChecks
 from mopd.serving.streaming import StreamedResponse, frames_of
@@ -102,7 +102,7 @@ class EngineServer:
         self._bodies = BodyReader(limits, max_arriving_bytes=max(ARRIVING_BYTES, limits.max_body_bytes))
         self._chunks = BodyReader(limits, max_arriving_bytes=MAX_CHUNK_BYTES)
         self._image_bodies = BodyReader(limits, max_arriving_bytes=2 * MAX_IMAGES_BODY_BYTES)
-        self.images = KeptImages(served.host.engine.sight, served.name)
+        self.images = ImageCache(served.host.engine.sight, served.name)
         self._info: EngineInfo | None = None
         self._sleeping: Literal["no", "cache", "all"] = "no"
         """Part of the engine that sleeps: nothing, its cache, or cache and weights."""
@@ -166,36 +166,36 @@ class EngineServer:
     async def score(self, request: Request) -> Response:
         """Answer with scores of response tokens."""
         deadline = read_deadline(request, self.served.limits.request_timeout_s)
-        asked = await self._read(request, ScoreRequest, self.served.limits.max_body_bytes, self._bodies)
-        check_score(asked, self.info)
-        sequences = list(torch.from_numpy(asked.tokens.astype(np.int64)).split(asked.lengths.tolist()))
-        images = self.images.of(asked.images, sequences)
+        message = await self._read(request, ScoreRequest, self.served.limits.max_body_bytes, self._bodies)
+        check_score(message, self.info)
+        sequences = list(torch.from_numpy(message.tokens.astype(np.int64)).split(message.lengths.tolist()))
+        images = self.images.of(message.images, sequences)
 
         async def call() -> ScoreAnswer:
             scores = await self.served.host.work.score(
                 sequences,
-                asked.prompt_lengths.tolist(),
-                top_k=asked.top_k,
-                temperature=asked.temperature,
+                message.prompt_lengths.tolist(),
+                top_k=message.top_k,
+                temperature=message.temperature,
                 images=images,
             )
-            self.updates.require(asked.weight_version)  # the weights may have changed during the call
-            self.metrics.scored_tokens.inc(asked.num_rows)
+            self.updates.require(message.weight_version)  # the weights may have changed during the call
+            self.metrics.scored_tokens.inc(message.num_rows)
             return ScoreAnswer(
-                request_checksum=asked.checksum,
-                weight_version=asked.weight_version,
-                top_k=asked.top_k,
-                lengths=asked.lengths - asked.prompt_lengths,
+                request_checksum=message.checksum,
+                weight_version=message.weight_version,
+                top_k=message.top_k,
+                lengths=message.lengths - message.prompt_lengths,
                 ids=torch.cat([given.ids.reshape(-1) for given in scores]).numpy(),
                 logprobs=torch.cat([given.logprobs.reshape(-1) for given in scores]).numpy(),
                 token_logprobs=torch.cat([given.token_logprobs for given in scores]).numpy(),
             )
 
-        reservation = self.admission.admit(len(asked.tokens))
+        reservation = self.admission.admit(len(message.tokens))
         try:
-            self.updates.require(asked.weight_version)
+            self.updates.require(message.weight_version)
             with self.admission.running():
-                answer = await while_wanted(request, deadline, self._engine_call(call()))
+                answer = await with_deadline(request, deadline, self._engine_call(call()))
             content = await encode_aside(answer)
             self.metrics.sent_bytes.inc(len(content))
             # room in the queue is held until the answer has left
@@ -207,39 +207,39 @@ class EngineServer:
     async def generate(self, request: Request) -> Response:
         """Answer with drawn responses; each leaves when it is complete."""
         deadline = read_deadline(request, self.served.limits.request_timeout_s)
-        asked = await self._read(request, GenerateRequest, self.served.limits.max_body_bytes, self._bodies)
+        message = await self._read(request, GenerateRequest, self.served.limits.max_body_bytes, self._bodies)
         info = self.info
-        check_generate(asked, info)
+        check_generate(message, info)
         sampling = SamplingParams(
-            max_new_tokens=asked.max_new_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=min(asked.top_k, info.vocab_size),
+            max_new_tokens=message.max_new_tokens,
+            temperature=message.temperature,
+            top_p=message.top_p,
+            top_k=min(message.top_k, info.vocab_size),
         )
-        prompts = [prompt.tolist() for prompt in np.split(asked.tokens, split_points(asked.lengths))]
-        images = self.images.of(asked.images, prompts)
+        prompts = [prompt.tolist() for prompt in np.split(message.tokens, split_points(message.lengths))]
+        images = self.images.of(message.images, prompts)
 
         async def draw(told: Told) -> list[Generation]:
             with self.admission.running():
-                seeds = asked.seeds.tolist()
+                seeds = message.seeds.tolist()
                 call = self.served.host.work.generate(prompts, sampling, seeds, told=told, images=images)
                 return await self._engine_call(call)
 
-        reservation = self.admission.admit(len(asked.tokens), num_sequences=len(prompts))
+        reservation = self.admission.admit(len(message.tokens), num_sequences=len(prompts))
         try:
-            self.updates.require_at_least(asked.weight_version)
+            self.updates.require_at_least(message.weight_version)
             frames = frames_of(
-                asked, draw, request=request, deadline=deadline, reservation=reservation, metrics=self.metrics
+                message, draw, request=request, deadline=deadline, reservation=reservation, metrics=self.metrics
             )
             first = await anext(frames)  # a failure before the first frame still gets a status of its own
         except BaseException:
             reservation.release()
             raise
-        return StreamedResponse(first, frames, asked.checksum, self.metrics)
+        return StreamedResponse(first, frames, message.checksum, self.metrics)
 
     async def keep_images(self, request: Request) -> Response:
         """Keep image files for requests that name them."""
-        self.images.require_sight()
+        self.images.require_vision()
         files = (await self._read(request, ImageFiles, MAX_IMAGES_BODY_BYTES, self._image_bodies)).files
         await self.images.add(files)
         return Response(encode(ImagesKept(num_files=len(files))), media_type=CONTENT_TYPE)

@@ -124,7 +124,7 @@ async def working(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def while_wanted(request: Request, deadline: float, call: Coroutine[Any, Any, T]) -> T:
+async def with_deadline(request: Request, deadline: float, call: Coroutine[Any, Any, T]) -> T:
     """Return the call's result; cancel it at the deadline (``Refusal`` 504) or when the client has gone (499). The
     request's body must have been read."""
     async with working(request, call) as (task, gone):

@@ -127,8 +127,8 @@ class _Job:
     num_tokens: int
     call: _Call
     result: asyncio.Future[list[Any]]
-    told: Callable[[int, Any], None] | None = None
-    """``told(i, result)`` for item i, called on the host's event loop as soon as it is known."""
+    on_result: Callable[[int, Any], None] | None = None
+    """``on_result(i, result)`` for item i, called on the host's event loop as soon as it is known."""
 
 
 class ThreadHost(EngineHost):
@@ -256,7 +256,7 @@ class ThreadHost(EngineHost):
                 continue
             items = [item for job in batch for item in job.items]
             try:
-                work = functools.partial(self._compute, batch[0].call, items, _teller(batch, loop))
+                work = functools.partial(self._compute, batch[0].call, items, _reporter(batch, loop))
                 results = await loop.run_in_executor(self._pool, work)
             except asyncio.CancelledError:
                 for job in batch:
@@ -300,14 +300,14 @@ class ThreadHost(EngineHost):
         return batch
 
 
-def _teller(batch: Sequence[_Job], loop: asyncio.AbstractEventLoop) -> Callable[[int, Any], None]:
+def _reporter(batch: Sequence[_Job], loop: asyncio.AbstractEventLoop) -> Callable[[int, Any], None]:
     """Return ``tell(i, result)`` of a joined call, where i counts the items of all jobs. Thread-safe."""
     owners = [(job, i) for job in batch for i in range(len(job.items))]
 
     def pass_on(place: int, result: Any) -> None:
         job, i = owners[place]
-        if job.told is not None and not job.result.done():
-            job.told(i, result)
+        if job.on_result is not None and not job.result.done():
+            job.on_result(i, result)
 
     def tell(place: int, result: Any) -> None:
         loop.call_soon_threadsafe(pass_on, place, result)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 async def frames_of(
-    asked: GenerateRequest,
+    message: GenerateRequest,
     draw: Callable[[Told], Awaitable[list[Generation]]],
     *,
     request: Request,
@@ -48,7 +48,7 @@ async def frames_of(
     Raises:
         Refusal: 499, 504, or what ``draw`` raises.
     """
-    checksum = asked.checksum
+    checksum = message.checksum
     done: asyncio.Queue[tuple[int, Generation] | None] = asyncio.Queue()
     known: set[int] = set()
 
@@ -67,17 +67,17 @@ async def frames_of(
                 # `None` wakes the loop below when the engine or the client has ended; responses queued before it are
                 # sent first
                 ending.add_done_callback(lambda _: done.put_nowait(None))
-            for _ in range(len(asked.lengths)):
+            for _ in range(len(message.lengths)):
                 item = await _next(done, deadline)
                 if item is None:
                     if not task.done():
                         raise Refusal(499, "client_gone", "the client went away")
                     await task
-                    raise RuntimeError(f"the engine answered {len(known)} of {len(asked.lengths)} samples")
+                    raise RuntimeError(f"the engine answered {len(known)} of {len(message.lengths)} samples")
                 i, generation = item
                 metrics.generated_tokens.inc(len(generation.tokens))
                 yield frame(encode(_answer(checksum, i, generation)))
-                reservation.release(num_tokens=int(asked.lengths[i]), num_sequences=1)
+                reservation.release(num_tokens=int(message.lengths[i]), num_sequences=1)
     finally:
         reservation.release()
 

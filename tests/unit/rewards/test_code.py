@@ -206,8 +206,8 @@ os.kill(os.getpid(), 0)
     box = Sandbox(tmp_path / "in", 2**29, time.monotonic() + 20, use_landlock=use_landlock)
     running = box.start(["program.py", str(tmp_path)])
     try:
-        assert running.wait() == "", running.said(running.errors)
-        assert running.said(running.output) == "threads run\n"
+        assert running.wait() == "", running.read_output(running.errors)
+        assert running.read_output(running.output) == "threads run\n"
     finally:
         running.end()
     assert sorted(os.listdir(tmp_path)) == ["in", "kept"] and (tmp_path / "kept").read_text() == "kept"
@@ -221,8 +221,8 @@ def test_a_large_process_with_many_files_starts_programs(tmp_path: Path) -> None
             held.enter_context(open(os.devnull))
         running = Sandbox(tmp_path, 2**29, time.monotonic() + 20).start(["program.py"])
         try:
-            assert running.wait() == "", running.said(running.errors)
-            assert running.said(running.output) == "2\n"
+            assert running.wait() == "", running.read_output(running.errors)
+            assert running.read_output(running.output) == "2\n"
         finally:
             running.end()
 

@@ -163,9 +163,8 @@ def test_half_heads_end(open_server: RunningServer) -> None:
     assert time.monotonic() - start > 0.5
 
 
-def test_more_connections_than_there_may_be(folder: Path) -> None:
+def test_more_connections_than_there_may_be(engine: TorchEngine) -> None:
     """Who has asked before and asks again at once is served; the silent ones make room, long before they are late."""
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     limits = {"head_timeout_s": 120.0, "max_connections": 60}
     with running_server(engine, limits=limits) as running, httpx.Client(trust_env=False, timeout=30.0) as honest:
         assert honest.get(f"{running.url}/health").status_code == 200

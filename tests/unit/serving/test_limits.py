@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -32,6 +32,7 @@ from tests.fixtures.servers import (
     wait_until,
 )
 from tests.unit.engines.wire.test_messages import score_request
+from tests.unit.serving.test_updates import run
 
 TOKEN = "0123456789abcdef"
 PROPAGATES = LOGGING_CONFIG["loggers"]["uvicorn"], "propagate", True
@@ -99,10 +100,9 @@ def test_a_client_that_sends_slowly(strict: RunningServer, drip: bool) -> None:
     assert_lives(strict)
 
 
-def test_too_much_arrives_at_once(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_arrives_at_once(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has arrived counts, not what was announced."""
     head = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20000\r\n\r\n"
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     with running_server(engine, limits={"max_body_bytes": 20_000}) as running:
         slow = [connect(running) for _ in range(9)]
         try:
@@ -122,9 +122,8 @@ def test_too_much_arrives_at_once(folder: Any, monkeypatch: pytest.MonkeyPatch) 
         assert_lives(running)
 
 
-def test_a_client_that_does_not_read(folder: Any) -> None:
+def test_a_client_that_does_not_read(engine: TorchEngine) -> None:
     """The answer is larger than what the sockets hold; after the deadline its room in the queue is free again."""
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     limits = {"stall_timeout_s": 0.5, "max_tokens_per_request": 40_000, "max_queued_tokens": 40_000}
     tokens = random_tokens(*[250] * 150)
     body = encode(
@@ -174,8 +173,7 @@ def test_a_full_queue_and_recovery(gated: GatedEngine) -> None:
     """Room for two requests of 9 tokens; the third hears 429 and when to come back, and is served later."""
     with running_server(gated, limits={"max_tokens_per_request": 9, "max_queued_tokens": 18}) as running:
 
-        async def work() -> None:
-            remote = RemoteEngine(running.url, timeout_s=30.0)
+        async def work(remote: RemoteEngine) -> None:
             gated.gate.clear()
 
             async def score() -> Any:
@@ -193,9 +191,8 @@ def test_a_full_queue_and_recovery(gated: GatedEngine) -> None:
             gated.gate.set()
             await asyncio.gather(*first)
             await score()
-            await remote.close()
 
-        asyncio.run(work())
+        run(running, work)
         assert_lives(running)
 
 
@@ -203,9 +200,9 @@ def test_a_client_that_goes_away(gated: GatedEngine) -> None:
     """Its waiting request leaves the queue without having reached the engine."""
     with running_server(gated) as running:
 
-        async def work() -> None:
+        async def work(staying: RemoteEngine) -> None:
             gated.gate.clear()
-            staying, going = RemoteEngine(running.url, timeout_s=30.0), RemoteEngine(running.url, timeout_s=0.3)
+            going = RemoteEngine(running.url, timeout_s=0.3)
             first = asyncio.create_task(staying.score(random_tokens(5), [2], top_k=1, temperature=1.0))
             while not gated.num_samples:
                 await asyncio.sleep(0.01)
@@ -216,9 +213,8 @@ def test_a_client_that_goes_away(gated: GatedEngine) -> None:
                 await asyncio.sleep(0.01)
             gated.gate.set()
             await first
-            await staying.close()
 
-        asyncio.run(work())
+        run(running, work)
         assert_lives(running)
         assert gated.num_samples == [1, 2]
 
@@ -242,10 +238,9 @@ def test_an_engines_own_fault_is_500_and_its_death_503(gated: GatedEngine) -> No
         assert deaths == [1]
 
 
-def test_top_k_is_what_the_recipe_asks_for(folder: Any) -> None:
+def test_top_k_is_what_the_recipe_asks_for(engine: TorchEngine, folder: Any) -> None:
     """It decides how long an answer is: the whole vocabulary for every token is more than anybody wants."""
     assert server_limits(engine_file(folder)).max_top_k == 8
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     with running_server(engine, limits={"max_top_k": 8}) as running:
         assert CLIENT.get(f"{running.url}/info").json()["engine"]["max_logprobs"] == 8
         response = post(running, "/v1/score", encode(score_request(top_k=9)))
@@ -258,14 +253,11 @@ def test_a_request_that_outlives_the_drain(
 ) -> None:
     """It hears so, and the server ends without a traceback."""
     monkeypatch.setitem(*PROPAGATES)
-    answers: list[httpx.Response] = []
-    with running_server(gated, limits={"drain_timeout_s": 1}) as running:
+    with ThreadPoolExecutor() as pool, running_server(gated, limits={"drain_timeout_s": 1}) as running:
         gated.gate.clear()
-        thread = threading.Thread(target=lambda: answers.append(post(running, "/v1/score", encode(score_request()))))
-        thread.start()
+        asking = pool.submit(post, running, "/v1/score", encode(score_request()))
         assert gated.entered.acquire(timeout=30)
     gated.gate.set()
-    thread.join(30)
-    (response,) = answers
+    response = asking.result()
     assert response.status_code == 503 and "the server ended before" in response.text
     assert not [record for record in complaints(caplog) if record.exc_info]

@@ -18,6 +18,7 @@ from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import stage_updates
 from tests.fixtures.servers import WAIT_S, RunningServer, running_server
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model
+from tests.unit.serving import test_updates as updates
 from tests.unit.serving.test_updates import until
 
 CFG = TorchEngineConfig(dtype="float32")
@@ -62,15 +63,11 @@ def rollout(models: list[TorchEngine]) -> Iterator[RunningServer]:
 
 
 def run(rollout: RunningServer, models: list[TorchEngine], action: Callable[[RemoteEngine], Awaitable[None]]) -> None:
-    async def work() -> None:
-        remote = RemoteEngine(rollout.url, timeout_s=WAIT_S)
-        try:
-            await remote.load_weights(models[0].model.named_parameters(), 1)
-            await action(remote)
-        finally:
-            await remote.close()
+    async def work(remote: RemoteEngine) -> None:
+        await remote.load_weights(models[0].model.named_parameters(), 1)
+        await action(remote)
 
-    asyncio.run(work())
+    updates.run(rollout, work)
 
 
 def own_logprobs(model: TorchEngine, prompt: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:

@@ -52,15 +52,17 @@ def other_weights(weights: Weights) -> Weights:
     return {name: tensor * 0.5 for name, tensor in weights.items()}
 
 
-def run(running: RunningServer, action: Callable[[RemoteEngine], Awaitable[None]]) -> None:
-    async def work() -> None:
-        remote = RemoteEngine(running.url, timeout_s=30.0)
+def run(running: RunningServer, action: Callable[[RemoteEngine], Awaitable[Any]], **options: Any) -> Any:
+    """What ``action`` returns, given a client of the server."""
+
+    async def work() -> Any:
+        remote = RemoteEngine(running.url, **{"timeout_s": WAIT_S, **options})
         try:
-            await action(remote)
+            return await action(remote)
         finally:
             await remote.close()
 
-    asyncio.run(work())
+    return asyncio.run(work())
 
 
 async def until(condition: Callable[[], bool]) -> None:
