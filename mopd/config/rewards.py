@@ -122,7 +122,7 @@ class CustomRewardConfig:
     timeout_s: float = 60.0
     """Deadline for one batch of calls."""
     max_memory_gib: float = 8.0
-    """Memory of the function's processes together, in GiB; more ends the run."""
+    """Memory of the function's process, and of each that it starts, in GiB; more ends the run."""
 
     def __post_init__(self) -> None:
         require_seconds("timeout_s", self.timeout_s)

@@ -1,11 +1,10 @@
-"""The process of a custom reward: ``python -I child.py FILE FUNCTION PARENT_PID CALLS ANSWERS MAX_BYTES MARK``.
+"""The process of a custom reward: ``python -I child.py FILE FUNCTION PARENT_PID LINK_FD MAX_BYTES``.
 
-It imports nothing of mopd. MARK is there to be found: processes forked from this one keep its command line. Messages
-are JSON lines on the descriptors CALLS (``──>``) and ANSWERS (``<──``)::
+It imports nothing of mopd. Messages are JSON lines over the socket LINK_FD::
 
     <── {"ready": true}
-    ──> {"batch": 1, "calls": [keyword arguments, …]}
-    <── {"batch": 1, "values": [number, …]}    or    {"batch": 1, "error": "…", "item": 0}
+    ──> [keyword arguments, …]
+    <── {"values": [number, …]}    or    {"error": "…", "item": 0}
 
 The only part of the function's results that travels is a number in its range.
 """
@@ -36,21 +35,20 @@ MAX_SHOWN = 300
 """Characters of a value or an exception in a message."""
 
 
-def main(path: str, function: str, parent_pid: int, calls_fd: int, answers_fd: int, max_bytes: int) -> None:
-    """Serve batches until CALLS closes."""
+def main(path: str, function: str, parent_pid: int, link_fd: int, max_bytes: int) -> None:
+    """Serve batches until the link closes."""
     bind(parent_pid, max_bytes)
-    serve(calls_fd, answers_fd, lambda: _load(path, function), lambda reward, calls: _run(reward, calls, path), path)
+    serve(link_fd, lambda: _load(path, function), lambda reward, calls: _run(reward, calls, path), path)
 
 
 def serve(
-    calls_fd: int,
-    answers_fd: int,
+    link_fd: int,
     load: Callable[[], Any],
     run: Callable[[Any, list[dict[str, Any]]], dict[str, Any]],
     path: str = "",
 ) -> None:
-    """Answer batches until CALLS closes: ``run`` gets the result of ``load``. Errors name lines of ``path``."""
-    calls, answers = os.fdopen(calls_fd, encoding="utf-8"), os.fdopen(answers_fd, "w", encoding="utf-8")
+    """Answer batches until the link closes: ``run`` gets the result of ``load``. Errors name lines of ``path``."""
+    batches, answers = os.fdopen(link_fd, encoding="utf-8"), os.fdopen(os.dup(link_fd), "w", encoding="utf-8")
 
     def answer(message: dict[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")
@@ -62,16 +60,15 @@ def serve(
         answer({"error": f"cannot be loaded: {_describe(error, path)}"})
         return
     answer({"ready": True})
-    for line in calls:
-        asked = json.loads(line)
-        answer({"batch": asked["batch"], **run(loaded, asked["calls"])})
+    for line in batches:
+        answer(run(loaded, json.loads(line)))
 
 
 def bind(parent_pid: int, max_bytes: int) -> None:
     """Die with the parent, and take no more than a share of the machine.
 
     There is no limit of CPU time (it would add up over the whole run; every batch has a deadline) and none of the
-    number of processes (RLIMIT_NPROC counts all of the user's, and does not bind root): the supervisor counts them.
+    number of processes (RLIMIT_NPROC counts all of the user's, and does not bind root).
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it died before the call above
@@ -122,36 +119,23 @@ def _number(value: Any) -> tuple[float, str]:
     """Return a number of Python, numpy or torch as a plain float, and an empty text; or 0 and why it is none."""
     if not isinstance(value, (int, float)) and hasattr(value, "item"):
         value = value.item()
-    if isinstance(value, int):
-        number: float = int.__pos__(value)  # the number of a subclass too, whatever its methods say
-    elif isinstance(value, float):
-        number = float.__pos__(value)
-    else:
-        number = math.nan
-    if number != number or number in (math.inf, -math.inf):
+    if not isinstance(value, (int, float)) or value != value:
         return 0.0, "not a finite number"
-    if abs(number) > MAX_REWARD:
-        return 0.0, f"larger than {MAX_REWARD:g}"
-    return float(number), ""
+    if abs(value) > MAX_REWARD:
+        return 0.0, "not a finite number" if value in (math.inf, -math.inf) else f"larger than {MAX_REWARD:g}"
+    return float(value), ""
 
 
 def _describe(error: BaseException, path: str) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f" (line {lines[-1]})" if lines else ""
-    try:
-        said = " ".join(str(error)[: 10 * MAX_SHOWN].split())
-    except BaseException:
-        said = "it cannot be shown"
-    return f"{plain(type(error).__name__)}: {plain(said)}{where}"
+    message = " ".join(str(error)[: 10 * MAX_SHOWN].split())
+    return f"{plain(type(error).__name__)}: {plain(message)}{where}"
 
 
 def _shown(value: Any) -> str:
-    """Show a value in few characters, whatever its ``__repr__`` does."""
-    try:
-        text = reprlib.repr(value)
-    except BaseException:
-        text = f"a value of type {type(value).__name__}"
-    return plain(text)
+    """Show a value in few characters."""
+    return plain(reprlib.repr(value))
 
 
 def plain(text: Any, most: int = MAX_SHOWN) -> str:
@@ -160,4 +144,4 @@ def plain(text: Any, most: int = MAX_SHOWN) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:7]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6]))

@@ -2,7 +2,7 @@
 
 Rewards that compare texts run on the event loop. Judged ones (math, code, schemas) may take long on a hostile response,
 and the user's own function may do anything: both run in processes that start at the first call and answer one JSON line
-for each batch (``child.py``, ``supervisor.py``).
+for each batch (``process.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,10 @@ from mopd.config.rewards import (
     RegexConfig,
     RewardConfig,
 )
-from mopd.rewards.child import MAX_REWARD
 from mopd.rewards.graders.system_calls import architecture_named
 from mopd.rewards.ground_truths import letter_of, schema_of, tests_of, text_of
 from mopd.rewards.interface import Graded, Reward, RewardItem
-from mopd.rewards.process import RewardFailed, RewardProcess
-from mopd.rewards.served import GIB, ServedReward
+from mopd.rewards.process import GIB, RewardProcess, ServedReward
 
 
 class DomainRewards:
@@ -95,32 +94,23 @@ class DomainRewards:
 
 def build_rewards(configs: Mapping[str, RewardConfig]) -> DomainRewards:
     """Build the rewards of a ``rewards`` section; ``UserError`` for a file that it names and that cannot be used."""
-    built: list[tuple[RewardConfig, Reward]] = []
-
-    def build(name: str, cfg: RewardConfig) -> Reward:
-        for known, existing in built:
-            if known == cfg:
-                return existing
-        built.append((cfg, _build(cfg, _key(name))))
-        return built[-1][1]
-
-    return DomainRewards(configs, {name: build(name, cfg) for name, cfg in configs.items()})
+    built: dict[RewardConfig, Reward] = {}
+    for name, cfg in configs.items():
+        if cfg not in built:
+            built[cfg] = _build(cfg, _key(name))
+    return DomainRewards(configs, {name: built[cfg] for name, cfg in configs.items()})
 
 
 def _build(cfg: RewardConfig, key: str) -> Reward:
     if isinstance(cfg, ExactMatchConfig):
-        return ExactMatchReward()
+        return ComparedReward(_text_of, _exact_match)
     if isinstance(cfg, MultipleChoiceConfig):
-        return MultipleChoiceReward()
+        return ComparedReward(letter_of, _multiple_choice)
     return CustomReward(cfg) if isinstance(cfg, CustomRewardConfig) else JudgedReward(cfg, key)
 
 
 def _key(name: str) -> str:
     return shown_key(("rewards", name))
-
-
-BYTES_PER_VALUE = 32
-"""Most bytes of one number in an answer."""
 
 
 class CustomReward(ServedReward):
@@ -146,28 +136,16 @@ class CustomReward(ServedReward):
             "child.py",
             (str(self._path), self._cfg.function),
             max_bytes=int(self._cfg.max_memory_gib * GIB),
-            bytes_per_value=BYTES_PER_VALUE,
             folder=self._path.parent,
         )
 
-    def _call(self, item: RewardItem) -> str:
-        """Return the function's keyword arguments as JSON; what JSON does not know goes as its text."""
-        arguments = {
-            "prompt": item.prompt,
-            "response": item.response,
-            "ground_truth": item.ground_truth,
-            "extra_info": item.extra_info,
-            "domain": item.domain,
-        }
-        try:
-            return json.dumps(arguments, default=str)
-        except (TypeError, ValueError, RecursionError) as error:  # keys that are no text, whole numbers of 5,000 digits
-            raise RewardFailed(f"cannot be given {item.place}: {error}") from error
+    def _arguments(self, item: RewardItem) -> dict[str, Any]:
+        """Return the function's keyword arguments."""
+        names = ("prompt", "response", "ground_truth", "extra_info", "domain")
+        return {name: getattr(item, name) for name in names}
 
-    def _graded(self, value: Any, item: RewardItem) -> Graded | None:
-        """Return the outcome of a valid number: the whole response was judged."""
-        if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > MAX_REWARD:
-            return None
+    def _graded(self, value: Any, item: RewardItem) -> Graded:
+        """Return the outcome of a number: the whole response was judged."""
         return Graded(float(value), item.response[:MAX_EXTRACTED])
 
     def _timeout_s(self, num_items: int) -> float:
@@ -176,12 +154,12 @@ class CustomReward(ServedReward):
 
 JudgedConfig = MathConfig | RegexConfig | JsonSchemaConfig | CodeConfig
 MAX_PROCESSES = 32
+MAX_JUDGE_BYTES = 8 * GIB
+"""Memory of the process that forks for every response, which holds a batch; its forks have a limit of their own."""
 START_S = 60.0
 """Seconds for an import; also added to every batch's deadline."""
 OVERHEAD_S = 3.0
 """Most seconds per response beyond its deadline: a fork, and ending what it has started."""
-JUDGED_BYTES_PER_VALUE = 12 * 1024
-"""Bytes of one answer: 500 characters extracted and 500 of a problem, escaped."""
 
 
 class JudgedReward(ServedReward):
@@ -193,53 +171,36 @@ class JudgedReward(ServedReward):
         super().__init__(f"{key}: the {cfg.type} reward", cure)
         self._cfg = cfg
         self._num_processes = max(2, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2))
-        self._settings: dict[str, Any] = {"num_processes": self._num_processes, "timeout_s": cfg.timeout_s}
-        self._max_bytes = (self._num_processes + 1) * GIB
-        if isinstance(cfg, RegexConfig):
-            self._settings["pattern"] = cfg.pattern
-        elif isinstance(cfg, JsonSchemaConfig):
-            self._settings["path"] = None if cfg.path is None else _checked_schema(cfg.path, key)
-        elif isinstance(cfg, CodeConfig):
-            self._settings["max_bytes"] = int(cfg.max_memory_gib * GIB)
-            self._max_bytes += 2 * self._num_processes * self._settings["max_bytes"]  # a program and its tests
-            if architecture_named(os.uname().machine) is None:
-                raise UserError(
-                    f"{key}: the code reward knows no way to confine programs on {os.uname().machine}: run on x86_64 "
-                    "or aarch64, or write a custom reward"
-                )
+        self._settings = {**asdict(cfg), "num_processes": self._num_processes}
+        if isinstance(cfg, JsonSchemaConfig) and cfg.path is not None:
+            self._settings["path"] = _checked_schema(cfg.path, key)
+        if isinstance(cfg, CodeConfig) and architecture_named(os.uname().machine) is None:
+            raise UserError(
+                f"{key}: the code reward knows no way to confine programs on {os.uname().machine}: run on x86_64 "
+                "or aarch64, or write a custom reward"
+            )
 
     def check(self, item: RewardItem) -> None:
         """Raise ``UserError`` unless the ground truth has a shape that the reward reads."""
-        self._told(item)
+        self._arguments(item)
 
-    def _told(self, item: RewardItem) -> dict[str, Any]:
-        """Return the judge's input beside the response."""
+    def _arguments(self, item: RewardItem) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"response": item.response}
         if isinstance(self._cfg, CodeConfig):
-            return {"tests": tests_of(item)}
+            return {**arguments, "tests": tests_of(item)}
         if isinstance(self._cfg, JsonSchemaConfig):
-            return {} if self._cfg.path is not None else {"truth": schema_of(item)}
+            return arguments if self._cfg.path is not None else {**arguments, "truth": schema_of(item)}
         if isinstance(self._cfg, RegexConfig) and not self._cfg.reads_ground_truth:
-            return {}
-        return {"truth": text_of(item, self._cfg.type)}
+            return arguments
+        return {**arguments, "truth": text_of(item, self._cfg.type)}
 
     def _start(self) -> RewardProcess:
-        return RewardProcess(
-            "judge.py",
-            (self._cfg.type, json.dumps(self._settings)),
-            max_bytes=self._max_bytes,
-            bytes_per_value=JUDGED_BYTES_PER_VALUE,
-        )
+        arguments = (self._cfg.type, json.dumps(self._settings))
+        return RewardProcess("judge.py", arguments, max_bytes=MAX_JUDGE_BYTES)
 
-    def _call(self, item: RewardItem) -> str:
-        try:
-            return json.dumps({"response": item.response, **self._told(item)})
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RewardFailed(f"cannot be given {item.place}: {error}") from error
-
-    def _graded(self, value: Any, item: RewardItem) -> Graded | None:
-        if not isinstance(value, list) or len(value) != 3 or value[0] not in (0.0, 1.0):
-            return None
-        return Graded(float(value[0]), None if value[1] is None else str(value[1]), str(value[2]))
+    def _graded(self, value: Any, item: RewardItem) -> Graded:
+        number, extracted, problem = value
+        return Graded(float(number), extracted, problem)
 
     def _timeout_s(self, num_items: int) -> float:
         rounds = math.ceil(num_items / self._num_processes)
@@ -272,45 +233,42 @@ proportion to the response: no two neighbouring repeats take the same characters
 MAX_EXTRACTED = 500
 
 
-class ExactMatchReward:
-    """Reward 1 for the right answer, 0 for any other: compares both as text without surrounding white space."""
+class ComparedReward:
+    """A reward that compares texts on the event loop, with no process or file."""
+
+    def __init__(self, check: Callable[[RewardItem], object], grade: Callable[[RewardItem], Graded]) -> None:
+        """``check`` raises ``UserError`` for an unusable ground truth; ``grade`` judges one response."""
+        self._check, self._grade = check, grade
 
     def check(self, item: RewardItem) -> None:
-        """Raise ``UserError`` for a ground truth that is neither text nor a number."""
-        text_of(item, "exact_match")
+        """Raise ``UserError`` for an unusable ground truth."""
+        self._check(item)
 
     async def __call__(self, items: Sequence[RewardItem]) -> list[Graded]:
-        """Return 1.0 or 0.0 per item."""
-        return [self._graded(item) for item in items]
+        """Return one outcome per item."""
+        return [self._grade(item) for item in items]
 
     def close(self) -> None:
-        """Do nothing: no process or file is held."""
-
-    def _graded(self, item: RewardItem) -> Graded:
-        response = item.response.strip()
-        equal = response == text_of(item, "exact_match")
-        return Graded(float(equal), response[:MAX_EXTRACTED], "" if equal else "another text than the ground truth")
+        """Do nothing."""
 
 
-class MultipleChoiceReward:
+def _text_of(item: RewardItem) -> str:
+    return text_of(item, "exact_match")
+
+
+def _exact_match(item: RewardItem) -> Graded:
+    """Reward 1 for the same text, without surrounding white space."""
+    response = item.response.strip()
+    equal = response == _text_of(item)
+    return Graded(float(equal), response[:MAX_EXTRACTED], "" if equal else "another text than the ground truth")
+
+
+def _multiple_choice(item: RewardItem) -> Graded:
     """Reward 1 if the response chooses the right letter."""
-
-    def check(self, item: RewardItem) -> None:
-        """Raise ``UserError`` for a ground truth that is neither a letter nor the number of a choice."""
-        letter_of(item)
-
-    async def __call__(self, items: Sequence[RewardItem]) -> list[Graded]:
-        """Return 1.0 or 0.0 per item."""
-        return [self._graded(item) for item in items]
-
-    def close(self) -> None:
-        """Do nothing: no process or file is held."""
-
-    def _graded(self, item: RewardItem) -> Graded:
-        right = letter_of(item)
-        for form in CHOICES:
-            found = form.findall(item.response)
-            if found:
-                chosen = found[-1].upper()
-                return Graded(float(chosen == right), chosen, "" if chosen == right else "another choice")
-        return Graded(0.0, None, "it names no choice")
+    right = letter_of(item)
+    for pattern in CHOICES:
+        found = pattern.findall(item.response)
+        if found:
+            chosen = found[-1].upper()
+            return Graded(float(chosen == right), chosen, "" if chosen == right else "another choice")
+    return Graded(0.0, None, "it names no choice")

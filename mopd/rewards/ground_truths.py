@@ -121,15 +121,15 @@ def _from_columns(item: RewardItem, truth: Mapping[str, Any], beside: Mapping[st
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise _no_tests(item)
     if not any(beside.get(name) for name in FUNCTION_NAMES):
-        cases = [[_as_text(given), _as_text(wanted)] for given, wanted in zip(inputs, outputs, strict=True)]
+        cases = [[_as_text(given), _as_text(expected)] for given, expected in zip(inputs, outputs, strict=True)]
         return {"kind": "stdin", "cases": cases}
     calls = []
-    for given, wanted in zip(inputs, outputs, strict=True):
+    for given, expected in zip(inputs, outputs, strict=True):
         if not isinstance(given, Sequence) or isinstance(given, str):
             raise _refused(item, f"the input {_shown(given)} is no list of a function's arguments: correct it")
         # these data sets wrap some results in a list of one: both forms are accepted
-        one_of_list = isinstance(wanted, Sequence) and not isinstance(wanted, str) and len(wanted) == 1
-        calls.append([list(given), [wanted, wanted[0]] if one_of_list else [wanted]])
+        one_of_list = isinstance(expected, Sequence) and not isinstance(expected, str) and len(expected) == 1
+        calls.append([list(given), [expected, expected[0]] if one_of_list else [expected]])
     return {"kind": "calls", "function": _function(item, beside), "cases": calls}
 
 

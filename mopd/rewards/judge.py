@@ -1,6 +1,6 @@
 """The process of one of our own rewards that may run long.
 
-``python -I judge.py KIND SETTINGS PARENT_PID CALLS ANSWERS MAX_BYTES MARK`` speaks the protocol of ``child.py``; its
+``python -I judge.py KIND SETTINGS PARENT_PID LINK_FD MAX_BYTES`` speaks the protocol of ``child.py``; its
 values are ``[value, extracted, problem]``. Every response is judged in a fork of this process, several at a time, each
 with a deadline: one that takes too long, or too much memory, is ended and scores 0.
 """
@@ -28,7 +28,7 @@ from mopd.rewards.child import bind, plain, serve
 from mopd.rewards.graders.answers import grade_json, grade_math, grade_regex, prepare_math
 from mopd.rewards.graders.programs import grade_program
 
-PR_SET_DUMPABLE = 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 MAX_SHOWN = 500
 """Characters of an extraction or a problem in an answer."""
 MAX_FORK_BYTES = 2**30
@@ -49,16 +49,11 @@ class Fork:
     answer: bytes = b""
 
 
-def main(kind: str, settings: dict[str, Any], parent_pid: int, calls_fd: int, answers_fd: int, max_bytes: int) -> None:
-    """Serve batches until CALLS closes."""
+def main(kind: str, settings: dict[str, Any], parent_pid: int, link_fd: int, max_bytes: int) -> None:
+    """Serve batches until the link closes."""
     bind(parent_pid, max_bytes)
-    grace_s = GRACE_S if kind == "code" else 0.0
-    serve(
-        calls_fd,
-        answers_fd,
-        lambda: grader_of(kind, settings),
-        lambda grader, calls: judge(grader, calls, settings, grace_s=grace_s),
-    )
+    settings["grace_s"] = GRACE_S if kind == "code" else 0.0
+    serve(link_fd, lambda: grader_of(kind, settings), lambda grader, calls: judge(grader, calls, settings))
 
 
 def grader_of(kind: str, settings: dict[str, Any]) -> Grader:
@@ -74,18 +69,19 @@ def grader_of(kind: str, settings: dict[str, Any]) -> Grader:
         grade_json({"response": "1", "truth": True}, None)  # or each fork would import the library again
         return lambda call: grade_json(call, schema)
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory holds the expected outputs
-    return lambda call: grade_program(call, timeout_s=settings["timeout_s"], max_bytes=settings["max_bytes"])
+    max_bytes = int(settings["max_memory_gib"] * 2**30)
+    return lambda call: grade_program(call, timeout_s=settings["timeout_s"], max_bytes=max_bytes)
 
 
-def judge(grader: Grader, calls: list[dict[str, Any]], settings: dict[str, Any], *, grace_s: float) -> dict[str, Any]:
+def judge(grader: Grader, calls: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
     """Every call judged, ``num_processes`` at a time; an error where the system let a grader do nothing even alone.
 
     Beside others a grader may lack what their responses have taken, as the rest of a disk: it is asked once more when
     they are gone.
     """
-    values = _judged(grader, calls, range(len(calls)), settings, grace_s=grace_s, at_a_time=settings["num_processes"])
+    values = _judged(grader, calls, range(len(calls)), settings, settings["num_processes"])
     for number in [number for number, value in values.items() if isinstance(value, str)]:
-        again = _judged(grader, calls, [number], settings, grace_s=grace_s, at_a_time=1)[number]
+        again = _judged(grader, calls, [number], settings, 1)[number]
         if isinstance(again, str):
             return {"error": again, "item": number}
         values[number] = again
@@ -93,13 +89,7 @@ def judge(grader: Grader, calls: list[dict[str, Any]], settings: dict[str, Any],
 
 
 def _judged(
-    grader: Grader,
-    calls: list[dict[str, Any]],
-    numbers: Sequence[int],
-    settings: dict[str, Any],
-    *,
-    grace_s: float,
-    at_a_time: int,
+    grader: Grader, calls: list[dict[str, Any]], numbers: Sequence[int], settings: dict[str, Any], at_a_time: int
 ) -> dict[int, Any]:
     """Number of each call -> its value, or text where the system let its grader do nothing."""
     values: dict[int, Any] = {}
@@ -107,8 +97,8 @@ def _judged(
     waiting = list(reversed(numbers))
     while running or waiting:
         while len(running) < at_a_time and waiting:
-            deadline = time.monotonic() + settings["timeout_s"] + grace_s
             number = waiting.pop()
+            deadline = time.monotonic() + settings["timeout_s"] + settings["grace_s"]
             descriptor, fork = _start(grader, calls[number], number, deadline)
             running[descriptor] = fork
         wait_s = max(0.0, min(fork.deadline for fork in running.values()) - time.monotonic())
@@ -135,6 +125,7 @@ def _start(grader: Grader, call: dict[str, Any], number: int, deadline: float) -
         return mine, Fork(pid, number, deadline)
     try:
         os.setpgid(0, 0)  # a group of its own: killed with all that it starts
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_FORK_BYTES, MAX_FORK_BYTES))
         os.write(its, _answer(grader, call))
     finally:
@@ -171,4 +162,4 @@ def _end(descriptor: int, fork: Fork) -> Any:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:7]))
+    main(sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:6]))

@@ -1,120 +1,104 @@
-"""Processes of one reward: started, called within a deadline, and ended without a trace.
+"""Rewards in processes of their own: started at the first call, asked one batch after the other, ended for good when
+one fails.
 
-Calls block and are made in a thread. Every wait has a deadline, whatever the function does to its processes.
+A supervisor between the run and the process kills everything in the end (``supervisor.py``); the process answers one
+JSON line for each batch (``child.py``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
-import secrets
-import selectors
-import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mopd.base.files.json_text import parse_json
 from mopd.base.files.temporary import TemporaryFolder
-from mopd.rewards.supervisor import KILL_S, MAX_PROCESSES, descendants
+from mopd.base.text import one_line
+from mopd.base.types import CutOffError, UserError
+from mopd.rewards.interface import Graded, RewardItem
 
-SUPERVISOR = Path(__file__).with_name("supervisor.py")
+GIB = 2**30
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8"}
-"""The whole environment that the function sees."""
-MAX_ANSWER_BYTES = 16384
-"""Bytes of an answer beside its numbers."""
+"""The whole environment that the process sees."""
+BYTES_PER_VALUE = 2**14
+"""Longest value in an answer, of 500 characters extracted and 500 of a problem, escaped; also what may stand beside the
+values."""
 MAX_READ = 65536
-MAX_WORDS = 300
-"""Characters of the function's last line in an error."""
-END_S = KILL_S + 1.0
+END_S = 6.0
 """Seconds that the supervisor may take to kill everything and end."""
 
 
 class RewardFailed(Exception):
-    """A failure of the function, worded to follow its name."""
+    """A failure of a reward, worded to follow its name."""
 
 
 class RewardProcess:
-    """Processes of one function, ready or starting."""
+    """A process and its supervisor, ready or starting. Its calls block; every wait has a deadline."""
 
-    def __init__(
-        self,
-        program: str,
-        arguments: tuple[str, str],
-        *,
-        max_bytes: int,
-        bytes_per_value: int,
-        folder: Path | None = None,
-    ) -> None:
-        """Start them; ``exchange(None)`` then waits for the import.
+    def __init__(self, program: str, arguments: tuple[str, str], *, max_bytes: int, folder: Path | None = None) -> None:
+        """Start it; ``exchange(None)`` then waits for the import.
 
         Args:
             program: ``child.py`` or ``judge.py``, of this folder, with its own two ``arguments``.
-            max_bytes: memory of all its processes together.
-            bytes_per_value: longest value in an answer.
-            folder: working directory; absent: a new one, which is removed with the processes.
+            max_bytes: memory of the process, and of each that it starts.
+            folder: working directory; absent: a new one, which is removed with the process.
 
         Raises:
             UserError: there is no room for its folder.
             OSError: the system cannot start it.
         """
-        self._bytes_per_value = bytes_per_value
-        self._scratch = TemporaryFolder("mopd-reward-") if folder is None else None
-        calls, self._calls = os.pipe()
-        self._answers, answers = os.pipe()
-        self._mark = secrets.token_hex(16)
-        numbers = [str(number) for number in (os.getpid(), calls, answers, max_bytes)]
-        child = str(SUPERVISOR.with_name(program))
-        scratch = "" if self._scratch is None else str(self._scratch.path)
-        try:
+        here = Path(__file__).parent
+        with contextlib.ExitStack() as held:
+            folder = held.enter_context(TemporaryFolder("mopd-reward-")) if folder is None else folder
+            self._link, theirs = map(held.enter_context, socket.socketpair())
+            numbers = [str(number) for number in (os.getpid(), theirs.fileno(), max_bytes)]
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", str(SUPERVISOR), *numbers, scratch, child, *arguments, self._mark],
+                [sys.executable, "-I", str(here / "supervisor.py"), *numbers, str(here / program), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=ENVIRONMENT,
-                cwd=folder or scratch,
-                pass_fds=(calls, answers),
+                cwd=folder,
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        except BaseException:
-            os.close(self._calls)
-            os.close(self._answers)
-            self._remove_scratch()
-            raise
-        finally:
-            os.close(calls)
-            os.close(answers)
-        assert self._supervisor.stdout is not None
-        self._reason = self._supervisor.stdout.fileno()
-        for descriptor in (self._calls, self._answers, self._reason):
-            os.set_blocking(descriptor, False)
-        self._batch = 0
+            theirs.close()
+            self._held = held.pop_all()
         self._in_use = threading.Lock()
 
     def exchange(self, calls: list[str] | None, timeout_s: float) -> dict[str, Any]:
         """Return the answer to a batch of JSON objects, or (``None``) the result of the import, within ``timeout_s``.
 
         Raises:
-            RewardFailed: no answer in time, an invalid one, or the processes have ended. The caller must then end them
-                all.
+            RewardFailed: no answer in time, an invalid one, or the process has ended. The caller must then call
+                ``end``.
         """
         deadline = time.monotonic() + timeout_s
-        self._batch += calls is not None
-        text = "" if calls is None else f'{{"batch": {self._batch}, "calls": [{", ".join(calls)}]}}\n'
-        longest = MAX_ANSWER_BYTES + self._bytes_per_value * len(calls or ())
-        # `end` waits for this lock before it closes the descriptors
+        message = b"" if calls is None else f"[{', '.join(calls)}]\n".encode()
+        longest = BYTES_PER_VALUE * (1 + len(calls or ()))
+        # `end` waits for this lock before it closes the socket
         with self._in_use:
-            line = self._talk(memoryview(text.encode()), longest, deadline, timeout_s)
+            try:
+                line = self._talk(message, longest, deadline)
+            except TimeoutError as error:
+                reason = f"gave no answer within timeout_s {timeout_s:g}: make it faster or raise timeout_s"
+                raise RewardFailed(reason) from error
         try:
             answer = parse_json(line, max_values=longest)
         except ValueError as error:
             raise RewardFailed(f"sent no answer ({error}): it wrote to a descriptor not its own") from error
-        if not isinstance(answer, dict) or (calls is not None and answer.get("batch") != self._batch):
-            raise RewardFailed("sent no answer of this batch: it wrote to a descriptor not its own")
+        if not isinstance(answer, dict):
+            raise RewardFailed("sent no answer: it wrote to a descriptor not its own")
         return answer
 
     def abandon(self) -> None:
@@ -125,103 +109,133 @@ class RewardProcess:
     def end(self) -> None:
         """Kill everything and wait for its end, at most a few seconds. May be repeated."""
         self.abandon()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the function has stopped the supervisor
+        try:
             self._supervisor.wait(END_S)
-        if self._supervisor.returncode != 0:
-            self._end_without_supervisor()
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()  # its child dies with it
+            self._supervisor.wait()
         with self._in_use:
-            if self._calls >= 0:
-                os.close(self._calls)
-                os.close(self._answers)
-                self._calls = self._answers = -1
             assert self._supervisor.stdout is not None
             self._supervisor.stdout.close()
-        self._remove_scratch()
+            self._held.close()
 
-    def _remove_scratch(self) -> None:
-        """Remove the folder if the supervisor could not."""
-        if self._scratch is not None:
-            self._scratch.close()
-
-    def _talk(self, message: memoryview, longest: int, deadline: float, timeout_s: float) -> bytes:
-        """Write the message while reading, and return the first line that comes back."""
-        answer, reason = b"", b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._answers, selectors.EVENT_READ)
-            selector.register(self._reason, selectors.EVENT_READ)
-            if message:
-                selector.register(self._calls, selectors.EVENT_WRITE)
-            while (left_s := deadline - time.monotonic()) > 0:
-                ready = {key.fd for key, _ in selector.select(left_s)}
-                if self._calls in ready:
-                    message = message[self._write(message) :]
-                    if not message:
-                        selector.unregister(self._calls)
-                if self._answers in ready:
-                    read = os.read(self._answers, MAX_READ)
-                    answer += read
-                    if b"\n" in answer:
-                        return answer.partition(b"\n")[0]
-                    if len(answer) > longest:
-                        raise RewardFailed(f"answered with more than {longest} bytes")
-                    if not read:  # the supervisor will report the reason
-                        selector.unregister(self._answers)
-                elif self._reason in ready:
-                    read = os.read(self._reason, MAX_READ)
-                    reason += read
-                    if not read or b"\n" in reason:
-                        raise RewardFailed(_why(reason))
-        raise RewardFailed(f"gave no answer within timeout_s {timeout_s:g}: make it faster or raise timeout_s")
-
-    def _write(self, message: memoryview) -> int:
-        """Write to the function's process and return the number of bytes accepted. If it has closed the pipe, report
-        all bytes as written: the supervisor reports the reason."""
+    def _talk(self, message: bytes, longest: int, deadline: float) -> bytes:
+        """Write the message and return the line that comes back; ``TimeoutError`` at the deadline."""
+        answer = b""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._link.settimeout(_left_s(deadline))
+            self._link.sendall(message)
+            while b"\n" not in answer:
+                self._link.settimeout(_left_s(deadline))
+                read = self._link.recv(MAX_READ)
+                if not read:
+                    break
+                answer += read
+                if len(answer) > longest:
+                    raise RewardFailed(f"answered with more than {longest} bytes")
+        if b"\n" in answer:
+            return answer.partition(b"\n")[0]
+        assert self._supervisor.stdout is not None
         try:
-            return os.write(self._calls, message[:MAX_READ])
-        except BrokenPipeError:
-            return len(message)
-
-    def _end_without_supervisor(self) -> None:
-        """Find and kill what is left by its mark: the function has killed or stopped its supervisor."""
-        give_up_at = time.monotonic() + KILL_S
-        found = {self._supervisor.pid, *descendants(self._supervisor.pid)}
-        while found and time.monotonic() < give_up_at:
-            for pid in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
-            self._supervisor.poll()
-            found = _marked(self._mark)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # killed, and not yet gone on a machine that is too busy
-            self._supervisor.wait(KILL_S)
+            self._supervisor.wait(_left_s(deadline))
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError from error
+        raise RewardFailed(self._supervisor.stdout.read().decode() or "ended the process that watches it")
 
 
-def _marked(mark: str) -> set[int]:
-    """Return the living processes with this mark on their command line: started with it, or forked from such a one."""
-    found = set()
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
+def _left_s(deadline: float) -> float:
+    """Return the seconds to the deadline, above 0; ``TimeoutError`` if it has passed."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+class ServedReward(ABC):
+    """Base of rewards in a process. Every failure is a ``UserError`` that begins with the reward's name, and final."""
+
+    def __init__(self, called: str, cure: str = "") -> None:
+        """Prepare the reward. ``called`` heads its errors: a file or a key, and the reward; ``cure`` ends those of a
+        run that can go on."""
+        self._called, self._cure = called, cure
+        self._process: RewardProcess | None = None
+        self._failure: UserError | None = None
+        self._lock = asyncio.Lock()
+
+    @abstractmethod
+    def check(self, item: RewardItem) -> None:
+        """Raise ``UserError`` for a row whose ground truth is unusable."""
+
+    async def __call__(self, items: Sequence[RewardItem]) -> list[Graded]:
+        """Return the outcome of each item, within a deadline for the whole batch (and another for the start)."""
+        async with self._lock:
+            if self._failure is not None:
+                raise self._failure
             try:
-                if mark.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
-                    found.add(int(name))
-            except OSError:  # gone, or not ours
-                continue
-    return found
+                is_new = self._process is None
+                if self._process is None:
+                    self._process = self._started()
+                return await asyncio.to_thread(self._score, self._process, items, is_new=is_new)
+            except RewardFailed as error:
+                kind = CutOffError if self._cure else UserError
+                self._failure = kind(f"{self._called} {one_line(error)}{self._cure}")
+                await asyncio.to_thread(self.close)
+                raise self._failure from error
+            except asyncio.CancelledError:
+                if self._process is not None:
+                    self._process.abandon()  # the thread returns soon
+                raise
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.end()
+
+    @abstractmethod
+    def _start(self) -> RewardProcess:
+        """Start the process; ``OSError`` or ``ValueError`` if the system refuses."""
+
+    @abstractmethod
+    def _arguments(self, item: RewardItem) -> dict[str, Any]:
+        """Return the process's input for an item; ``UserError`` if there is none."""
+
+    @abstractmethod
+    def _graded(self, value: Any, item: RewardItem) -> Graded:
+        """Return the outcome that ``value`` stands for; ``TypeError`` or ``ValueError`` if it is none."""
+
+    @abstractmethod
+    def _timeout_s(self, num_items: int) -> float:
+        """Return the deadline in seconds of a batch of so many items; for 0 that of the start."""
+
+    def _started(self) -> RewardProcess:
+        try:
+            return self._start()
+        except (OSError, ValueError) as error:
+            raise RewardFailed(f"could not be started: {error}") from error
+
+    def _score(self, process: RewardProcess, items: Sequence[RewardItem], *, is_new: bool) -> list[Graded]:
+        """Grade the items in a thread, after the import if the process is new."""
+        calls = [self._call(item) for item in items]
+        if is_new:
+            _require_no_error(process.exchange(None, self._timeout_s(0)), items)
+        answer = process.exchange(calls, self._timeout_s(len(calls)))
+        _require_no_error(answer, items)
+        try:
+            return [self._graded(value, item) for value, item in zip(answer["values"], items, strict=True)]
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"sent no answer of {len(items)} numbers: it wrote to a descriptor not its own"
+            raise RewardFailed(reason) from error
+
+    def _call(self, item: RewardItem) -> str:
+        """Return the process's input for an item as JSON; what JSON does not know goes as its text."""
+        try:
+            return json.dumps(self._arguments(item), default=str)
+        except (TypeError, ValueError, RecursionError) as error:  # keys that are no text, whole numbers of 5,000 digits
+            raise RewardFailed(f"cannot be given {item.place}: {error}") from error
 
 
-def _why(reason: bytes) -> str:
-    """Return the supervisor's last line in words."""
-    try:
-        said = parse_json(reason)
-        why, code = said["why"], said.get("code", 0)
-        lines = [line for line in said["words"].splitlines() if line.strip()]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "ended the process that watches it"
-    if why == "memory":
-        return "took more memory than max_memory_gib: make it smaller or raise max_memory_gib"
-    if why == "processes":
-        return f"started more than {MAX_PROCESSES} processes"
-    if why == "closed":
-        return "was ended with the run"
-    how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return f"ended its process ({how}): {lines[-1].strip()[-MAX_WORDS:] if lines else 'it wrote nothing to stderr'}"
+def _require_no_error(answer: dict[str, Any], items: Sequence[RewardItem]) -> None:
+    if "error" in answer:
+        item = items[answer["item"]] if "item" in answer else None
+        place = "" if item is None else f", for {item.place} (domain {item.domain!r})"
+        raise RewardFailed(f"{answer['error']}{place}")

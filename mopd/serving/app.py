@@ -26,6 +26,7 @@ import torch
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from mopd.base.text import one_line
 from mopd.base.types import UserError
@@ -53,15 +54,17 @@ from mopd.engines.wire.messages import (
     encode_aside,
     split_points,
 )
+from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
+from mopd.engines.wire.weights import WeightBegin, WeightChunk, WeightCommit
 from mopd.serving.admission import Admission, ServerLimits
-from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, read_deadline, while_wanted
+from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, read_deadline, with_deadline
 from mopd.serving.errors import Refusal, bad_request, stale_weights
-from mopd.serving.host import CanSleep, EngineHost
-from mopd.serving.images import KeptImages
-from mopd.serving.metrics import ServerMetrics
-from mopd.serving.request_checks import LOOPBACK_NAMES, add_request_checks
+from mopd.serving.host import EngineHost, HostedEngine
+from mopd.serving.images import ImageCache
+from mopd.serving.metrics import Handler, ServerMetrics
+from mopd.serving.request_checks import LOOPBACK_NAMES, RequestChecks
 from mopd.serving.streaming import StreamedResponse, frames_of
-from mopd.serving.updates import SMALL_BYTES, WeightRoutes, WeightUpdates
+from mopd.serving.updates import MAX_JOIN_BYTES, SMALL_BYTES, WeightUpdates
 
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -93,16 +96,13 @@ class EngineServer:
     def __init__(self, served: Served) -> None:
         self.served = served
         self.admission = Admission(served.limits)
-        self.updates = WeightUpdates(
-            served.host, self.admission, has_weights=served.role == "teacher", fixed=served.role == "teacher"
-        )
+        self.updates = WeightUpdates(served.host, self.admission, fixed=served.role == "teacher")
         self.metrics = ServerMetrics(self.admission, self.updates)
         limits = served.limits
         self._bodies = BodyReader(limits, max_arriving_bytes=max(ARRIVING_BYTES, limits.max_body_bytes))
         self._chunks = BodyReader(limits, max_arriving_bytes=MAX_CHUNK_BYTES)
         self._image_bodies = BodyReader(limits, max_arriving_bytes=2 * MAX_IMAGES_BODY_BYTES)
-        self.images = KeptImages(served.host.engine.sight, served.name)
-        self.weights = WeightRoutes(self.updates, self._read, self._chunks, self._engine_call)
+        self.images = ImageCache(served.host.engine.sight, served.name)
         self._info: EngineInfo | None = None
         self._sleeping: Literal["no", "cache", "all"] = "no"
         """Part of the engine that sleeps: nothing, its cache, or cache and weights."""
@@ -166,77 +166,86 @@ class EngineServer:
     async def score(self, request: Request) -> Response:
         """Answer with scores of response tokens."""
         deadline = read_deadline(request, self.served.limits.request_timeout_s)
-        asked = await self._read(request, ScoreRequest, self.served.limits.max_body_bytes)
-        check_score(asked, self.info)
-        sequences = list(torch.from_numpy(asked.tokens.astype(np.int64)).split(asked.lengths.tolist()))
-        images = self.images.of(asked.images, sequences)
+        message = await self._read(request, ScoreRequest, self.served.limits.max_body_bytes, self._bodies)
+        check_score(message, self.info)
+        sequences = list(torch.from_numpy(message.tokens.astype(np.int64)).split(message.lengths.tolist()))
+        images = self.images.of(message.images, sequences)
 
         async def call() -> ScoreAnswer:
-            scores = await self.served.host.score(
+            scores = await self.served.host.work.score(
                 sequences,
-                asked.prompt_lengths.tolist(),
-                top_k=asked.top_k,
-                temperature=asked.temperature,
+                message.prompt_lengths.tolist(),
+                top_k=message.top_k,
+                temperature=message.temperature,
                 images=images,
             )
-            self.updates.require(asked.weight_version)  # the weights may have changed during the call
-            self.metrics.scored_tokens.inc(asked.num_rows)
+            self.updates.require(message.weight_version)  # the weights may have changed during the call
+            self.metrics.scored_tokens.inc(message.num_rows)
             return ScoreAnswer(
-                request_checksum=asked.checksum,
-                weight_version=asked.weight_version,
-                top_k=asked.top_k,
-                lengths=asked.lengths - asked.prompt_lengths,
+                request_checksum=message.checksum,
+                weight_version=message.weight_version,
+                top_k=message.top_k,
+                lengths=message.lengths - message.prompt_lengths,
                 ids=torch.cat([given.ids.reshape(-1) for given in scores]).numpy(),
                 logprobs=torch.cat([given.logprobs.reshape(-1) for given in scores]).numpy(),
                 token_logprobs=torch.cat([given.token_logprobs for given in scores]).numpy(),
             )
 
-        return await self._serve(request, deadline, len(asked.tokens), asked.weight_version, call)
+        reservation = self.admission.admit(len(message.tokens))
+        try:
+            self.updates.require(message.weight_version)
+            with self.admission.running():
+                answer = await with_deadline(request, deadline, self._engine_call(call()))
+            content = await encode_aside(answer)
+            self.metrics.sent_bytes.inc(len(content))
+            # room in the queue is held until the answer has left
+            return SlicedResponse(content, CONTENT_TYPE, on_end=reservation.release)
+        except BaseException:
+            reservation.release()
+            raise
 
     async def generate(self, request: Request) -> Response:
         """Answer with drawn responses; each leaves when it is complete."""
         deadline = read_deadline(request, self.served.limits.request_timeout_s)
-        asked = await self._read(request, GenerateRequest, self.served.limits.max_body_bytes)
+        message = await self._read(request, GenerateRequest, self.served.limits.max_body_bytes, self._bodies)
         info = self.info
-        check_generate(asked, info)
+        check_generate(message, info)
         sampling = SamplingParams(
-            max_new_tokens=asked.max_new_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=min(asked.top_k, info.vocab_size),
+            max_new_tokens=message.max_new_tokens,
+            temperature=message.temperature,
+            top_p=message.top_p,
+            top_k=min(message.top_k, info.vocab_size),
         )
-        prompts = [prompt.tolist() for prompt in np.split(asked.tokens, split_points(asked.lengths))]
-        images = self.images.of(asked.images, prompts)
+        prompts = [prompt.tolist() for prompt in np.split(message.tokens, split_points(message.lengths))]
+        images = self.images.of(message.images, prompts)
 
         async def draw(told: Told) -> list[Generation]:
             with self.admission.running():
-                seeds = asked.seeds.tolist()
-                call = self.served.host.generate(prompts, sampling, seeds, told=told, images=images)
+                seeds = message.seeds.tolist()
+                call = self.served.host.work.generate(prompts, sampling, seeds, told=told, images=images)
                 return await self._engine_call(call)
 
-        reservation = self.admission.admit(len(asked.tokens), num_sequences=len(prompts))
+        reservation = self.admission.admit(len(message.tokens), num_sequences=len(prompts))
         try:
-            self.updates.require_at_least(asked.weight_version)
+            self.updates.require_at_least(message.weight_version)
             frames = frames_of(
-                asked, draw, request=request, deadline=deadline, reservation=reservation, metrics=self.metrics
+                message, draw, request=request, deadline=deadline, reservation=reservation, metrics=self.metrics
             )
             first = await anext(frames)  # a failure before the first frame still gets a status of its own
         except BaseException:
             reservation.release()
             raise
-        return StreamedResponse(first, frames, asked.checksum, self.metrics)
+        return StreamedResponse(first, frames, message.checksum, self.metrics)
 
     async def keep_images(self, request: Request) -> Response:
         """Keep image files for requests that name them."""
-        self.images.require_sight()
+        self.images.require_vision()
         files = (await self._read(request, ImageFiles, MAX_IMAGES_BODY_BYTES, self._image_bodies)).files
         await self.images.add(files)
         return Response(encode(ImagesKept(num_files=len(files))), media_type=CONTENT_TYPE)
 
-    async def sleep(self, request: Request) -> Response:
+    async def sleep(self, engine: HostedEngine) -> str:
         """Release the engine's memory until ``wake``; running requests end first. Succeeds if it is asleep already."""
-        await self._ignore_body(request)
-        engine = self._sleeper()
         if self.updates.is_running:
             raise stale_weights("a weight update is on its way")
         # admission is closed before the wait for running requests: none may come in meanwhile
@@ -251,67 +260,80 @@ class EngineServer:
         finally:
             if self._sleeping == "no":
                 self.admission.resume()
-        return JSONResponse({"status": "asleep"})
+        return "asleep"
 
-    async def wake_weights(self, request: Request) -> Response:
+    async def wake_weights(self, engine: HostedEngine) -> str:
         """Allocate the weights' memory alone, for an update; ``wake`` must follow. Succeeds if it is awake already."""
-        await self._ignore_body(request)
-        engine = self._sleeper()
         if self._sleeping == "all":
             await self._engine_call(engine.wake_up(weights_only=True))
             self._sleeping, self.admission.takes_weights = "cache", True
-        return JSONResponse({"status": "awake" if self._sleeping == "no" else "asleep"})
+        return "awake" if self._sleeping == "no" else "asleep"
 
-    async def wake(self, request: Request) -> Response:
+    async def wake(self, engine: HostedEngine) -> str:
         """Undo ``sleep``. Succeeds if it is awake already."""
-        await self._ignore_body(request)
-        engine = self._sleeper()
         if self._sleeping != "no":
             await self._engine_call(engine.wake_up())
             self._sleeping = "no"
             self.admission.resume()
-        return JSONResponse({"status": "awake"})
+        return "awake"
 
-    def _sleeper(self) -> CanSleep:
-        engine = self.served.host.engine
-        if not isinstance(engine, CanSleep) or not engine.can_sleep:
-            raise bad_request("this engine cannot sleep")
-        return engine
+    @property
+    def handlers(self) -> dict[str, Handler]:
+        """Handlers of POST requests by path."""
+        updates = self.updates
+        return {
+            "/v1/score": self.score,
+            "/v1/generate": self.generate,
+            "/v1/images": self.keep_images,
+            "/v1/sleep": self._of_sleep(self.sleep),
+            "/v1/wake": self._of_sleep(self.wake),
+            "/v1/wake/weights": self._of_sleep(self.wake_weights),
+            "/v1/weights/begin": self._of_weights(WeightBegin, updates.begin),
+            "/v1/weights/chunk": self._of_weights(WeightChunk, updates.add, MAX_CHUNK_BYTES, updates.require_receiving),
+            "/v1/weights/commit": self._of_weights(WeightCommit, updates.commit),
+            "/v1/weights/join": self._of_weights(WeightJoin, updates.join, MAX_JOIN_BYTES, updates.require_not_fixed),
+            "/v1/weights/start": self._of_weights(WeightStart, updates.start),
+            "/v1/weights/finish": self._of_weights(WeightFinish, updates.finish),
+        }
 
-    async def _ignore_body(self, request: Request) -> None:
-        async with self._bodies.read(request, SMALL_BYTES):
-            pass
+    def _of_sleep(self, change: Callable[[HostedEngine], Awaitable[str]]) -> Handler:
+        """Return the handler of a request to sleep or wake up."""
 
-    async def _read(
-        self, request: Request, cls: type[MessageT], max_bytes: int, bodies: BodyReader | None = None
-    ) -> MessageT:
-        async with (bodies or self._bodies).read(request, max_bytes) as body:
+        async def handle(request: Request) -> Response:
+            async with self._bodies.read(request, SMALL_BYTES):
+                pass
+            engine = self.served.host.engine
+            if not engine.can_sleep:
+                raise bad_request("this engine cannot sleep")
+            return JSONResponse({"status": await change(engine)})
+
+        return handle
+
+    def _of_weights(
+        self,
+        cls: type[MessageT],
+        step: Callable[[MessageT], Awaitable[WeightReceived | None]],
+        max_bytes: int = SMALL_BYTES,
+        require: Callable[[], None] = lambda: None,
+    ) -> Handler:
+        """Return the handler of a message of weight updates. ``require`` refuses before a large body is read."""
+        bodies = self._bodies if max_bytes == SMALL_BYTES else self._chunks
+
+        async def handle(request: Request) -> Response:
+            require()
+            message = await self._read(request, cls, max_bytes, bodies)
+            answer = await self._engine_call(step(message))
+            return Response(encode(answer or self.updates.version), media_type=CONTENT_TYPE)
+
+        return handle
+
+    async def _read(self, request: Request, cls: type[MessageT], max_bytes: int, bodies: BodyReader) -> MessageT:
+        async with bodies.read(request, max_bytes) as body:
             self.metrics.received_bytes.inc(len(body))
             try:
                 return await decode_aside(body, cls)
             except WireError as error:
                 raise bad_request(str(error)) from error
-
-    async def _serve(
-        self,
-        request: Request,
-        deadline: float,
-        num_tokens: int,
-        weight_version: int,
-        call: Callable[[], Awaitable[ScoreAnswer]],
-    ) -> Response:
-        """Admit a request, call the engine and answer. Room in the queue is held until the answer has left."""
-        reservation = self.admission.admit(num_tokens)
-        try:
-            self.updates.require(weight_version)
-            with self.admission.running():
-                answer = await while_wanted(request, deadline, self._engine_call(call()))
-            content = await encode_aside(answer)
-            self.metrics.sent_bytes.inc(len(content))
-            return SlicedResponse(content, CONTENT_TYPE, on_end=reservation.release)
-        except BaseException:
-            reservation.release()
-            raise
 
     async def _engine_call(self, call: Awaitable[ResultT]) -> ResultT:
         """Await the engine; turn its errors into refusals. A dead engine ends the server: its supervisor starts
@@ -343,20 +365,9 @@ def create_app(server: EngineServer) -> FastAPI:
     app = FastAPI(title="mopd engine server", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     with_token = [Depends(_token_check(server.served.token))]
     app.add_api_route("/health", server.health, methods=["GET"], response_model=None)
-    for path, getter in (
-        ("/info", server.show_info),
-        ("/metrics", server.show_metrics),
-    ):
+    for path, getter in (("/info", server.show_info), ("/metrics", server.show_metrics)):
         app.add_api_route(path, getter, methods=["GET"], response_model=None, dependencies=with_token)
-    for path, handler in (
-        ("/v1/score", server.score),
-        ("/v1/generate", server.generate),
-        ("/v1/images", server.keep_images),
-        ("/v1/sleep", server.sleep),
-        ("/v1/wake", server.wake),
-        ("/v1/wake/weights", server.wake_weights),
-        *server.weights.handlers.items(),
-    ):
+    for path, handler in server.handlers.items():
         counted = server.metrics.counted(path, handler)
         app.add_api_route(path, counted, methods=["POST"], response_model=None, dependencies=with_token)
 
@@ -365,7 +376,10 @@ def create_app(server: EngineServer) -> FastAPI:
         return error.response()
 
     app.add_exception_handler(Refusal, refuse)
-    add_request_checks(app, is_open=server.served.token is None, names=server.served.names)
+    is_open = server.served.token is None
+    if is_open:  # a page whose own name was pointed at this machine (DNS rebinding) has no `Origin` that would show it
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(server.served.names))
+    app.add_middleware(RequestChecks, is_open=is_open)
     return app
 
 

@@ -109,11 +109,25 @@ def _give_back_freed_memory() -> None:
         trim(0)
 
 
-async def while_wanted(request: Request, deadline: float, call: Coroutine[Any, Any, T]) -> T:
+@asynccontextmanager
+async def working(
+    request: Request, call: Coroutine[Any, Any, T]
+) -> AsyncIterator[tuple[asyncio.Task[T], asyncio.Task[None]]]:
+    """Yield the running call, and a task that ends when the client has gone; cancel both at the context's end. The
+    request's body must have been read."""
+    tasks = asyncio.create_task(call), asyncio.create_task(_disconnected(request))
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def with_deadline(request: Request, deadline: float, call: Coroutine[Any, Any, T]) -> T:
     """Return the call's result; cancel it at the deadline (``Refusal`` 504) or when the client has gone (499). The
     request's body must have been read."""
-    task, gone = asyncio.ensure_future(call), asyncio.ensure_future(disconnected(request))
-    try:
+    async with working(request, call) as (task, gone):
         timeout_s = max(0.0, deadline - time.monotonic())
         await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -121,14 +135,9 @@ async def while_wanted(request: Request, deadline: float, call: Coroutine[Any, A
         if gone.done():
             raise Refusal(499, "client_gone", "the client went away")
         raise Refusal(504, "deadline", "the deadline passed before the engine was done")
-    finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def disconnected(request: Request) -> None:
-    """Return when the client is gone. The body must have been read."""
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

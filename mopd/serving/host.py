@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -22,8 +22,6 @@ from mopd.engines.interface import (
     Generator,
     Images,
     Incoming,
-    OnRunning,
-    Reception,
     SamplingParams,
     Scorer,
     Scores,
@@ -34,13 +32,19 @@ from mopd.engines.vision import EngineSight
 T = TypeVar("T")
 
 
-class HostedEngine(Scorer, Generator, Described, Protocol):
+class Work(Scorer, Generator, Protocol):
+    """What requests ask for: scores and responses."""
+
+
+class HostedEngine(Work, Described, Protocol):
     """The interface of an engine that a server needs."""
 
     sight: EngineSight | None
     """Vision side of its model; ``None`` for a text model."""
     incoming: Incoming
-    """Its receiver of weights over a process group; a ``ThreadHost`` calls ``receive`` in its thread."""
+    """Its receiver of weights over a process group."""
+    can_sleep: bool
+    """Whether it was started so that it can release its memory for a while."""
 
     @property
     def weight_slots(self) -> Mapping[str, Tensor]:
@@ -67,24 +71,6 @@ class HostedEngine(Scorer, Generator, Described, Protocol):
         """End what the engine has started."""
         ...
 
-
-class BlockingEngine(HostedEngine, Protocol):
-    """The interface of an engine that a ``ThreadHost`` needs."""
-
-    def interrupt(self) -> None:
-        """Let the running ``generate`` hand back what it has. Called from another thread."""
-        ...
-
-
-@runtime_checkable
-class CanSleep(Protocol):
-    """An engine that may be able to release its memory for a while."""
-
-    @property
-    def can_sleep(self) -> bool:
-        """Whether it was started so that it can."""
-        ...
-
     async def sleep(self) -> None:
         """Release the memory; no work is done until ``wake_up``. Weights that come from a student are lost."""
         ...
@@ -95,14 +81,24 @@ class CanSleep(Protocol):
         ...
 
 
+class BlockingEngine(HostedEngine, Protocol):
+    """The interface of an engine that a ``ThreadHost`` needs."""
+
+    def interrupt(self) -> None:
+        """Let the running ``generate`` hand back what it has. Called from another thread."""
+        ...
+
+
 class EngineHost:
     """Host of an engine that batches by itself and never blocks the event loop (vLLM)."""
 
     swaps_between_calls = False
-    """Whether ``swap_weights`` with ``finish`` may come at any time: after the running call, before waiting ones."""
+    """Whether ``between_calls`` may come at any time: it runs after the running call, before waiting ones."""
 
     def __init__(self, engine: HostedEngine) -> None:
         self.engine = engine
+        self.work: Work = engine
+        """Takes requests for scores and responses."""
 
     async def start(self) -> None:
         """Start on the server's event loop. Call before the first call of the engine."""
@@ -110,40 +106,10 @@ class EngineHost:
     async def close(self) -> None:
         """Cancel waiting work. Call after the last call of the engine."""
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-    ) -> list[Scores]:
-        """Score with the engine (``Scorer.score``)."""
-        return await self.engine.score(tokens, prompt_lengths, top_k=top_k, temperature=temperature, images=images)
-
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        told: Told | None = None,
-        images: Images = None,
-    ) -> list[Generation]:
-        """Draw responses with the engine (``Generator.generate``)."""
-        return await self.engine.generate(prompts, sampling, seeds, told=told, images=images)
-
-    async def swap_weights(self, prepared: Any, weight_version: int, *, on_running: OnRunning) -> None:
-        """Answer with prepared weights from now on. With ``finish`` no other call may be running."""
-        await self.engine.swap_weights(prepared, weight_version)
-
-    async def receive_weights(
-        self, weight_version: int, *, verify: bool, patience_s: float, on_running: OnRunning, ready: Callable[[], None]
-    ) -> Reception:
-        """Replace all weights by what the engine's group sends (``Incoming.receive``), under the conditions of
-        ``swap_weights``. ``ready`` is called on this event loop."""
-        return await self.engine.incoming.receive(weight_version, verify=verify, patience_s=patience_s, ready=ready)
+    async def between_calls(self, change: Callable[[], Coroutine[Any, Any, T]], *, interrupt: bool) -> T:
+        """Return the result of ``change``, which gives the engine new weights. Unless it may ``interrupt`` requests, no
+        other call may be running."""
+        return await change()
 
 
 _Call = Callable[[list[Any], Callable[..., object]], Coroutine[Any, Any, list[Any]]]
@@ -161,8 +127,8 @@ class _Job:
     num_tokens: int
     call: _Call
     result: asyncio.Future[list[Any]]
-    told: Callable[[int, Any], None] | None = None
-    """``told(i, result)`` for item i, called on the host's event loop as soon as it is known."""
+    on_result: Callable[[int, Any], None] | None = None
+    """``on_result(i, result)`` for item i, called on the host's event loop as soon as it is known."""
 
 
 class ThreadHost(EngineHost):
@@ -177,13 +143,18 @@ class ThreadHost(EngineHost):
 
     def __init__(self, engine: BlockingEngine, *, max_batch_tokens: int) -> None:
         super().__init__(engine)
-        self._blocking = engine
+        self._blocking, self.work = engine, self
         self._max_batch_tokens = max_batch_tokens
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._computing = threading.Event()
         self._waiting: deque[_Job] = deque()
         self._arrival = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the engine's weights."""
+        return self.engine.weight_version
 
     @property
     def is_computing(self) -> bool:
@@ -212,7 +183,7 @@ class ThreadHost(EngineHost):
         temperature: float,
         images: Images = None,
     ) -> list[Scores]:
-        """Score in the engine's thread, joined with waiting requests of the same kind."""
+        """Score in the engine's thread (``Scorer.score``), joined with waiting requests of the same kind."""
 
         async def call(items: list[Item[Tensor]], _: Any) -> list[Scores]:
             sequences, starts, own = split(items)
@@ -230,7 +201,7 @@ class ThreadHost(EngineHost):
         told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
-        """Draw responses in the engine's thread, joined with waiting requests of the same kind."""
+        """Draw responses in the engine's thread (``Generator.generate``), joined as those of ``score``."""
 
         async def call(items: list[Item[Sequence[int]]], tell: Told) -> list[Generation]:
             texts, numbers, own = split(items)
@@ -240,38 +211,15 @@ class ThreadHost(EngineHost):
         num_tokens = sum(map(len, prompts)) + len(prompts) * sampling.max_new_tokens
         return await self._submit(("generate", sampling), items, num_tokens, call, told)
 
-    async def swap_weights(self, prepared: Any, weight_version: int, *, on_running: OnRunning) -> None:
-        """Swap the weights as the very next call: waiting requests are done with the new ones."""
-
-        async def swap() -> None:
-            await self.engine.swap_weights(prepared, weight_version)
-
-        await self._next(swap, on_running)
-
-    async def receive_weights(
-        self, weight_version: int, *, verify: bool, patience_s: float, on_running: OnRunning, ready: Callable[[], None]
-    ) -> Reception:
-        """Receive weights as the very next call, as ``swap_weights``."""
-        loop = asyncio.get_running_loop()
-
-        async def receive() -> Reception:
-            return await self.engine.incoming.receive(
-                weight_version,
-                verify=verify,
-                patience_s=patience_s,
-                ready=lambda: loop.call_soon_threadsafe(ready),
-            )
-
-        return await self._next(receive, on_running)
-
-    async def _next(self, work: Callable[[], Coroutine[Any, Any, T]], on_running: OnRunning) -> T:
+    async def between_calls(self, change: Callable[[], Coroutine[Any, Any, T]], *, interrupt: bool) -> T:
+        """Run ``change`` in the engine's thread as the very next call: waiting requests are done after it."""
         results: list[T] = []
 
         async def call(_: list[Any], __: Any) -> list[Any]:
-            results.append(await work())
+            results.append(await change())
             return []
 
-        if on_running == "continue":
+        if interrupt:
             self._blocking.interrupt()
         # a key of its own: no other job can join this call
         await self._submit(object(), [], 0, call, is_next=True)
@@ -308,7 +256,7 @@ class ThreadHost(EngineHost):
                 continue
             items = [item for job in batch for item in job.items]
             try:
-                work = functools.partial(self._compute, batch[0].call, items, _teller(batch, loop))
+                work = functools.partial(self._compute, batch[0].call, items, _reporter(batch, loop))
                 results = await loop.run_in_executor(self._pool, work)
             except asyncio.CancelledError:
                 for job in batch:
@@ -352,14 +300,14 @@ class ThreadHost(EngineHost):
         return batch
 
 
-def _teller(batch: Sequence[_Job], loop: asyncio.AbstractEventLoop) -> Callable[[int, Any], None]:
+def _reporter(batch: Sequence[_Job], loop: asyncio.AbstractEventLoop) -> Callable[[int, Any], None]:
     """Return ``tell(i, result)`` of a joined call, where i counts the items of all jobs. Thread-safe."""
     owners = [(job, i) for job in batch for i in range(len(job.items))]
 
     def pass_on(place: int, result: Any) -> None:
         job, i = owners[place]
-        if job.told is not None and not job.result.done():
-            job.told(i, result)
+        if job.on_result is not None and not job.result.done():
+            job.on_result(i, result)
 
     def tell(place: int, result: Any) -> None:
         loop.call_soon_threadsafe(pass_on, place, result)

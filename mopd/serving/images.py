@@ -23,28 +23,27 @@ from mopd.serving.errors import Refusal, bad_request
 MAX_KEPT_BYTES = 2**29
 """Bytes of kept files; beyond them the least recently requested images are dropped."""
 
-_Kept = tuple[bytes, int, int]
+_CachedImage = tuple[bytes, int, int]
 """File, height and width."""
 
 
-class KeptImages:
+class ImageCache:
     """Kept images of one server. Not thread-safe: use from one event loop."""
 
     def __init__(self, sight: EngineSight | None, name: str, *, max_bytes: int = MAX_KEPT_BYTES) -> None:
         """``sight`` is the engine's, ``name`` its model's."""
-        self._sight, self._name, self._max_bytes = sight, name, max_bytes
-        self._files: OrderedDict[bytes, _Kept] = OrderedDict()
-        self._turn = asyncio.Lock()
+        self._vision, self._name, self._max_bytes = sight, name, max_bytes
+        self._files: OrderedDict[bytes, _CachedImage] = OrderedDict()
+        self._decoding = asyncio.Lock()
         self.num_bytes = 0
 
-    def require_sight(self) -> None:
+    def require_vision(self) -> None:
         """Raise ``Refusal`` 400 if the engine's model sees no images."""
-        if self._sight is None:
+        if self._vision is None:
             raise bad_request(f"{self._name}: {NO_VISION}")
 
     async def add(self, files: Sequence[bytes]) -> None:
         """Keep these files. ``Refusal`` 400 for the first one that cannot be used; those before it are kept."""
-        self.require_sight()
         from mopd.data.image_files import digest_of, image_size, read_rgb  # Pillow, which models of text never need
 
         for content in files:
@@ -54,7 +53,7 @@ class KeptImages:
                 continue
             place = f"image {digest.hex()}"
             try:
-                async with self._turn:  # one decoded image at a time
+                async with self._decoding:  # one decoded image at a time
                     await asyncio.to_thread(read_rgb, content, place)
                 height, width = image_size(content, place)
             except UserError as error:
@@ -73,7 +72,7 @@ class KeptImages:
         if not any(named):
             self._check(sequences, None)
             return None
-        self.require_sight()
+        self.require_vision()
         unknown = {digest for own in named for digest, _ in own if digest not in self._files}
         if unknown:
             message = f"{len(unknown)} images are not here: send them to /v1/images and ask again"
@@ -83,10 +82,10 @@ class KeptImages:
         return images
 
     def _image(self, digest: bytes, grid: tuple[int, int, int]) -> PromptImage:
-        assert self._sight is not None
+        assert self._vision is not None
         content, height, width = self._files[digest]
         self._files.move_to_end(digest)
-        own = self._sight.processing.grid(height, width)
+        own = self._vision.processing.grid(height, width)
         if own != grid:
             raise bad_request(
                 f"image {digest.hex()} has the grid {list(own)} here, {list(grid)} for who asks: give both sides one "
@@ -95,9 +94,9 @@ class KeptImages:
         return PromptImage(digest=digest, grid=grid, load=partial(bytes, content))
 
     def _check(self, sequences: Sequence[Any], images: Images) -> None:
-        if self._sight is not None:  # a bad request must not spoil the call that it shares
+        if self._vision is not None:  # a bad request must not spoil the call that it shares
             try:
-                check_images(self._sight, sequences, images, name=self._name)
+                check_images(self._vision, sequences, images, name=self._name)
             except (ValueError, EngineRejected) as error:
                 raise bad_request(one_line(error)) from error
 

@@ -40,12 +40,12 @@ class ServerMetrics:
         self.generated_tokens = Counter("mopd_generated_tokens", "Response tokens drawn.", registry=self._registry)
         self.received_bytes = Counter("mopd_received_bytes", "Bytes of request bodies.", registry=self._registry)
         self.sent_bytes = Counter("mopd_sent_bytes", "Bytes of msgpack answers.", registry=self._registry)
-        queued = Gauge("mopd_queued_tokens", "Tokens admitted and not answered.", registry=self._registry)
-        queued.set_function(lambda: admission.queued_tokens)
-        running = Gauge("mopd_running_requests", "Requests at the engine or waiting for it.", registry=self._registry)
-        running.set_function(lambda: admission.num_running)
-        version = Gauge("mopd_weight_version", "Version of the weights that answer.", registry=self._registry)
-        version.set_function(lambda: updates.weight_version)
+        for name, text, value in (
+            ("mopd_queued_tokens", "Tokens admitted and not answered.", lambda: admission.queued_tokens),
+            ("mopd_running_requests", "Requests at the engine or waiting for it.", lambda: admission.num_running),
+            ("mopd_weight_version", "Version of the weights that answer.", lambda: updates.weight_version),
+        ):
+            Gauge(name, text, registry=self._registry).set_function(value)
 
     def counted(self, path: str, handler: Handler) -> Handler:
         """Wrap ``handler``: count its requests, log its faults and answer them with 500. An exception that reaches

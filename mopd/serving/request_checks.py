@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
-from fastapi import FastAPI
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mopd.serving.errors import Refusal
@@ -60,11 +57,3 @@ class RequestChecks:
             message = "requests of web pages (Origin) are refused: use another client, or start with --token-file"
             return Refusal(403, "forbidden", message)
         return None
-
-
-def add_request_checks(app: FastAPI, *, is_open: bool, names: Sequence[str]) -> None:
-    """Put ``RequestChecks`` around ``app``. For an open server also check the name by which the client calls it: a page
-    whose own name was pointed at this machine (DNS rebinding) has no ``Origin`` that would show it."""
-    if is_open:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(names))
-    app.add_middleware(RequestChecks, is_open=is_open)

@@ -48,7 +48,7 @@ async def serve(served: Served, address: Address, listener: socket.socket, regis
     def end() -> None:
         server.should_exit = True
 
-    def tell() -> None:
+    def announce() -> None:
         url = address.announce(listener)
         if registrar is not None:
             registrar.begin(url, served.manifest or {})
@@ -60,7 +60,7 @@ async def serve(served: Served, address: Address, listener: socket.socket, regis
 
     engine_server = EngineServer(dataclasses.replace(served, on_dead=end))
     config = ServerConfig(create_app(engine_server), served.limits)
-    server = _Server(config, on_ready=tell, on_exit=leave)
+    server = _Server(config, on_ready=announce, on_exit=leave)
     try:
         await server.serve(sockets=[listener])
     finally:

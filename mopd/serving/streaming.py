@@ -23,7 +23,7 @@ from mopd.engines.wire.frames import frame
 from mopd.engines.wire.limits import CONTENT_TYPE
 from mopd.engines.wire.messages import GenerateAnswer, GenerateFailure, GenerateRequest, encode
 from mopd.serving.admission import Reservation
-from mopd.serving.bodies import disconnected, send_slices
+from mopd.serving.bodies import send_slices, working
 from mopd.serving.errors import Refusal
 from mopd.serving.metrics import ServerMetrics
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 async def frames_of(
-    asked: GenerateRequest,
+    message: GenerateRequest,
     draw: Callable[[Told], Awaitable[list[Generation]]],
     *,
     request: Request,
@@ -48,7 +48,7 @@ async def frames_of(
     Raises:
         Refusal: 499, 504, or what ``draw`` raises.
     """
-    checksum = asked.checksum
+    checksum = message.checksum
     done: asyncio.Queue[tuple[int, Generation] | None] = asyncio.Queue()
     known: set[int] = set()
 
@@ -61,26 +61,24 @@ async def frames_of(
             if i not in known:
                 told(i, generation)
 
-    task, gone = asyncio.ensure_future(work()), asyncio.ensure_future(disconnected(request))
-    for ending in (task, gone):
-        # `None` wakes the loop below when the engine or the client has ended; responses queued before it are sent first
-        ending.add_done_callback(lambda _: done.put_nowait(None))
     try:
-        for _ in range(len(asked.lengths)):
-            item = await _next(done, deadline)
-            if item is None:
-                if not task.done():
-                    raise Refusal(499, "client_gone", "the client went away")
-                await task
-                raise RuntimeError(f"the engine answered {len(known)} of {len(asked.lengths)} samples")
-            i, generation = item
-            metrics.generated_tokens.inc(len(generation.tokens))
-            yield frame(encode(_answer(checksum, i, generation)))
-            reservation.release(num_tokens=int(asked.lengths[i]), num_sequences=1)
+        async with working(request, work()) as (task, gone):
+            for ending in (task, gone):
+                # `None` wakes the loop below when the engine or the client has ended; responses queued before it are
+                # sent first
+                ending.add_done_callback(lambda _: done.put_nowait(None))
+            for _ in range(len(message.lengths)):
+                item = await _next(done, deadline)
+                if item is None:
+                    if not task.done():
+                        raise Refusal(499, "client_gone", "the client went away")
+                    await task
+                    raise RuntimeError(f"the engine answered {len(known)} of {len(message.lengths)} samples")
+                i, generation = item
+                metrics.generated_tokens.inc(len(generation.tokens))
+                yield frame(encode(_answer(checksum, i, generation)))
+                reservation.release(num_tokens=int(message.lengths[i]), num_sequences=1)
     finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
         reservation.release()
 
 

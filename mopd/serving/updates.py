@@ -23,23 +23,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from fastapi import Request
-from fastapi.responses import Response
+from typing import Any
 
 from mopd.base.files.json_text import parse_json
 from mopd.base.text import one_line
-from mopd.engines.interface import OnRunning, Reception, WeightsLost
-from mopd.engines.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
-from mopd.engines.wire.messages import Message, MessageT, WireError, encode
+from mopd.engines.interface import Reception, WeightsLost
+from mopd.engines.wire.messages import WireError
 from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
 from mopd.engines.wire.weights import NO_CONSTANTS, Staging, WeightBegin, WeightChunk, WeightCommit, WeightVersion
 from mopd.serving.admission import Admission
-from mopd.serving.bodies import BodyReader
 from mopd.serving.errors import Refusal, bad_request, busy, stale_weights
 from mopd.serving.host import EngineHost
 from mopd.weights.buckets import from_json
@@ -55,6 +50,8 @@ MAX_JOIN_BYTES, MAX_JOIN_VALUES = 2**24, 2_000_000
 """Bytes and values of the list of tensors: some hundred thousand tensors."""
 QUIT_S = 3.0
 """Seconds for waiting work to end after its group was left."""
+CONTINUE = "continue"
+"""What a message's ``on_running`` says where running requests need not end first; whatever else: they do."""
 _NO_UPDATE = "no such weight update: it was replaced, or silent for too long"
 
 
@@ -72,11 +69,12 @@ class _Update:
 class WeightUpdates:
     """The version that a server answers with, and the update in progress."""
 
-    def __init__(self, host: EngineHost, admission: Admission, *, has_weights: bool, fixed: bool) -> None:
-        """``has_weights``: the engine can answer now; ``fixed`` weights (a teacher's) are never updated."""
+    def __init__(self, host: EngineHost, admission: Admission, *, fixed: bool) -> None:
+        """``fixed`` weights (a teacher's) are there from the start and never updated."""
         self._host, self._admission = host, admission
-        self._has_weights, self._fixed = has_weights, fixed
-        self._weight_version = -1
+        self._has_weights = self._fixed = fixed
+        self.weight_version = -1
+        """Version of the weights that answer; -1 for the checkpoint's, or none."""
         self._constants = NO_CONSTANTS
         self._update: _Update | None = None
         self._is_loading = False
@@ -92,27 +90,23 @@ class WeightUpdates:
         return self._update is not None or self._is_loading
 
     @property
-    def weight_version(self) -> int:
-        """Version of the weights that answer; -1 for the checkpoint's, or none."""
-        return self._weight_version
-
-    @property
-    def constants(self) -> bytes:
-        """Digest of the serving weights' constants, which no update need bring again; empty for none."""
-        return self._constants.digest
+    def version(self) -> WeightVersion:
+        """The message that names the serving weights, and the digest of their constants, which no update need bring
+        again."""
+        return WeightVersion(weight_version=self.weight_version, constants=self._constants.digest)
 
     def require(self, weight_version: int) -> None:
         """Raise ``Refusal`` 409 unless the engine answers with exactly this version."""
-        if self._weight_version > weight_version:
-            raise stale_weights(f"the server has weights {self._weight_version}, not {weight_version}")
+        if self.weight_version > weight_version:
+            raise stale_weights(f"the server has weights {self.weight_version}, not {weight_version}")
         self.require_at_least(weight_version)
 
     def require_at_least(self, weight_version: int) -> None:
         """Raise ``Refusal`` 409 if the engine has older weights."""
         if not self._has_weights:
             raise stale_weights("the server has no weights yet")
-        if weight_version > self._weight_version:
-            raise stale_weights(f"the server has weights {self._weight_version}, not {weight_version}")
+        if weight_version > self.weight_version:
+            raise stale_weights(f"the server has weights {self.weight_version}, not {weight_version}")
 
     def require_receiving(self) -> None:
         """Raise ``Refusal`` 409 unless an update is arriving, 403 if the weights are fixed."""
@@ -120,7 +114,7 @@ class WeightUpdates:
         if self._update is None:
             raise stale_weights(_NO_UPDATE)
 
-    def begin(self, message: WeightBegin) -> None:
+    async def begin(self, message: WeightBegin) -> None:
         """Begin an update: its chunks may come from now on. It replaces one that is arriving."""
         self.require_updatable()
         self._admission.require_open_to_weights()
@@ -132,7 +126,7 @@ class WeightUpdates:
             silence=self._alarm(),
         )
 
-    def add(self, chunk: WeightChunk) -> None:
+    async def add(self, chunk: WeightChunk) -> None:
         """Keep a chunk aside. A bad one ends the update (400)."""
         update = self._current(chunk.update_id, of_chunk=True)
         try:
@@ -156,15 +150,11 @@ class WeightUpdates:
         self._update = None
         self._is_loading = True
         try:
-            kept = update.staging.kept
-            async with self._host.engine.prepared_weights(tensors.items(), kept=kept) as prepared:
-                on_running: OnRunning = "continue" if message.on_running == "continue" else "finish"
-                # an engine that sleeps runs nothing: there is nothing to wait for
-                if on_running == "continue" or self._host.swaps_between_calls or self._admission.takes_weights:
-                    self._admission.require_open_to_weights()
-                    await self._swap(prepared, update, on_running)
-                else:
-                    await self._swap_when_idle(prepared, update)
+            async with (
+                self._host.engine.prepared_weights(tensors.items(), kept=update.staging.kept) as prepared,
+                self._ready_to_swap(update.weight_version, message.on_running),
+            ):
+                await self._swap(prepared, update, interrupt=message.on_running == CONTINUE)
         finally:
             self._is_loading = False
 
@@ -234,45 +224,47 @@ class WeightUpdates:
             raise stale_weights(_NO_UPDATE)
         # shielded: a sender that gives up waiting must not cancel a reception that is half done
         reception = await asyncio.shield(self._reception)
-        if self._weight_version != message.weight_version:
+        if self.weight_version != message.weight_version:
             raise stale_weights(_NO_UPDATE)
-        return WeightReceived(weight_version=self._weight_version, wait_s=reception.wait_s, load_s=reception.load_s)
+        return WeightReceived(weight_version=self.weight_version, wait_s=reception.wait_s, load_s=reception.load_s)
 
     async def _receive(self, message: WeightStart, ready: Callable[[], None]) -> Reception:
-        on_running: OnRunning = "continue" if message.on_running == "continue" else "finish"
-        try:
-            if on_running == "continue" or self._host.swaps_between_calls or self._admission.takes_weights:
-                return await self._take(message, on_running, ready)
-            async with self._idle(message.weight_version):
-                return await self._take(message, on_running, ready)
-        finally:
-            self._is_loading = False
-
-    async def _take(self, message: WeightStart, on_running: OnRunning, ready: Callable[[], None]) -> Reception:
         """Receive the weights and serve them. A failure leaves the engine without weights."""
+        loop = asyncio.get_running_loop()
 
         def stopped() -> None:
-            self._has_weights, self._weight_version, self._constants = False, -1, NO_CONSTANTS
+            self._lose()
             ready()
 
-        try:
-            reception = await self._host.receive_weights(
+        async def receive() -> Reception:
+            return await self._host.engine.incoming.receive(
                 message.weight_version,
                 verify=message.verify,
                 patience_s=message.patience_s,
-                on_running=on_running,
-                ready=stopped,
+                ready=lambda: loop.call_soon_threadsafe(stopped),
             )
+
+        try:
+            async with self._ready_to_swap(message.weight_version, message.on_running):
+                reception = await self._host.between_calls(receive, interrupt=message.on_running == CONTINUE)
+                self._has_weights, self.weight_version = True, message.weight_version
+                return reception
         except WeightsLost as error:
             self._group_id = ""
             logger.warning("weights %d did not arrive: %s", message.weight_version, one_line(error))
             raise stale_weights(f"weights {message.weight_version} did not arrive: {one_line(error)}") from error
-        self._has_weights, self._weight_version = True, message.weight_version
-        return reception
+        finally:
+            self._is_loading = False
 
     @asynccontextmanager
-    async def _idle(self, weight_version: int) -> AsyncIterator[None]:
-        """Wait until nothing runs, and admit nothing inside the context."""
+    async def _ready_to_swap(self, weight_version: int, on_running: str) -> AsyncIterator[None]:
+        """Wait until the weights may change. Where running requests have to end first, nothing is admitted until the
+        context ends."""
+        # an engine that sleeps runs nothing: there is nothing to wait for
+        if on_running == CONTINUE or self._host.swaps_between_calls or self._admission.takes_weights:
+            self._admission.require_open_to_weights()
+            yield
+            return
         self._admission.pause(busy(f"weights {weight_version} wait for what runs", retry_after_s=RETRY_AFTER_S))
         try:
             await self._admission.wait_idle(self._admission.limits.request_timeout_s)
@@ -284,32 +276,29 @@ class WeightUpdates:
         if not group_id or group_id != self._group_id:
             raise stale_weights("the server is not in this group: it was left, or closed by a failure")
 
-    async def _swap_when_idle(self, prepared: Any, update: _Update) -> None:
-        async with self._idle(update.weight_version):
-            await self._swap(prepared, update, "finish")
-
     def forget(self) -> None:
         """Record that the engine, which sleeps, has lost the weights of updates."""
         if not self._fixed:
-            self._has_weights, self._weight_version, self._constants = False, -1, NO_CONSTANTS
+            self._lose()
 
-    async def _swap(self, prepared: Any, update: _Update, on_running: OnRunning) -> None:
+    def _lose(self) -> None:
+        self._has_weights, self.weight_version, self._constants = False, -1, NO_CONSTANTS
+
+    async def _swap(self, prepared: Any, update: _Update, *, interrupt: bool) -> None:
         """Swap in prepared weights. Requests that come meanwhile wait for the engine, and are answered with the new
         ones.
 
         A failure leaves no weights, and no constants: half of them may be new.
         """
-        weight_version = update.weight_version
+        version, engine = update.weight_version, self._host.engine
         try:
-            await self._host.swap_weights(prepared, weight_version, on_running=on_running)
-            if self._host.engine.weight_version != weight_version:
-                raise RuntimeError(
-                    f"the engine has weights {self._host.engine.weight_version} after {weight_version} were loaded"
-                )
+            await self._host.between_calls(lambda: engine.swap_weights(prepared, version), interrupt=interrupt)
+            if engine.weight_version != version:
+                raise RuntimeError(f"the engine has weights {engine.weight_version} after {version} were loaded")
         except BaseException:
-            self._has_weights, self._weight_version, self._constants = False, -1, NO_CONSTANTS
+            self._lose()
             raise
-        self._has_weights, self._weight_version, self._constants = True, weight_version, update.staging.constants
+        self._has_weights, self.weight_version, self._constants = True, version, update.staging.constants
 
     def require_updatable(self) -> None:
         """Raise ``Refusal`` 403 if the weights are fixed, 409 while an update is being loaded."""
@@ -342,70 +331,3 @@ class WeightUpdates:
         if self._update is not None:
             self._update.silence.cancel()
             self._update = None
-
-
-class Read(Protocol):
-    """Reader of a request's message."""
-
-    async def __call__(
-        self, request: Request, cls: type[MessageT], max_bytes: int, bodies: BodyReader | None = None
-    ) -> MessageT:
-        """Return the message. ``bodies`` reads bodies that may be large."""
-        ...
-
-
-class WeightRoutes:
-    """Handlers of the messages of weight updates."""
-
-    def __init__(
-        self, updates: WeightUpdates, read: Read, large: BodyReader, call: Callable[[Awaitable[Any]], Awaitable[Any]]
-    ) -> None:
-        """``call`` awaits work of the engine and turns its errors into refusals."""
-        self._updates, self._read, self._large, self._call = updates, read, large, call
-
-    @property
-    def handlers(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
-        """Handlers by path."""
-        names = ("begin", "chunk", "commit", "join", "start", "finish")
-        return {f"/v1/weights/{name}": getattr(self, name) for name in names}
-
-    async def begin(self, request: Request) -> Response:
-        """Take the first message of a weight update."""
-        self._updates.begin(await self._read(request, WeightBegin, SMALL_BYTES))
-        return self._version()
-
-    async def chunk(self, request: Request) -> Response:
-        """Take tensors of a weight update. Their large body is read only during an update, and one at a time."""
-        self._updates.require_receiving()
-        self._updates.add(await self._read(request, WeightChunk, MAX_CHUNK_BYTES, self._large))
-        return self._version()
-
-    async def commit(self, request: Request) -> Response:
-        """Take the last message of a weight update; answer when the new weights serve."""
-        message = await self._read(request, WeightCommit, SMALL_BYTES)
-        await self._call(self._updates.commit(message))
-        return self._version()
-
-    async def join(self, request: Request) -> Response:
-        """Enter a group over which weights will come."""
-        self._updates.require_not_fixed()
-        message = await self._read(request, WeightJoin, MAX_JOIN_BYTES, self._large)
-        await self._call(self._updates.join(message))
-        return self._version()
-
-    async def start(self, request: Request) -> Response:
-        """Stop for weights from the group; answer when the engine waits for them."""
-        await self._call(self._updates.start(await self._read(request, WeightStart, SMALL_BYTES)))
-        return self._version()
-
-    async def finish(self, request: Request) -> Response:
-        """Answer when the weights from the group serve."""
-        message = await self._read(request, WeightFinish, SMALL_BYTES)
-        return _answer(await self._call(self._updates.finish(message)))
-
-    def _version(self) -> Response:
-        return _answer(WeightVersion(weight_version=self._updates.weight_version, constants=self._updates.constants))
-
-
-def _answer(message: Message) -> Response:
-    return Response(encode(message), media_type=CONTENT_TYPE)

@@ -208,12 +208,12 @@ class RemoteEngine:
         await self._http.call("GET", "/health", None, MAX_SMALL_BYTES, timeout_s=timeout_s)
 
     async def sleep(self) -> None:
-        """Let the server release its GPU memory (``CanSleep``); ``EngineRejected`` if its engine cannot."""
+        """Let the server release its GPU memory; ``EngineRejected`` if its engine cannot."""
         await self._http.call("POST", "/v1/sleep", b"", MAX_SMALL_BYTES)
         self.weight_version, self.constants = -1, b""  # a rollout's weights are gone; a teacher's are always -1
 
     async def wake_up(self, *, weights_only: bool = False) -> None:
-        """Undo ``sleep``, or only its weights' part (``CanSleep``)."""
+        """Undo ``sleep``, or only its weights' part."""
         await self._http.call("POST", "/v1/wake" + "/weights" * weights_only, b"", MAX_SMALL_BYTES)
 
     async def close(self) -> None:

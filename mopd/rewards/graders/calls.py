@@ -27,7 +27,7 @@ from typing import Any, TextIO
 PR_SET_DUMPABLE = 4
 MAX_LINE = 32 * 2**20
 """Characters of one call or result."""
-MAX_SAID = 200
+MAX_MESSAGE = 200
 PREAMBLE = """
 from typing import *
 from string import *
@@ -101,7 +101,7 @@ class Link:
         kind = getattr(builtins, str(answer["raised"]), None)
         # an AssertionError of the program must not pass for one of the tests
         known = isinstance(kind, type) and issubclass(kind, Exception) and kind is not AssertionError
-        raise (kind if known else RuntimeError)(f"{answer['raised']}: {answer['said']}")  # type: ignore[misc]
+        raise (kind if known else RuntimeError)(f"{answer['raised']}: {answer['message']}")  # type: ignore[misc]
 
     def serve(self) -> None:
         """Answer requests until the tests have ended."""
@@ -113,7 +113,7 @@ class Link:
             try:
                 self.send({"result": self._perform(request)})
             except Exception as error:
-                self.send({"raised": type(error).__name__, "said": str(error)[:MAX_SAID]})
+                self.send({"raised": type(error).__name__, "message": str(error)[:MAX_MESSAGE]})
 
     def _encode(self, value: Any) -> Any:
         """Return JSON: plain values by their own type or the plain one that they descend from, all others by their
@@ -164,12 +164,12 @@ class Link:
 
 def run_program(link: Link) -> None:
     """Run the program, send its names, and answer calls of them."""
-    asked = link.receive()
+    task = link.receive()
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    exec(compile(asked["preamble"], "preamble", "exec"), module.__dict__)
+    exec(compile(task["preamble"], "preamble", "exec"), module.__dict__)
     preamble = dict(module.__dict__)
-    exec(compile(asked["program"], "program.py", "exec"), module.__dict__)
+    exec(compile(task["program"], "program.py", "exec"), module.__dict__)
     names = {
         name: value
         for name, value in vars(module).items()
@@ -179,24 +179,24 @@ def run_program(link: Link) -> None:
     link.serve()
 
 
-def run_tests(link: Link, asked: dict[str, Any]) -> str:
+def run_tests(link: Link, task: dict[str, Any]) -> str:
     """Run the tests; return an empty text if all pass, else what failed."""
-    is_call = asked["kind"] == "calls"
-    link.send({"program": asked["program"], "preamble": PREAMBLE if is_call else ""})
+    is_call = task["kind"] == "calls"
+    link.send({"program": task["program"], "preamble": PREAMBLE if is_call else ""})
     try:
         names = {name: value for name, value in link.receive().items() if name.isidentifier() and name[:2] != "__"}
-        return _call_cases(names, asked) if is_call else _assertions(names, asked)
+        return _call_cases(names, task) if is_call else _assertions(names, task)
     except EOFError as error:
         return str(error)
 
 
-def _assertions(names: dict[str, Any], asked: dict[str, Any]) -> str:
+def _assertions(names: dict[str, Any], task: dict[str, Any]) -> str:
     """Run statements with the program's names.
 
     Names of builtins and of the standard library keep their own meaning, unless the tests use no other name of the
     program (MBPP asks for a function ``sum``).
     """
-    setup, tests = (compile(text, "tests", "exec") for text in (asked["setup"], "\n".join(asked["tests"])))
+    setup, tests = (compile(text, "tests", "exec") for text in (task["setup"], "\n".join(task["tests"])))
     used = _names_of(setup) | _names_of(tests)
     reserved = set(dir(builtins)) | set(sys.stdlib_module_names)
     own = {name: value for name, value in names.items() if name not in reserved}
@@ -209,13 +209,13 @@ def _assertions(names: dict[str, Any], asked: dict[str, Any]) -> str:
         raise
     except Exception as error:
         return f"the tests' setup: {_described(error)}"
-    for text in asked["tests"]:
+    for text in task["tests"]:
         try:
             exec(compile(text, "tests", "exec"), space)
         except EOFError:
             raise
         except Exception as error:
-            return f"{_described(error)}: {text.strip()[:MAX_SAID]}"
+            return f"{_described(error)}: {text.strip()[:MAX_MESSAGE]}"
     return ""
 
 
@@ -224,12 +224,12 @@ def _names_of(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _call_cases(names: dict[str, Any], asked: dict[str, Any]) -> str:
-    name = asked["function"]
+def _call_cases(names: dict[str, Any], task: dict[str, Any]) -> str:
+    name = task["function"]
     function = getattr(names["Solution"](), name) if "Solution" in names else names.get(name)
     if not isinstance(function, Remote):
         return f"it defines no function {name!r}"
-    for number, (args, accepted) in enumerate(asked["cases"]):
+    for number, (args, accepted) in enumerate(task["cases"]):
         try:
             result = _as_json(function(*args))
         except EOFError:
@@ -249,7 +249,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:MAX_SAID]}" if str(error) else type(error).__name__
+    return f"{type(error).__name__}: {str(error)[:MAX_MESSAGE]}" if str(error) else type(error).__name__
 
 
 def main(role: str, read_fd: int, write_fd: int, verdict_fd: int | None = None) -> None:
@@ -262,8 +262,8 @@ def main(role: str, read_fd: int, write_fd: int, verdict_fd: int | None = None) 
         return
     assert verdict_fd is not None
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # without Landlock this keeps its memory its own
-    asked = json.load(sys.stdin)
-    problem = run_tests(link, asked)
+    task = json.load(sys.stdin)
+    problem = run_tests(link, task)
     os.write(verdict_fd, json.dumps({"passed": not problem, "problem": problem}).encode())
 
 

@@ -80,7 +80,7 @@ def _runs(sandbox: Sandbox, program: str, cases: list[list[str]]) -> str:
             problem = running.wait()
             if problem:
                 return f"case {number}: {problem}"
-            if not same_output(running.said(running.output), expected):
+            if not same_output(running.read_output(running.output), expected):
                 return f"case {number}: another output than the expected one"
         finally:
             running.end()
@@ -105,10 +105,10 @@ def _calls(sandbox: Sandbox, program: str, tests: dict[str, Any]) -> str:
         problem = running[1].wait()
         if problem:
             return f"the tests did not end: {problem}"
-        said = json.loads(os.read(verdict, MAX_VERDICT) or '{"problem": "the tests gave no verdict"}')
-        if said["problem"].startswith("the program has ended"):
-            return f"{said['problem']}: {running[0].wait()}"
-        return "" if said.get("passed") is True else str(said["problem"])
+        outcome = json.loads(os.read(verdict, MAX_VERDICT) or '{"problem": "the tests gave no verdict"}')
+        if outcome["problem"].startswith("the program has ended"):
+            return f"{outcome['problem']}: {running[0].wait()}"
+        return "" if outcome.get("passed") is True else str(outcome["problem"])
     finally:
         os.close(verdict)
         for process in running:
@@ -117,15 +117,15 @@ def _calls(sandbox: Sandbox, program: str, tests: dict[str, Any]) -> str:
 
 def same_output(output: str, expected: str) -> bool:
     """Compare line by line without surrounding white space; lines that differ as lists of numbers (LiveCodeBench)."""
-    lines, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
-    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
+    lines, expected_lines = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
+    return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
 
 
-def _same_line(line: str, wanted: str) -> bool:
-    if line == wanted:
+def _same_line(line: str, expected: str) -> bool:
+    if line == expected:
         return True
     try:
-        return [Decimal(word) for word in line.split()] == [Decimal(word) for word in wanted.split()]
+        return [Decimal(word) for word in line.split()] == [Decimal(word) for word in expected.split()]
     except InvalidOperation:
         return False
 
@@ -192,10 +192,10 @@ class Program:
         code = self.process.wait()
         if code < 0:
             return f"it was ended by {signal.Signals(-code).name}"
-        words = [line for line in self.said(self.errors).splitlines() if line.strip()]
-        return "" if code == 0 else f"exit code {code}: {words[-1][:200] if words else 'it wrote nothing to stderr'}"
+        lines = [line for line in self.read_output(self.errors).splitlines() if line.strip()]
+        return "" if code == 0 else f"exit code {code}: {lines[-1][:200] if lines else 'it wrote nothing to stderr'}"
 
-    def said(self, descriptor: int) -> str:
+    def read_output(self, descriptor: int) -> str:
         """Return what it wrote to ``output`` or ``errors``."""
         size = os.fstat(descriptor).st_size
         return os.pread(descriptor, min(size, MAX_FILE_BYTES), 0).decode("utf-8", "replace")

@@ -26,7 +26,7 @@ from mopd.placement import ending, reaper, registered, server_group
 from mopd.placement.ray import cluster
 from mopd.placement.server_group import ServerGroup
 from mopd.rewards import domains as judged
-from mopd.rewards import judge, process, supervisor
+from mopd.rewards import judge, process
 from mopd.rewards.domains import JudgedReward
 from mopd.serving import registration
 from mopd.student import parallel
@@ -52,7 +52,6 @@ CASES = {
     ),
     "a watcher: the end of a server": (ending.WATCHERS_CLOSE_S, server_group.KILL_WAIT_S),
     "a killed server: its reaper": (server_group.KILL_WAIT_S, reaper.TRACKER_S),
-    "rewards: their supervisor": (process.END_S, supervisor.KILL_S),
     "a response: a grader that ends programs": (judged.OVERHEAD_S, judge.GRACE_S),
     "templates: rows of a batch": (rendering.DEADLINE_S, rendering.BATCH_ROWS * rendering.MAX_RENDER_S),
     "TransferQueue: an actor's silence": (

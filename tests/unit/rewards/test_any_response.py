@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
-import re
 import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mopd.base.metrics import MAX_LINE_BYTES, read_jsonl
+from mopd.base.metrics import MAX_LINE_BYTES
 from mopd.config.rewards import (
     CodeConfig,
     JsonSchemaConfig,
@@ -24,15 +20,12 @@ from mopd.config.rewards import (
     RegexConfig,
     RewardConfig,
 )
-from mopd.data_plane.frames import packed, unpacked
-from mopd.orchestrator.preflight.checks import why_not_better
-from mopd.orchestrator.rollout import reward_item
-from mopd.orchestrator.validation import ValidationResult, _example, append_record, plain_examples, record_of
-from mopd.report.build import build_report
+from mopd.orchestrator.validation import _example, plain_examples
 from mopd.rewards import judge
-from mopd.rewards.domains import CHOICES, build_rewards
+from mopd.rewards.domains import build_rewards
 from mopd.rewards.interface import Graded, RewardItem
-from tests.unit.report.conftest import recipe_file, run_dir  # noqa: F401 - fixtures
+from tests.fuzz.test_responses import item as response_item
+from tests.fuzz.test_responses import run_dir, show  # noqa: F401 - a fixture
 from tests.unit.rewards.items import item
 
 ASSERTS = ["assert f() == 1"]
@@ -58,13 +51,11 @@ ENDING: dict[str, tuple[str, str]] = {
     ),
     "exits with one": ("code", '```\nimport sys\ndef f(): sys.exit("\\ud800")\n```'),
     "500 astral characters": ("code", '```\ndef f(): raise ValueError("\\U0010ffff" * 10**6)\n```'),
-    "500 halves": ("code", '```\ndef f(): raise ValueError("\\udbff" * 10**6)\n```'),
     "dies of a signal without a name": ("code", "```\ndef f():\n    import os; os.kill(os.getpid(), 40)\n```"),
     "the program itself": ("code", "```\ndef f(): return '\ud800'\n```"),
     "an escaped key": ("json_schema", '{"\\ud800": "x"}'),
     "a key that is one": ("json_schema", '{"\udc00\x00": "x"}'),
     "an escaped value": ("json_schema", '["\\udfff\\u0000"]'),
-    "no JSON": ("json_schema", "\ud800" * 1000),
     "a match": ("regex", "x\ud800\udc00\ud800"),
     "a match of much": ("regex", "x" + "\U0001f600" * 10_000),
     "a box": ("math", "\\boxed{\ud800}"),
@@ -113,12 +104,12 @@ def test_a_grader_that_cannot_work_is_not_a_wrong_response() -> None:
     def grade(call: dict[str, Any]) -> Any:
         raise call["error"]
 
-    settings = {"num_processes": 2, "timeout_s": 20.0}
+    settings = {"num_processes": 2, "timeout_s": 20.0, "grace_s": 0.0}
     for error in (OSError(28, "no space \ud800"), subprocess.SubprocessError("preexec")):
-        answer = judge.judge(grade, [{"error": error}], settings, grace_s=0.0)
+        answer = judge.judge(grade, [{"error": error}], settings)
         assert answer["item"] == 0 and answer["error"].startswith("could not judge: ")
         answer["error"].encode()
-    answer = judge.judge(grade, [{"error": ValueError("\ud800")}], settings, grace_s=0.0)
+    answer = judge.judge(grade, [{"error": ValueError("\ud800")}], settings)
     assert answer == {"values": [[0.0, None, "ValueError: \\ud800"]]}
 
 
@@ -142,25 +133,9 @@ def test_what_one_response_takes_from_the_others_is_its_own_result(tmp_path: Pat
             raise OSError(28, "No space left on device")
         return 1.0, "x", ""
 
-    settings = {"num_processes": 2, "timeout_s": 600.0}
-    answer = judge.judge(grade, [{"fills": True}, {"fills": False}], settings, grace_s=0.0)
+    settings = {"num_processes": 2, "timeout_s": 600.0, "grace_s": 0.0}
+    answer = judge.judge(grade, [{"fills": True}, {"fills": False}], settings)
     assert answer == {"values": [[0.0, None, "it wrote too much"], [1.0, "x", ""]]}
-
-
-OLD_CHOICES = (
-    CHOICES[0],
-    re.compile(r"\b(?:answer|choice|option)\b(?:\s+is)?\s*:?\s*[*_$]*\(?([A-Za-z])\b(?!['’])", re.I),
-    CHOICES[2],
-    re.compile(r"^[\s*_$]*([A-Z])(?:[.):]|[\s*_$]*$)", re.M),
-)
-"""As they read best; each took the square of the time."""
-WORDS = ("answer", "is", " ", "\n", "\t", "\u2028", "*", "$", "_", ":", "(", "A", "B.", "c", "'s")
-
-
-def test_forms_of_choices_find_what_they_say() -> None:
-    for words in itertools.product(WORDS, repeat=4):
-        text = "".join(words)
-        assert [form.findall(text) for form in CHOICES] == [form.findall(text) for form in OLD_CHOICES], text
 
 
 LONG = {
@@ -191,49 +166,19 @@ def test_a_long_response_takes_no_longer_for_each_character(name: str) -> None:
     assert seconds(10_000) < 10 * seconds(300)
 
 
-class Rows:
-    """A data set of one row, as ``reward_item`` reads it."""
-
-    def row(self, row: int) -> Any:
-        return SimpleNamespace(text="p", ground_truth=None, extra_info=None, domain="code", place="f: row 3")
-
-
 SHOWN = {
     "halves": "\ud800 \udfff",
     "controls": "".join(map(chr, range(32))) + "\x7f\x80\x9b31m\u2028\u202e\u2066",
-    "astral": "\U0010ffff" * 1000,
     "tags": "</pre><script>alert(1)</script>{{ 7 * 7 }}",
     "commas": "," * 2_500_000,
     "brackets": "[{" * 1_500_000,
-    "quotes": '"\\' * 100_000,
-    "urls": "a://b" * 2_000,
 }
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_it_is_shown_in_records_and_report(name: str, run_dir: Any) -> None:  # noqa: F811
-    text = reward_item(Rows(), 0, SHOWN[name]).response  # type: ignore[arg-type]
-    example = _example(item(text), Graded(0.0, text[:500], "it is none"), [])
-    result = ValidationResult(
-        rewards={"code": 0.5},
-        num_samples={"code": 1},
-        truncated_share={"code": 0.0},
-        extracted_share={"code": 1.0},
-        examples={"code": [example]},
-    )
-    record = unpacked(packed(record_of(60, result, wall_s=1.0)))
-    append_record(run_dir / "validation.jsonl", record)
-    assert read_jsonl(run_dir / "validation.jsonl")[-1]["examples"]["code"][0]["response"] == text
-    plain = plain_examples(result.examples, "headroom.json", MAX_LINE_BYTES)
-    (run_dir / "headroom.json").write_text(json.dumps({"code": {"teacher": 0.7, "examples": plain["code"]}}))
-    build_report(run_dir)
-    page = (run_dir / "report.html").read_bytes().decode()
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u202e\u2066]", page) and "alert(1)</script>" not in page
-    nothing = ValidationResult(
-        rewards={"code": 0.0}, num_samples={"code": 1}, truncated_share={"code": 0.0}, extracted_share={"code": 1.0},
-        examples={"code": [example]},
-    )  # fmt: skip
-    assert why_not_better("t", "code", "rewards.code", teacher=nothing, student=nothing).isprintable()
+def test_it_is_shown_in_records_and_report(name: str, run_dir: Path) -> None:  # noqa: F811
+    given = response_item(SHOWN[name], None)
+    show(run_dir, [given], [Graded(0.0, given.response[:500], "it is none")])
 
 
 DEEP: Any = 1

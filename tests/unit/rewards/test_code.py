@@ -142,16 +142,15 @@ HOSTILE: dict[str, str] = {
 }
 TIMEOUT_S = 5.0
 """The honest program starts two Pythons in it, beside hostile ones."""
-MARK = "of-the-hostile-programs"
 
 
 def processes(folder: Path) -> set[str]:
-    """Command lines of what bears the mark or works below ``folder``; rewards of other tests do neither."""
+    """Command lines of what works below ``folder``."""
     found = set()
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # no process, gone, or another user's
             words = (entry / "cmdline").read_text(errors="replace")
-            if words and (MARK in words or os.readlink(entry / "cwd").startswith(str(folder))):
+            if words and os.readlink(entry / "cwd").startswith(str(folder)):
                 found.add(f"{entry.name} {words}")
     return found
 
@@ -161,7 +160,6 @@ def test_hostile_programs_score_0_in_time_and_nothing_is_left(tmp_path: Path, mo
     """As functions and, where that is something else, as whole programs; honest ones among them still pass. A batch
     that is not judged within the sum of its deadlines ends in ``RewardFailed``."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("secrets.token_hex", lambda num_bytes: MARK)
     outside = tmp_path / "outside"
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -208,8 +206,8 @@ os.kill(os.getpid(), 0)
     box = Sandbox(tmp_path / "in", 2**29, time.monotonic() + 20, use_landlock=use_landlock)
     running = box.start(["program.py", str(tmp_path)])
     try:
-        assert running.wait() == "", running.said(running.errors)
-        assert running.said(running.output) == "threads run\n"
+        assert running.wait() == "", running.read_output(running.errors)
+        assert running.read_output(running.output) == "threads run\n"
     finally:
         running.end()
     assert sorted(os.listdir(tmp_path)) == ["in", "kept"] and (tmp_path / "kept").read_text() == "kept"
@@ -223,8 +221,8 @@ def test_a_large_process_with_many_files_starts_programs(tmp_path: Path) -> None
             held.enter_context(open(os.devnull))
         running = Sandbox(tmp_path, 2**29, time.monotonic() + 20).start(["program.py"])
         try:
-            assert running.wait() == "", running.said(running.errors)
-            assert running.said(running.output) == "2\n"
+            assert running.wait() == "", running.read_output(running.errors)
+            assert running.read_output(running.output) == "2\n"
         finally:
             running.end()
 

@@ -159,7 +159,7 @@ def run(folder: Path, source: str, *, size: int = MAX_FILE_BYTES) -> tuple[str, 
     box = Sandbox(folder, 2**30, time.monotonic() + DEADLINE_S)
     running = box.start(["program.py"], stdin=b"")
     try:
-        return running.wait(), running.said(running.output)
+        return running.wait(), running.read_output(running.output)
     finally:
         running.end()
         box.clear()
@@ -222,7 +222,7 @@ def test_what_the_tests_call_is_counted_too(prepare: Callable[[], None] | None) 
 
 
 def test_several_programs_of_a_response_share_the_limit(tmp_path: Path) -> None:
-    half = BODY + "kept = [removed(i) for i in range(3)]\n"
+    half = BODY.replace("f'f{i}'", "f'{os.getpid()} {i}'") + "kept = [removed(i) for i in range(3)]\n"
     (tmp_path / "program.py").write_text(half + "print('held'); sys.stdout.flush(); time.sleep(1000)")
     box = Sandbox(tmp_path, 2**30, time.monotonic() + DEADLINE_S)
     one, other = box.start(["program.py"]), box.start(["program.py"])

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import re
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import pytest
 from mopd.base.files.json_text import parse_json
 from mopd.base.types import UserError
 from mopd.config.rewards import CustomRewardConfig
-from mopd.rewards import process
 from mopd.rewards.child import _run
 from mopd.rewards.domains import CustomReward
 from mopd.rewards.interface import RewardItem
@@ -49,52 +47,15 @@ def write_everywhere(data):
 
 BAD: dict[str, tuple[str, str]] = {
     # what it does -> body of the function, what the line says
-    "forks and dies": (
-        "if os.fork() == 0: time.sleep(900)\nos._exit(3)",
-        r"ended its process \(exit code 3\)",
-    ),
-    "detaches and dies": ("detach(lambda: time.sleep(900))\nos._exit(4)", r"exit code 4"),
     "detaches and hangs": ("detach(lambda: time.sleep(900))\ntime.sleep(900)", r"no answer within timeout_s 0\.7"),
-    "a program of its own": (
-        "subprocess.Popen(DAEMON, start_new_session=True, env={})\nos._exit(5)",
-        r"exit code 5",
-    ),
     "many children": (
         "for _ in range(12):\n    if os.fork() == 0:\n        os.setsid(); time.sleep(900)\nos._exit(6)",
         "exit code 6",
     ),
-    "a daemon, then kills its parent": (
-        "subprocess.Popen(DAEMON, start_new_session=True, env={})\nos.kill(os.getppid(), 9)\ntime.sleep(900)",
-        "killed by signal 9",
-    ),
-    "kills its parent's parent": (
-        "detach(lambda: time.sleep(900))\n"
-        "up = int(open(f'/proc/{os.getppid()}/stat').read().rsplit(')', 1)[1].split()[1])\n"
-        "os.kill(up, signal.SIGKILL)\ntime.sleep(900)",
-        "ended the process that watches it",
-    ),
     "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP)", "no answer within timeout_s"),
-    "stops its parent": ("os.kill(os.getppid(), signal.SIGSTOP)\nos._exit(0)", "no answer within|ended its process"),
-    "ignores signals": (
-        "for number in signal.valid_signals() - {9, 19}: signal.signal(number, signal.SIG_IGN)\nwhile True: pass",
-        "no answer within",
-    ),
     "a thread for ever": ("threading.Thread(target=time.sleep, args=(900,)).start()\nsys.exit(1)", "SystemExit: 1"),
-    "os._exit(0)": ("os._exit(0)", r"ended its process \(exit code 0\): it wrote nothing to stderr"),
     "crashes": ("print('last', 'words', flush=True)\nos.kill(os.getpid(), 11)", "killed by signal 11.*: last words"),
     "30 GB at once": ("return len(bytearray(30 * 2**30))", r"failed: MemoryError"),
-    "memory bit by bit": (
-        "parts = []\nwhile True: parts.append(bytearray(b'x') * 2**24)",
-        "failed: MemoryError|more memory than max_memory_gib",
-    ),
-    "memory of many": (
-        "for _ in range(4): os.fork()\nkept = bytearray(b'x') * (24 * 2**20)\ntime.sleep(900)",
-        "took more memory than max_memory_gib: make it smaller or raise max_memory_gib",
-    ),
-    "a thousand processes": (
-        "for _ in range(10):\n    if os.fork() == 0: os.setsid()\ntime.sleep(900)",
-        "started more than 512 processes",
-    ),
     "a file too large": (
         "with open('large', 'wb') as file:\n    file.truncate(5 * 2**30)",
         "failed: OSError: .*File too large",
@@ -111,45 +72,15 @@ BAD: dict[str, tuple[str, str]] = {
     ),
     "answers without end": ("while True: write_everywhere(b'x' * 4096)", "answered with more than"),
     "10**400": ("return 10**400", r"returned 1000.*, larger than 1e\+09, for f: row 3 \(domain 'math'\)"),
-    "tuple keys": ("return {(1, 2): 3}", r"returned \{\(1, 2\): 3\}, not a finite number, for f: row 3"),
     "100 MB": ("return 'x' * 100_000_000", "returned 'xxxx.*, not a finite number"),
 }
 
 RESULTS: dict[str, tuple[str, str]] = {
-    "sys.exit": ("import sys; sys.exit('enough')", r"failed: SystemExit: enough \(line \d+\)"),
-    "KeyboardInterrupt": ("raise KeyboardInterrupt", "failed: KeyboardInterrupt: "),
-    "GeneratorExit": ("raise GeneratorExit", "failed: GeneratorExit: "),
     "endless recursion": ("return f(**row)", "failed: RecursionError: "),
-    "reads stdin": ("return open('/dev/null').read()", "returned '', not a finite number"),
     "text": ("return 'great'", "returned 'great', not a finite number"),
-    "None": ("return None", "returned None, not a finite number"),
     "NaN": ("return float('nan')", "returned nan, not a finite number"),
-    "infinite": ("return float('-inf')", "returned -inf, not a finite number"),
-    "-10**5000": ("return -10**5000", r"returned .*, larger than 1e\+09"),
     "1e300": ("return 1e300", r"returned 1e\+300, larger than 1e\+09"),
-    "complex": ("return 1j", "returned 1j, not a finite number"),
-    "bytes": ("return b'\\xff'", "not a finite number"),
-    "a list of itself": ("a = []\na.append(a)\nreturn a", "not a finite number"),
-    "a surrogate": ("return '\\ud800\\x1b[31m\\n'", "not a finite number"),
     "an array of two": ("import numpy; return numpy.ones(2)", "failed: ValueError: can only convert"),
-    "an array of NaN": ("import numpy; return numpy.array(float('nan'))", "returned array.*, not a finite number"),
-    "an evil repr": (
-        "class Evil:\n    def __repr__(self): raise SystemExit\nreturn Evil()",
-        "returned a value of type Evil, not a finite number",
-    ),
-    "an evil item": ("class Evil:\n    item = 3\nreturn Evil()", "failed: TypeError"),
-    "a long repr": ("class Long:\n    def __repr__(self): return 'x' * 10**7\nreturn Long()", "not a finite number"),
-    "an evil float": (
-        "class Evil(float):\n    def __repr__(self): raise SystemExit\n    __str__ = __float__ = __repr__\n"
-        "    def __eq__(self, other): raise SystemExit\n    __gt__ = __lt__ = __abs__ = __ne__ = __eq__\n"
-        "return Evil('inf')",
-        "not a finite number",
-    ),
-    "a float in disguise": ("class Odd:\n    __class__ = float\nreturn Odd()", "failed: TypeError"),
-    "an exception that cannot be shown": (
-        "class Odd(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise Odd",
-        "failed: Odd: it cannot be shown",
-    ),
     "a long exception": ("raise ValueError('x\\n' * 10**6)", "failed: ValueError: x x x"),
     "a surrogate in an exception": ("raise ValueError('\\ud800')", r"failed: ValueError: \\ud800"),
 }
@@ -161,11 +92,9 @@ def source_of(body: str) -> str:
 
 MODULES: dict[str, tuple[str, str]] = {
     "raises": ("1 / 0", r"cannot be loaded: ZeroDivisionError: division by zero \(line 1\)"),
-    "exits": ("import sys; sys.exit(3)", "cannot be loaded: SystemExit: 3"),
     "hangs": ("import time; time.sleep(900)", "no answer within timeout_s"),
     "dies": ("import os; os._exit(9)", r"ended its process \(exit code 9\)"),
     "no Python": ("def f(:", "cannot be loaded: SyntaxError"),
-    "binary": ("\0\1", "cannot be loaded: (SyntaxError|ValueError)"),
     "no function": ("g = 1", "cannot be loaded: AttributeError: .*'f'"),
     "not callable": ("f = 'x' * 10**6", "cannot be loaded: TypeError: it is no function but 'xxx"),
     "another signature": ("def f(x): return 1.0", r"failed: TypeError: f\(\) got an unexpected keyword"),
@@ -228,11 +157,6 @@ def test_files_that_do_not_load(name: str, tmp_path: Path) -> None:
     refused(path, message)
 
 
-def test_files_that_are_no_python(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("def f(**row): return 1.0")
-    refused(tmp_path / "mine.txt", "cannot be loaded: ImportError: not a Python file: name one that ends in .py")
-
-
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_and_exceptions_become_one_short_line(name: str) -> None:
     body, message = RESULTS[name]
@@ -246,11 +170,8 @@ def test_results_and_exceptions_become_one_short_line(name: str) -> None:
 
 NUMBERS: dict[str, tuple[str, float]] = {
     "a whole number": ("return 3", 3.0),
-    "truth": ("return True", 1.0),
-    "minus": ("return -0.25", -0.25),
     "the largest": ("return -1e9", -1e9),
     "numpy": ("import numpy; return numpy.float32(0.5)", 0.5),
-    "an array of one": ("import numpy; return numpy.array([2])", 2.0),
     "torch": ("import torch; return torch.tensor(1.5)", 1.5),
     "a subclass": ("class Mine(float): pass\nreturn Mine(0.5)", 0.5),
 }
@@ -332,17 +253,4 @@ def test_a_failure_is_final_and_cancelling_ends_it(tmp_path: Path) -> None:
 
     asyncio.run(twice())
     asyncio.run(cancelled())
-    assert left_over(tmp_path) == []
-
-
-def test_a_stopped_supervisor_is_killed_with_all_it_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "END_S", 0.3)
-    path = tmp_path / "mine.py"
-    path.write_text(source_of("detach(lambda: time.sleep(900))\nreturn 1.0"))
-    reward = CustomReward(CustomRewardConfig(type="custom", path=str(path), function="f", timeout_s=20.0))
-    assert [graded.value for graded in asyncio.run(reward([item()]))] == [1.0]  # type: ignore[arg-type]
-    assert len(left_over(tmp_path)) == 4
-    assert reward._process is not None
-    os.kill(reward._process._supervisor.pid, signal.SIGSTOP)
-    reward.close()
     assert left_over(tmp_path) == []

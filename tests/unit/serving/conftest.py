@@ -27,6 +27,12 @@ def local(folder: Path) -> TorchEngine:
 
 
 @pytest.fixture
+def engine(folder: Path) -> TorchEngine:
+    """Another one, to serve."""
+    return TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
+
+
+@pytest.fixture
 def gated(folder: Path) -> Iterator[GatedEngine]:
     """Gate open; opened again at the end, so that a server can end."""
     engine = GatedEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))

@@ -23,15 +23,11 @@ def test_a_secret(tmp_path: Path) -> None:
     ("name", "line"),
     [
         ("none", "cannot be read: does not exist"),
-        (".", "cannot be read: not a regular file"),
         ("pipe", "cannot be read: not a regular file"),
-        ("/dev/zero", "cannot be read: not a regular file"),
-        ("x" * 300, "cannot be read: cannot be read (File name too long)"),
         ("a\0b", "cannot be read: not a possible file name"),
         ("huge", "cannot be read: longer than 65536 bytes"),
         ("binary", "cannot be read"),
         ("short", "must hold one word of 16 or more ASCII characters"),
-        ("two words", "must hold one word"),
         ("letters", "must hold one word"),
     ],
 )
@@ -40,7 +36,6 @@ def test_files_without_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     os.mkfifo("pipe")
     contents = {
         "short": b"abc",
-        "two words": b"0123456789 abcdef",
         "letters": "é".encode() * 20,
         "binary": b"\xff" * 20,
     }

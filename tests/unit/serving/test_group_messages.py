@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from hypothesis import strategies as st
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import StaleWeights
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import Message, decode, encode
 from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
@@ -39,21 +39,20 @@ SECONDS = st.sampled_from([0.0, -1.0, 1e-9, 0.2, 86400.0, float("nan"), float("i
 TEXT = st.sampled_from(["", "g", "G" * 64, "G" * 65, "\x00", "../..", "é" * 40])
 LISTS = st.sampled_from([b"", b"{}", b"[]", b"[[]]", b"[" * 5000, b'[["a", "float32", [9]]]', b'[["a", "Tensor", []]]',
                          b'[["model.norm.weight", "float32", [1e3]]]', b"\xff", b"NaN", b"[1]" * 99])  # fmt: skip
-MEMORY = st.sampled_from(
-    [
-        "",
-        "[]",
-        "{}",
-        "[" * 3000,
-        "x" * 70_000,
-        '[{"gpu": "x"}]',
-        '[{"pid": 1, "descriptor": 0, "num_bytes": 9}]',
-        '[{"pid": -1, "descriptor": "../../1/fd/3", "num_bytes": 9e99}]',
-    ]
-)
+MEMORY = st.sampled_from(["", "[]", "{}", "[" * 3000, "x" * 70_000, '[{"gpu": "x"}]',
+                          '[{"pid": 1, "descriptor": 0, "num_bytes": 9}]',
+                          '[{"pid": -1, "descriptor": "../../1/fd/3", "num_bytes": 9e99}]'])  # fmt: skip
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(("group_id", "secret"), TEXT),
+    **dict.fromkeys(("first_rank", "world_size", "bucket_bytes"), SMALL | INT64),
+    "port": INT64 | st.sampled_from([0, 1, 65535, 65536]),
+    "memory": MEMORY,
+    "timeout_s": SECONDS.filter(lambda seconds: not 1 < seconds < float("inf")),
+}
 PATHS = ("/v1/weights/join", "/v1/weights/start", "/v1/weights/finish")
 SECRET = "s" * 16
 DEADLINE_S = 600.0
+POOL = ThreadPoolExecutor(4)
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +116,9 @@ class Rank0:
         return join(to_json(self.metas), **{name: getattr(self.order, name) for name in names} | changes)
 
     def meet(self, running: RunningServer) -> TransferGroup:
-        answers: list[httpx.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(ask(running, "join", self.join())))
-        asking.start()
+        asking = POOL.submit(ask, running, "join", self.join())
         group = TransferGroup(self.order, 0, self.store)
-        asking.join()
-        assert answers[0].status_code == 200, answers[0].text
+        assert asking.result().status_code == 200, asking.result().text
         return group
 
     def send(self, group: TransferGroup) -> None:
@@ -147,19 +143,7 @@ def test_any_values_leave_the_weights(
     messages = st.one_of(
         st.builds(
             lambda changes, tensors: ("join", join(tensors, **changes)),
-            st.fixed_dictionaries(
-                {},
-                optional={
-                    "group_id": TEXT,
-                    "port": INT64 | st.sampled_from([0, 1, 65535, 65536]),
-                    "first_rank": SMALL | INT64,
-                    "world_size": SMALL | INT64,
-                    "bucket_bytes": SMALL | INT64,
-                    "memory": MEMORY,
-                    "secret": TEXT,
-                    "timeout_s": SECONDS.filter(lambda seconds: not 1 < seconds < float("inf")),
-                },
-            ),
+            st.fixed_dictionaries({}, optional=FIELDS),
             LISTS | st.just(right),
         ),
         st.builds(
@@ -188,20 +172,12 @@ def test_any_values_leave_the_weights(
 
 def test_a_long_list_is_refused_and_stops_nobody(rollout: RunningServer) -> None:
     """It is read beside the event loop, and no further than any model's could go."""
-    slowest, over = [0.0], threading.Event()
-
-    def look() -> None:
-        while not over.is_set():
-            took = httpx.get(f"{rollout.url}/health", timeout=20.0, trust_env=False).elapsed.total_seconds()
-            slowest[0] = max(slowest[0], took)
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    response = ask(rollout, "join", join(b"[" + b"[]," * 2_500_000 + b"[]]"))
-    over.set()
-    looking.join()
-    assert response.status_code == 400, response.text
-    assert slowest[0] < 5.0
+    asking, slowest = POOL.submit(ask, rollout, "join", join(b"[" + b"[]," * 2_500_000 + b"[]]")), 0.0
+    while not asking.done():
+        took = httpx.get(f"{rollout.url}/health", timeout=20.0, trust_env=False).elapsed.total_seconds()
+        slowest = max(slowest, took)
+    assert asking.result().status_code == 400, asking.result().text
+    assert slowest < 5.0
     assert post(rollout, PATHS[0], b"x" * (MAX_JOIN_BYTES + 1)).status_code == 413
     for path in PATHS[1:]:
         assert post(rollout, path, b"x" * (2**16 + 1)).status_code == 413
@@ -245,27 +221,13 @@ def test_finish_tells_of_a_failure_that_was_there_before_it_asked(rollout: Runni
     assert "closed by a failure" in ask(rollout, "finish", finish(group_id="h")).text
 
 
-def test_a_request_that_waits_while_weights_are_lost_is_refused(
-    rollout: RunningServer, weights: Weights, local: TorchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No fault of the server: it gets others."""
-    run(rollout, lambda remote: remote.load_weights(weights.items(), 9))
-    with monkeypatch.context() as patch:
-        patch.setattr(rollout.engine, "_has_weights", False)
-        with pytest.raises(StaleWeights, match="has no weights"):
-            serves(rollout, local, 9)
-    serves(rollout, local, 9)
-
-
 def test_a_join_that_waits_gives_way_to_a_new_one(rollout: RunningServer, weights: Weights, local: TorchEngine) -> None:
-    lonely, answers = Rank0(weights, world_size=3, group_id="lonely"), list[httpx.Response]()
-    waiting = threading.Thread(target=lambda: answers.append(ask(rollout, "join", lonely.join(timeout_s=3600.0))))
-    waiting.start()
+    lonely = Rank0(weights, world_size=3, group_id="lonely")
+    waiting = POOL.submit(ask, rollout, "join", lonely.join(timeout_s=3600.0))
     wait_until(lambda: rollout.server.updates.is_running)
     rank_0 = Rank0(weights)
     group = rank_0.meet(rollout)
-    waiting.join(600)
-    assert answers and answers[0].status_code == 409
+    assert waiting.result(600).status_code == 409
     rank_0.update(rollout, group)
     serves(rollout, local, 9)
 
@@ -283,15 +245,13 @@ def test_a_join_that_is_still_read_gives_way_to_a_new_one(
         return read(rows)
 
     monkeypatch.setattr(updates, "from_json", read_slowly)
-    lonely, answers = Rank0(weights, world_size=3, group_id="lonely"), list[httpx.Response]()
-    waiting = threading.Thread(target=lambda: answers.append(ask(rollout, "join", lonely.join(timeout_s=3600.0))))
-    waiting.start()
+    lonely = Rank0(weights, world_size=3, group_id="lonely")
+    waiting = POOL.submit(ask, rollout, "join", lonely.join(timeout_s=3600.0))
     assert began.wait(600)
     rank_0 = Rank0(weights)
     group = rank_0.meet(rollout)
     goes_on.set()
-    waiting.join(600)
-    assert answers and answers[0].status_code == 409 and "another group came" in answers[0].text
+    assert waiting.result(600).status_code == 409 and "another group came" in waiting.result().text
     rank_0.update(rollout, group)
     serves(rollout, local, 9)
 
@@ -310,18 +270,6 @@ def test_an_update_that_nobody_asks_about_any_more_is_told_once(
     gc.collect()
     (told,) = [record.getMessage() for record in caplog.records if record.name == updates.logger.name]
     assert told.startswith("weights 9 did not arrive: ") and "WeightUpdates._receive" not in caplog.text
-
-
-def test_rank_0_says_at_once_that_it_gave_up(weights: Weights, rollout: RunningServer) -> None:
-    rank_0, given_up = Rank0(weights, world_size=3), threading.Event()
-    answers: list[httpx.Response] = []
-    waiting = threading.Thread(target=lambda: answers.append(ask(rollout, "join", rank_0.join(timeout_s=3600.0))))
-    waiting.start()
-    given_up.set()
-    with pytest.raises(transfer_group.TransferFailed, match="given up"):
-        TransferGroup(rank_0.order, 0, rank_0.store, given_up=given_up)
-    waiting.join(600)
-    assert answers and answers[0].status_code == 409
 
 
 def test_who_may_not(folder: Path, teacher: RunningServer, weights: Weights) -> None:

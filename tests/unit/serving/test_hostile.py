@@ -66,17 +66,12 @@ HEADS: dict[str, tuple[bytes, int | set[int]]] = {
     "HTTP/1.0 without host": (b"GET /info HTTP/1.0\r\n\r\n", 400),
     "HTTP/1.1 without host": (b"GET /info HTTP/1.1\r\n\r\n", 400),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400, 404}),
-    "HTTP/9.9": (b"GET /info HTTP/9.9\r\n" + HOST + b"\r\n", {200, 400, 505}),
     "TLS": (TLS_HELLO, 400),
     "nothing but newlines": (b"\r\n" * 50, 400),
-    "null bytes": (b"\x00" * 100 + b"\r\n\r\n", 400),
     "two hosts": (GET + HOST + b"\r\n", 400),
     "another host": (b"GET /info HTTP/1.1\r\nhost: evil.example\r\n\r\n", 400),
-    "rebound host with our port": (b"GET /info HTTP/1.1\r\nhost: evil.example:8000\r\n\r\n", 400),
     "a name that begins with ours": (b"GET /info HTTP/1.1\r\nhost: localhost.evil.example\r\n\r\n", 400),
-    "an empty host": (b"GET /info HTTP/1.1\r\nhost:\r\n\r\n", 400),
     "a web page": (SCORE + b"origin: http://evil.example\r\ncontent-length: 1\r\n\r\nx", 403),
-    "a local web page": (SCORE + b"origin: http://localhost:3000\r\ncontent-length: 1\r\n\r\nx", 403),
     "a page in a frame": (SCORE + b"origin: null\r\ncontent-length: 1\r\n\r\nx", 403),
     "a page begins an update": (
         b"POST /v1/weights/begin HTTP/1.1\r\n" + HOST + b"origin: https://a.example\r\ncontent-length: 0\r\n\r\n",
@@ -86,51 +81,28 @@ HEADS: dict[str, tuple[bytes, int | set[int]]] = {
     "many headers": (GET + b"a:\r\n" * 60_000 + b"\r\n", 431),
     "a huge URL": (b"GET /" + b"u" * 100_000 + b" HTTP/1.1\r\n" + HOST + b"\r\n", 431),
     "a header without end": (GET + b"x" * 100_000, 431),
-    "folded headers": (GET + b"x: 1\r\n" + b" 2\r\n" * 10 + b"\r\n", {200, 400}),
-    "a space before the colon": (GET + b"x : 1\r\n\r\n", 400),
-    "a bare line feed": (b"GET /nowhere HTTP/1.1\nhost: localhost\n\n", {400, 404}),
-    "bytes in a header": (GET + b"x: \xff\xfe\x80\r\n\r\n", {200, 400}),
-    "a null byte in a header": (GET + b"x: \x00\r\n\r\n", 400),
-    "invalid UTF-8 in the path": (b"GET /%ff%fe%80 HTTP/1.1\r\n" + HOST + b"\r\n", 404),
-    "raw bytes in the path": (b"GET /\xff\xfe HTTP/1.1\r\n" + HOST + b"\r\n", 400),
     "a path upwards": (b"GET /../../etc/passwd HTTP/1.1\r\n" + HOST + b"\r\n", 404),
-    "null in the path": (b"GET /%00 HTTP/1.1\r\n" + HOST + b"\r\n", 404),
     "an absolute URL": (b"GET http://evil.example/info HTTP/1.1\r\n" + HOST + b"\r\n", 404),
     "an unknown path": (b"GET /v2/score HTTP/1.1\r\n" + HOST + b"\r\n", 404),
     "GET of a POST path": (b"GET /v1/score HTTP/1.1\r\n" + HOST + b"\r\n", 405),
-    "POST of a GET path": (b"POST /info HTTP/1.1\r\n" + HOST + b"content-length: 3\r\n\r\nabc", 405),
-    "OPTIONS": (b"OPTIONS /v1/score HTTP/1.1\r\n" + HOST + b"\r\n", 405),
-    "OPTIONS *": (b"OPTIONS * HTTP/1.1\r\n" + HOST + b"\r\n", {404, 405}),
-    "TRACE": (b"TRACE /health HTTP/1.1\r\n" + HOST + b"\r\n", 405),
-    "CONNECT": (b"CONNECT localhost:22 HTTP/1.1\r\n" + HOST + b"\r\n", {404, 405}),
-    "an odd method": (b"SCORE /v1/score HTTP/1.1\r\n" + HOST + b"\r\n", 405),
     "websocket": (
         b"GET /info HTTP/1.1\r\n" + HOST + b"connection: upgrade\r\nupgrade: websocket\r\n"
         b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
         200,
     ),
-    "h2c": (GET + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n", 200),
     "no length": (SCORE + b"\r\n", 411),
     "a negative length": (SCORE + b"content-length: -1\r\n\r\n", 400),
-    "a length with a sign": (SCORE + b"content-length: +1\r\n\r\nx", 400),
-    "a length that is no number": (SCORE + b"content-length: ten\r\n\r\n", 400),
-    "a length of 30 digits": (SCORE + b"content-length: " + b"9" * 30 + b"\r\n\r\n", 400),
     "a length of 5,000 digits": (SCORE + b"content-length: " + b"9" * 5000 + b"\r\n\r\n", 400),
     "a length of 20 digits": (SCORE + b"content-length: " + b"9" * 20 + b"\r\n\r\n", 413),
     "two lengths": (SCORE + b"content-length: 1\r\ncontent-length: 2\r\n\r\nx", 400),
-    "a list of lengths": (SCORE + b"content-length: 1, 2\r\n\r\nx", 400),
     "chunks": (SCORE + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n", 411),
     "a chunk without end": (SCORE + b"transfer-encoding: chunked\r\n\r\nfffffff\r\n" + b"x" * 10**6, 411),
-    "chunk extensions": (SCORE + b"transfer-encoding: chunked\r\n\r\n1;" + b"a=b;" * 50_000, {400, 411}),
     "chunks and a length": (SCORE + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n", 411),
     "chunked GET": (GET + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n", 411),
-    "a bad chunk": (SCORE + b"transfer-encoding: chunked\r\n\r\nzz\r\nx", {400, 411}),
     "gzip": (SCORE + b"transfer-encoding: gzip\r\ncontent-length: 1\r\n\r\nx", {400, 411, 501}),
     "two transfer encodings": (SCORE + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n", 501),
     "a body that is too long": (SCORE + b"content-length: 67108865\r\n\r\n" + b"x" * 10**6, 413),
     "expectation of too much": (SCORE + b"expect: 100-continue\r\ncontent-length: 67108865\r\n\r\n", 413),
-    "an odd expectation": (SCORE + b"expect: a miracle\r\ncontent-length: 1\r\n\r\nx", 400),
-    "a deadline twice": (SCORE + b"x-mopd-deadline-s: nan\r\nx-mopd-deadline-s: 1\r\ncontent-length: 1\r\n\r\nx", 400),
     "GET with a body": (GET + b"content-length: 100\r\n\r\nabc", 200),
     "garbage after a request": (GET + b"\r\n" + b"\xff" * 1000, 200),
 }
@@ -155,11 +127,8 @@ def test_heads(open_server: RunningServer, caplog: pytest.LogCaptureFixture, nam
         ({"authorization": f"bearer {TOKEN}"}, ""),
         ({"authorization": f"Basic {TOKEN}"}, ""),
         ({"authorization": f"Bearer {TOKEN[:-1]}"}, ""),
-        ({"authorization": f"Bearer {TOKEN}{TOKEN}"}, ""),
-        ({"authorization": f"Bearer  {TOKEN}"}, ""),
         ({"authorization": b"Bearer \xe9\xff"}, ""),
         ({"authorization": "Bearer " + "x" * 10_000}, ""),
-        ({"cookie": f"token={TOKEN}"}, ""),
     ],
 )
 def test_without_the_token(closed_server: RunningServer, headers: Any, query: str) -> None:
@@ -169,6 +138,7 @@ def test_without_the_token(closed_server: RunningServer, headers: Any, query: st
         f"{closed_server.url}/v1/score{query}", content=b"x" * 10**6, headers=headers, trust_env=False
     )
     assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{closed_server.url}/health", trust_env=False).json() == {"status": "ok"}
 
 
 def test_a_token_opens_for_any_name_and_any_page(closed_server: RunningServer) -> None:
@@ -193,9 +163,8 @@ def test_half_heads_end(open_server: RunningServer) -> None:
     assert time.monotonic() - start > 0.5
 
 
-def test_more_connections_than_there_may_be(folder: Path) -> None:
+def test_more_connections_than_there_may_be(engine: TorchEngine) -> None:
     """Who has asked before and asks again at once is served; the silent ones make room, long before they are late."""
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     limits = {"head_timeout_s": 120.0, "max_connections": 60}
     with running_server(engine, limits=limits) as running, httpx.Client(trust_env=False, timeout=30.0) as honest:
         assert honest.get(f"{running.url}/health").status_code == 200

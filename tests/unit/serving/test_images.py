@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.fixtures.seen import Transformers, placeholders, prompt_image, prompt
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL
 from tests.fixtures.vision import image_bytes, make_vision_model
+from tests.unit.serving.test_updates import run
 
 CONFIG = TorchEngineConfig(dtype="float32")
 SAMPLING = SamplingParams(max_new_tokens=6)
@@ -44,17 +45,6 @@ def running(seeing: Path) -> Iterator[RunningServer]:
         yield running
 
 
-def use(running: RunningServer, action: Callable[[RemoteEngine], Awaitable[Any]]) -> Any:
-    async def work() -> Any:
-        engine = RemoteEngine(running.url, timeout_s=30.0, name="math.0")
-        try:
-            return await action(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(work())
-
-
 def asked(folder: Path) -> tuple[list[Tensor], list[int], list[list[PromptImage]]]:
     prompts, images = prompts_with_images(folder)
     return [torch.tensor([*prompt, 7, 8, 9]) for prompt in prompts], [len(prompt) for prompt in prompts], images
@@ -68,7 +58,7 @@ def test_scores_are_those_of_transformers(running: RunningServer, seeing: Path) 
         return await router.score(tokens, starts, top_k=8, temperature=1.0, images=images)
 
     reference = Transformers(seeing)
-    for i, given in enumerate(use(running, score)):
+    for i, given in enumerate(run(running, score)):
         expected = reference.logprobs(tokens[i].tolist(), starts[i], images[i])
         torch.testing.assert_close(given.logprobs, expected.topk(8).values, rtol=0, atol=FP32_FORWARD_ATOL)
         own = expected.gather(1, tokens[i][starts[i] :, None]).squeeze(1)
@@ -97,7 +87,7 @@ def test_a_file_travels_once(running: RunningServer, seeing: Path) -> None:
         assert len(drawn) == 2
         return [first - 3 * plain, again]
 
-    first, again = use(running, work)
+    first, again = run(running, work)
     assert loads == [len(content)]
     assert len(content) < first <= 1.05 * len(content) + 3 * 40  # beside the file its name, in each request
     assert again < 1000
@@ -127,7 +117,7 @@ def test_a_server_that_has_lost_an_image_is_sent_it_again(running: RunningServer
         with pytest.raises(EngineUnavailable, match=r"math\.0: misses images that it was sent 4 times: it has no room"):
             await engine.score(tokens, starts, top_k=4, temperature=1.0, images=images)
 
-    use(running, work)
+    run(running, work, name="math.0")
 
 
 def test_a_waiter_goes_and_the_file_still_comes(running: RunningServer, seeing: Path) -> None:
@@ -143,7 +133,7 @@ def test_a_waiter_goes_and_the_file_still_comes(running: RunningServer, seeing: 
         first.cancel()
         return await second
 
-    assert len(use(running, work)) == 1
+    assert len(run(running, work)) == 1
 
 
 def test_images_that_cannot_be_answered_about(running: RunningServer, teacher: RunningServer, seeing: Path) -> None:
@@ -158,14 +148,14 @@ def test_images_that_cannot_be_answered_about(running: RunningServer, teacher: R
 
     def fails(server: RunningServer, match: str, sequence: Tensor, images: Any, error: Any = EngineRejected) -> None:
         with pytest.raises(error, match=match):
-            use(server, lambda e: e.score([sequence], [start], top_k=2, temperature=1.0, images=images))
+            run(server, lambda e: e.score([sequence], [start], top_k=2, temperature=1.0, images=images))
 
     fails(running, r"HTTP 400: image \w{32}: the image is damaged", tokens, [[broken]])
     fails(running, r"HTTP 400: image \w{32} has the grid \[1, 4, 6\] here, \[1, 6, 4\] for who asks", wide, [[narrow]])
     fails(running, "HTTP 400: sequence 0: 6 image tokens for 0 images", tokens, None)
     fails(running, "HTTP 400: sequence 0: 6 image tokens for 2 images", tokens, [[good, good]])
     fails(teacher, "HTTP 400: math: the model sees no images", torch.ones_like(tokens), [[good]])
-    (scores,) = use(running, lambda e: e.score([tokens], [start], top_k=2, temperature=1.0, images=[[good]]))
+    (scores,) = run(running, lambda e: e.score([tokens], [start], top_k=2, temperature=1.0, images=[[good]]))
     assert len(scores.ids) == 2
 
     async def routed(engine: RemoteEngine) -> Any:
@@ -173,7 +163,7 @@ def test_images_that_cannot_be_answered_about(running: RunningServer, teacher: R
         both, images = [tokens, wide], [[good], [narrow]]
         return await router.score(both, [start, start], top_k=2, temperature=1.0, images=images, stop_at_failure=False)
 
-    one, other = use(running, routed)
+    one, other = run(running, routed)
     assert torch.equal(one.logprobs, scores.logprobs) and isinstance(other, SampleFailed)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -20,9 +19,9 @@ from uvicorn.config import LOGGING_CONFIG
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable
+from mopd.engines.interface import EngineBusy, EngineUnavailable
 from mopd.engines.torch.engine import TorchEngine
-from mopd.engines.wire.messages import ScoreAnswer, ScoreRequest, decode, encode
+from mopd.engines.wire.messages import ScoreAnswer, decode, encode
 from mopd.placement.engine_loading import server_limits
 from tests.fixtures.servers import (
     GatedEngine,
@@ -32,7 +31,8 @@ from tests.fixtures.servers import (
     running_server,
     wait_until,
 )
-from tests.unit.engines.wire.test_messages import MESSAGES, score_request
+from tests.unit.engines.wire.test_messages import score_request
+from tests.unit.serving.test_updates import run
 
 TOKEN = "0123456789abcdef"
 PROPAGATES = LOGGING_CONFIG["loggers"]["uvicorn"], "propagate", True
@@ -84,12 +84,6 @@ def test_a_body_too_large(strict: RunningServer) -> None:
     assert_lives(strict)
 
 
-def test_a_body_without_length(strict: RunningServer) -> None:
-    response = CLIENT.post(f"{strict.url}/v1/score", content=iter([b"x"]))
-    assert response.status_code == 411
-    assert_lives(strict)
-
-
 @pytest.mark.parametrize("drip", [False, True], ids=["silent", "drip by drip"])
 def test_a_client_that_sends_slowly(strict: RunningServer, drip: bool) -> None:
     """Its place is free again when the body is late; another client is served meanwhile."""
@@ -106,10 +100,9 @@ def test_a_client_that_sends_slowly(strict: RunningServer, drip: bool) -> None:
     assert_lives(strict)
 
 
-def test_too_much_arrives_at_once(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_arrives_at_once(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has arrived counts, not what was announced."""
     head = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20000\r\n\r\n"
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     with running_server(engine, limits={"max_body_bytes": 20_000}) as running:
         slow = [connect(running) for _ in range(9)]
         try:
@@ -129,9 +122,8 @@ def test_too_much_arrives_at_once(folder: Any, monkeypatch: pytest.MonkeyPatch) 
         assert_lives(running)
 
 
-def test_a_client_that_does_not_read(folder: Any) -> None:
+def test_a_client_that_does_not_read(engine: TorchEngine) -> None:
     """The answer is larger than what the sockets hold; after the deadline its room in the queue is free again."""
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     limits = {"stall_timeout_s": 0.5, "max_tokens_per_request": 40_000, "max_queued_tokens": 40_000}
     tokens = random_tokens(*[250] * 150)
     body = encode(
@@ -153,29 +145,6 @@ def test_a_client_that_does_not_read(folder: Any) -> None:
             wait_until(lambda: running.server.admission.queued_tokens > 0)
             wait_until(lambda: running.server.admission.queued_tokens == 0)
         assert_lives(running)
-
-
-def test_the_token(folder: Any) -> None:
-    async def score(token: str | None) -> None:
-        remote = RemoteEngine(running.url, token=token, timeout_s=30.0)
-        try:
-            await remote.health(timeout_s=10.0)
-            await remote.info()
-            await remote.score(random_tokens(5), [2], top_k=1, temperature=1.0)
-        finally:
-            await remote.close()
-
-    with running_server(
-        TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32")), token=TOKEN
-    ) as running:
-        asyncio.run(score(TOKEN))
-        for wrong in (None, TOKEN[:-1], TOKEN + "0"):
-            with pytest.raises(EngineRejected, match="HTTP 401"):
-                asyncio.run(score(wrong))
-        assert post(running, "/v1/score", b"x" * 4_000_000).status_code == 401
-        for path in ("/metrics", "/info"):
-            assert CLIENT.get(f"{running.url}{path}").status_code == 401
-        assert CLIENT.get(f"{running.url}/health").json() == {"status": "ok"}
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "soon", ""])
@@ -200,23 +169,11 @@ def test_a_deadline_that_passes(gated: GatedEngine) -> None:
         gated.gate.set()
 
 
-def test_health_answers_while_the_engine_computes(gated: GatedEngine) -> None:
-    with running_server(gated) as running:
-        gated.gate.clear()
-        thread = threading.Thread(target=post, args=(running, "/v1/score", encode(score_request())))
-        thread.start()
-        assert gated.entered.acquire(timeout=30)
-        assert CLIENT.get(f"{running.url}/health", timeout=20.0).status_code == 200
-        gated.gate.set()
-        thread.join(30)
-
-
 def test_a_full_queue_and_recovery(gated: GatedEngine) -> None:
     """Room for two requests of 9 tokens; the third hears 429 and when to come back, and is served later."""
     with running_server(gated, limits={"max_tokens_per_request": 9, "max_queued_tokens": 18}) as running:
 
-        async def work() -> None:
-            remote = RemoteEngine(running.url, timeout_s=30.0)
+        async def work(remote: RemoteEngine) -> None:
             gated.gate.clear()
 
             async def score() -> Any:
@@ -228,36 +185,24 @@ def test_a_full_queue_and_recovery(gated: GatedEngine) -> None:
             with pytest.raises(EngineBusy, match="18 of 18 tokens are queued: no room for 9") as refused:
                 await score()
             assert 0 < refused.value.retry_after_s <= 30
+            response = await asyncio.to_thread(post, running, "/v1/score", encode(score_request()))
+            error = response.json()["error"]
+            assert error["type"] == "busy" and error["retry_after_s"] <= int(response.headers["retry-after"])
             gated.gate.set()
             await asyncio.gather(*first)
             await score()
-            await remote.close()
 
-        asyncio.run(work())
+        run(running, work)
         assert_lives(running)
-
-
-def test_retry_after_header_is_whole_seconds(gated: GatedEngine) -> None:
-    with running_server(gated, limits={"max_tokens_per_request": 9, "max_queued_tokens": 9}) as running:
-        gated.gate.clear()
-        thread = threading.Thread(target=post, args=(running, "/v1/score", encode(score_request())))
-        thread.start()
-        assert gated.entered.acquire(timeout=30)
-        response = post(running, "/v1/score", encode(score_request()))
-        assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
-        error = json.loads(response.content)["error"]
-        assert error["type"] == "busy" and error["retry_after_s"] <= int(response.headers["retry-after"])
-        gated.gate.set()
-        thread.join(30)
 
 
 def test_a_client_that_goes_away(gated: GatedEngine) -> None:
     """Its waiting request leaves the queue without having reached the engine."""
     with running_server(gated) as running:
 
-        async def work() -> None:
+        async def work(staying: RemoteEngine) -> None:
             gated.gate.clear()
-            staying, going = RemoteEngine(running.url, timeout_s=30.0), RemoteEngine(running.url, timeout_s=0.3)
+            going = RemoteEngine(running.url, timeout_s=0.3)
             first = asyncio.create_task(staying.score(random_tokens(5), [2], top_k=1, temperature=1.0))
             while not gated.num_samples:
                 await asyncio.sleep(0.01)
@@ -268,9 +213,8 @@ def test_a_client_that_goes_away(gated: GatedEngine) -> None:
                 await asyncio.sleep(0.01)
             gated.gate.set()
             await first
-            await staying.close()
 
-        asyncio.run(work())
+        run(running, work)
         assert_lives(running)
         assert gated.num_samples == [1, 2]
 
@@ -294,10 +238,9 @@ def test_an_engines_own_fault_is_500_and_its_death_503(gated: GatedEngine) -> No
         assert deaths == [1]
 
 
-def test_top_k_is_what_the_recipe_asks_for(folder: Any) -> None:
+def test_top_k_is_what_the_recipe_asks_for(engine: TorchEngine, folder: Any) -> None:
     """It decides how long an answer is: the whole vocabulary for every token is more than anybody wants."""
     assert server_limits(engine_file(folder)).max_top_k == 8
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
     with running_server(engine, limits={"max_top_k": 8}) as running:
         assert CLIENT.get(f"{running.url}/info").json()["engine"]["max_logprobs"] == 8
         response = post(running, "/v1/score", encode(score_request(top_k=9)))
@@ -310,21 +253,11 @@ def test_a_request_that_outlives_the_drain(
 ) -> None:
     """It hears so, and the server ends without a traceback."""
     monkeypatch.setitem(*PROPAGATES)
-    answers: list[httpx.Response] = []
-    with running_server(gated, limits={"drain_timeout_s": 1}) as running:
+    with ThreadPoolExecutor() as pool, running_server(gated, limits={"drain_timeout_s": 1}) as running:
         gated.gate.clear()
-        thread = threading.Thread(target=lambda: answers.append(post(running, "/v1/score", encode(score_request()))))
-        thread.start()
+        asking = pool.submit(post, running, "/v1/score", encode(score_request()))
         assert gated.entered.acquire(timeout=30)
     gated.gate.set()
-    thread.join(30)
-    (response,) = answers
+    response = asking.result()
     assert response.status_code == 503 and "the server ended before" in response.text
     assert not [record for record in complaints(caplog) if record.exc_info]
-
-
-def test_the_request_kind_is_checked(teacher: RunningServer) -> None:
-    generate = next(message for message in MESSAGES if message.kind == "generate")
-    response = post(teacher, "/v1/score", encode(generate))
-    assert response.status_code == 400 and "expected kind 'score'" in response.text
-    assert ScoreRequest.kind == "score"

@@ -13,11 +13,13 @@ import torch
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine, push_staged
-from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, Images, SamplingParams, StaleWeights, Told
+from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, Images, SamplingParams, Told
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import stage_updates
 from tests.fixtures.servers import WAIT_S, RunningServer, running_server
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model
+from tests.unit.serving import test_updates as updates
+from tests.unit.serving.test_updates import until
 
 CFG = TorchEngineConfig(dtype="float32")
 SAMPLING = SamplingParams(max_new_tokens=60)
@@ -61,15 +63,11 @@ def rollout(models: list[TorchEngine]) -> Iterator[RunningServer]:
 
 
 def run(rollout: RunningServer, models: list[TorchEngine], action: Callable[[RemoteEngine], Awaitable[None]]) -> None:
-    async def work() -> None:
-        remote = RemoteEngine(rollout.url, timeout_s=WAIT_S)
-        try:
-            await remote.load_weights(models[0].model.named_parameters(), 1)
-            await action(remote)
-        finally:
-            await remote.close()
+    async def work(remote: RemoteEngine) -> None:
+        await remote.load_weights(models[0].model.named_parameters(), 1)
+        await action(remote)
 
-    asyncio.run(work())
+    updates.run(rollout, work)
 
 
 def own_logprobs(model: TorchEngine, prompt: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
@@ -82,14 +80,6 @@ async def hear(remote: RemoteEngine) -> tuple[dict[int, Generation], asyncio.Tas
     told: dict[int, Generation] = {}
     task = asyncio.create_task(remote.generate(PROMPTS, SAMPLING, SEEDS, told=told.__setitem__))
     return told, task
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async def wait() -> None:
-        while not condition():
-            await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(wait(), WAIT_S)
 
 
 def test_a_short_response_arrives_before_the_long_one_ends(rollout: RunningServer, models: list[TorchEngine]) -> None:
@@ -153,46 +143,6 @@ def test_what_runs_is_handed_back_and_goes_on_under_the_new_weights(
 
 
 NAMES = ("tokens", "logprobs", "token_versions")
-
-
-def test_handed_back_before_the_first_token(rollout: RunningServer, models: list[TorchEngine]) -> None:
-    async def work(remote: RemoteEngine) -> None:
-        rollout.engine.hold_at(1)
-        rollout.engine.interrupt()
-        told, task = await hear(remote)
-        for given in await task:
-            assert given.finish_reason == "handed_back" and not len(given.tokens) == len(given.token_versions) > 0
-        assert len(told) == len(PROMPTS)
-        rollout.engine.go_on.set()
-        assert {given.finish_reason for given in await remote.generate(PROMPTS, SAMPLING, SEEDS)} == {"stop", "length"}
-
-    run(rollout, models, work)
-
-
-def test_a_swap_that_fails_under_running_responses_leaves_no_weights(
-    rollout: RunningServer, models: list[TorchEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What had been drawn under the old weights is handed back all the same; nothing is answered after."""
-
-    async def fail(*_: object) -> None:
-        raise RuntimeError("device lost")
-
-    async def work(remote: RemoteEngine) -> None:
-        rollout.engine.hold_at(20)
-        _, task = await hear(remote)
-        await until(rollout.engine.held.is_set)
-        monkeypatch.setattr(rollout.engine, "swap_weights", fail)
-        staged = stage_updates(models[1].model.named_parameters(), 2)
-        push = asyncio.create_task(push_staged([remote], staged, on_running="continue"))
-        await until(rollout.engine._interrupted.is_set)
-        rollout.engine.go_on.set()
-        (error,) = await push
-        assert isinstance(error, EngineUnavailable) and "HTTP 500" in str(error)
-        assert all(set(given.token_versions.tolist()) <= {1} for given in await task)
-        with pytest.raises(StaleWeights, match="no weights yet"):
-            await remote.generate(PROMPTS, SAMPLING, SEEDS)
-
-    run(rollout, models, work)
 
 
 def test_a_client_that_goes_away_in_mid_stream(rollout: RunningServer, models: list[TorchEngine], local: Any) -> None:

@@ -105,11 +105,6 @@ def test_a_count_that_is_written_late_leaves_nothing(
     assert list(folder.iterdir()) == []
 
 
-def test_two_servers_have_two_secrets(folder: Path) -> None:
-    one, other = Registrar(folder, KEY, host="a"), Registrar(folder, KEY, host="b")
-    assert one.token != other.token and len(one.token) == 64
-
-
 def test_a_server_outlives_a_folder_that_cannot_be_written(
     folder: Path, registrar: Registrar, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,11 +118,6 @@ def test_a_server_outlives_a_folder_that_cannot_be_written(
     wait_until(lambda: next(iter(read_registrations(folder, KEY).servers.values())).beat > before.beat)
 
 
-def test_no_folder_is_no_server(tmp_path: Path) -> None:
-    found = read_registrations(tmp_path / "none", KEY)
-    assert not found.servers and not found.problems
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -135,14 +125,9 @@ def test_no_folder_is_no_server(tmp_path: Path) -> None:
         ({"key": "rollout"}, "is of 'rollout', not of 'teachers.math'"),
         ({"server_id": "../../etc"}, "server_id is none"),
         ({"url": "http://user:secret@10.0.0.5"}, "has a user name or password"),
-        ({"url": "file:///etc/passwd"}, "begin it with http://"),
-        ({"url": "http://a\n.b"}, "control character"),
         ({"beat": "many"}, "beat"),
-        ({"beat": 2**70}, "beyond 64 bits"),
-        ({"pid": True}, "pid"),
         ({"host": "x" * 2000}, "host has more than"),
         ({"manifest": {"config_sha256": 3}}, "manifest"),
-        ({"manifest": [1]}, "manifest"),
         ({"surplus": 1}, "surplus"),
         ({"manifest": {str(i): "" for i in range(100)}}, "not valid JSON (more than"),
     ],
@@ -166,13 +151,9 @@ def of_somebody_else(path: Path) -> None:
 
 HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half written": (lambda path: path.write_text(json.dumps(GOOD)[:60]), "not valid JSON"),
-    "empty": (lambda path: path.touch(), "not valid JSON"),
     "no object": (lambda path: path.write_text("[1, 2]"), "is no server's of this mopd"),
-    "no text": (lambda path: path.write_bytes(b"\xff\xfe{}"), "not valid JSON"),
-    "deep": (lambda path: path.write_text("[" * 50), "not valid JSON"),
     "large": (lambda path: path.write_text(" " * MAX_BYTES + "{}"), "longer than"),
     "a link": (lambda path: path.symlink_to(written(path.parent.parent, "real")), "cannot be read"),
-    "a broken link": (lambda path: path.symlink_to("nowhere"), "cannot be read"),
     "a folder": (lambda path: path.mkdir(), "not a regular file"),
     "a pipe": (make_fifo, "not a regular file"),
     "writable by others": (lambda path: written(path.parent, path.name, mode=0o666), "others than this user"),
@@ -204,7 +185,7 @@ def test_more_files_than_servers_can_be(folder: Path) -> None:
     assert len(problems) == MAX_FILES + 1 and f"more than {MAX_FILES} files" in problems[folder]
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+@pytest.mark.parametrize("mode", [0o770, 0o707])
 def test_a_folder_that_others_can_write_is_refused(folder: Path, mode: int) -> None:
     written(folder)
     folder.chmod(mode)
@@ -223,21 +204,15 @@ def test_a_folder_that_is_a_link_or_file_is_refused(folder: Path) -> None:
             read_registrations(path, KEY)
 
 
-@pytest.mark.parametrize("content", [None, b"short", b"\xff" * 40, b"x" * 100_000])
-def test_a_secret_that_is_none(folder: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize("content", [None, "a link", b"short", b"\xff" * 40, b"x" * 100_000])
+def test_a_secret_that_is_none(folder: Path, content: Any) -> None:
     path = written(folder)
-    if content is not None:
-        path.with_suffix(".token").write_bytes(content)
-        path.with_suffix(".token").chmod(0o600)
+    token = path.with_suffix(".token")
+    if content == "a link":
+        token.symlink_to(written(folder.parent, "secret"))
+    elif content is not None:
+        token.write_bytes(content)
+        token.chmod(0o600)
     with pytest.raises(UserError) as caught:
         read_server_token(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
-
-
-def test_the_secret_is_this_users_own(folder: Path, tmp_path: Path) -> None:
-    path = written(folder)
-    elsewhere = tmp_path / "secret"
-    elsewhere.write_text("s" * 40)
-    path.with_suffix(".token").symlink_to(elsewhere)
-    with pytest.raises(UserError, match="cannot be read"):
-        read_server_token(path)

@@ -14,18 +14,10 @@ from mopd.engines.interface import EngineRejected, SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import VERSION
 from tests.fixtures.servers import RunningServer, random_tokens, running_server
+from tests.unit.serving.test_updates import run
 
 LENGTHS, PROMPTS = (40, 7, 12, 5), (20, 3, 12, 1)
 SAMPLING = SamplingParams(max_new_tokens=12, temperature=0.8, top_p=0.9, top_k=20)
-
-
-async def with_engine(running: RunningServer, action: Any, **options: Any) -> Any:
-    """Run ``action(engine)`` on a fresh client."""
-    engine = RemoteEngine(running.url, **{"timeout_s": 30.0, **options})
-    try:
-        return await action(engine)
-    finally:
-        await engine.close()
 
 
 @pytest.mark.parametrize(("top_k", "temperature"), [(1, 1.0), (8, 0.7), (48, 1.0)])
@@ -36,7 +28,7 @@ def test_scores_equal_the_engines(teacher: RunningServer, local: TorchEngine, to
     async def score(engine: Any) -> Any:
         return await engine.score(tokens, PROMPTS, top_k=top_k, temperature=temperature)
 
-    given = asyncio.run(with_engine(teacher, score))
+    given = run(teacher, score)
     for theirs, ours in zip(given, asyncio.run(score(local)), strict=True):
         assert torch.equal(theirs.ids, ours.ids) and theirs.ids.dtype == torch.int32
         assert torch.equal(theirs.logprobs, ours.logprobs)
@@ -54,7 +46,7 @@ def test_the_answer_has_nothing_of_the_prompt(teacher: RunningServer) -> None:
             found.append(engine.bytes_received - before)
         return found
 
-    short, long = asyncio.run(with_engine(teacher, sizes))
+    short, long = run(teacher, sizes)
     assert short == long
     assert short / 16 <= 8 * 8 + 32
 
@@ -90,7 +82,7 @@ def test_a_rollout_server_answers_with_the_version_that_is_asked_for(folder: Any
         await stranger.close()
 
     with running_server(engine, "rollout") as running:
-        asyncio.run(with_engine(running, work))
+        run(running, work)
 
 
 @pytest.mark.parametrize(
@@ -109,26 +101,11 @@ def test_what_the_engine_cannot_do(
         with pytest.raises(EngineRejected, match=problem):
             await engine.score(tokens, prompt_lengths, **{"top_k": 2, "temperature": 1.0, **options})
 
-    asyncio.run(with_engine(teacher, score))
-
-
-def test_requests_that_no_server_would_take_are_not_sent(teacher: RunningServer) -> None:
-    async def score(engine: RemoteEngine) -> None:
-        with pytest.raises(ValueError, match="between 1 and"):
-            await engine.score([torch.tensor([1, 2])], [0], top_k=1, temperature=1.0)
-        with pytest.raises(ValueError, match="temperature"):
-            await engine.score([torch.tensor([1, 2])], [1], top_k=1, temperature=0.0)
-        with pytest.raises(ValueError, match="negative"):
-            await engine.generate([[1]], SAMPLING, [-1])
-        assert await engine.score([], [], top_k=1, temperature=1.0) == []
-        assert await engine.generate([], SAMPLING, []) == []
-        assert engine.bytes_sent == 0
-
-    asyncio.run(with_engine(teacher, score))
+    run(teacher, score)
 
 
 def test_info(teacher: RunningServer, folder: Any) -> None:
-    info = asyncio.run(with_engine(teacher, RemoteEngine.info))
+    info = run(teacher, RemoteEngine.info)
     assert (info.model, info.kind, info.vocab_size, info.max_positions) == (str(folder), "torch", 48, 256)
     assert (info.dtype, info.weight_version, info.max_logprobs) == ("float32", -1, None)
     assert info.manifest == {"config_sha256": "c", "weights_sha256": "w", "tokenizer_sha256": "t"}
@@ -149,7 +126,7 @@ def test_metrics_count(teacher: RunningServer) -> None:
         with pytest.raises(EngineRejected):
             await engine.score([torch.tensor([1, 48])], [1], top_k=2, temperature=1.0)
 
-    asyncio.run(with_engine(teacher, score))
+    run(teacher, score)
     after = read()
 
     def grown(name: str) -> float:

@@ -96,10 +96,6 @@ def test_sleep_and_updates_exclude_one_another(folder: Path, weights: Weights) -
     engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
 
     async def work(remote: RemoteEngine) -> None:
-        await remote.sleep()
-        with pytest.raises(EngineUnavailable, match="503: the engine is asleep"):
-            await remote.push("begin", begin(1))
-        await remote.wake_up()
         await remote.push("begin", begin(1))
         with pytest.raises(StaleWeights, match="a weight update is on its way"):
             await remote.sleep()

@@ -52,15 +52,17 @@ def other_weights(weights: Weights) -> Weights:
     return {name: tensor * 0.5 for name, tensor in weights.items()}
 
 
-def run(running: RunningServer, action: Callable[[RemoteEngine], Awaitable[None]]) -> None:
-    async def work() -> None:
-        remote = RemoteEngine(running.url, timeout_s=30.0)
+def run(running: RunningServer, action: Callable[[RemoteEngine], Awaitable[Any]], **options: Any) -> Any:
+    """What ``action`` returns, given a client of the server."""
+
+    async def work() -> Any:
+        remote = RemoteEngine(running.url, **{"timeout_s": WAIT_S, **options})
         try:
-            await action(remote)
+            return await action(remote)
         finally:
             await remote.close()
 
-    asyncio.run(work())
+    return asyncio.run(work())
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -124,48 +126,6 @@ def test_between_begin_and_commit_the_old_weights_answer(
     run(rollout, work)
 
 
-def test_an_update_that_lost_a_chunk_leaves_the_old_weights(
-    rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
-) -> None:
-    async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(weights.items(), 1)
-        chunks, commit = parts(other_weights)
-        await remote.push("begin", begin(2))
-        await remote.push("chunk", chunks[0])
-        with pytest.raises(EngineRejected, match="chunk 2 came when 1 was due"):
-            await remote.push("chunk", chunks[2])
-        with pytest.raises(StaleWeights, match="no such weight update"):
-            await remote.push("chunk", chunks[1])
-        await assert_serves(remote, local, 1)
-        await remote.push("begin", begin(2))
-        for chunk in chunks[:-1]:
-            await remote.push("chunk", chunk)
-        with pytest.raises(EngineRejected, match=r"incomplete|were sent but"):
-            await remote.push("commit", commit)
-        await assert_serves(remote, local, 1)
-
-    run(rollout, work)
-
-
-def test_a_changed_byte_is_refused_and_the_chunk_can_be_sent_again(
-    rollout: RunningServer, weights: Weights, local: TorchEngine
-) -> None:
-    async def work(remote: RemoteEngine) -> None:
-        chunks, commit = parts(weights)
-        await remote.push("begin", begin(1))
-        for chunk in chunks:
-            corrupt = bytearray(chunk)
-            corrupt[-100] ^= 1
-            with pytest.raises(EngineRejected, match="checksum"):
-                await remote.push("chunk", bytes(corrupt))
-            await remote.push("chunk", chunk)
-        await remote.push("commit", commit)
-        remote.weight_version = 1
-        await assert_serves(remote, local, 1)
-
-    run(rollout, work)
-
-
 def test_a_silent_update_leaves_the_old_weights(
     rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
 ) -> None:
@@ -221,12 +181,10 @@ def nonfinite(value: float) -> Damage:
     [
         (lambda w: w.popitem(), r"did not arrive, among them"),
         (lambda w: w.update(other=torch.zeros(2)), "'other' does not exist"),
-        (lambda w: w.update({f"empty{i}": torch.zeros(0) for i in range(5000)}), "'empty0' does not exist"),
         (lambda w: w.update({min(w): w[min(w)][None]}), "has shape"),
         (lambda w: w.update({min(w): w[min(w)].to(torch.int8)}), "has dtype int8"),
         (nonfinite(float("nan")), r"has 1 values that are NaN or infinite in float32 \(the first, nan, at \["),
         (nonfinite(float("inf")), "the first, inf, at"),
-        (nonfinite(float("-inf")), "the first, -inf, at"),
     ],
 )
 def test_wrong_weights_leave_the_old_ones(
