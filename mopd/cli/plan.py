@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """
     from mopd.planning.measured import beside, slowest
     from mopd.planning.models import STUDENT, read_models
-    from mopd.planning.plan import check_models, make_plan, settled_for
+    from mopd.planning.plan import PlanInput, check_models, make_plan, settled_for
     from mopd.planning.show import plain, plain_suggestions, show, show_beside, show_suggestions
     from mopd.planning.suggest import suggest
     from mopd.planning.workload import expected, measured
@@ -87,16 +87,17 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         )
     _check_images(work, sees_images=models[STUDENT].vision is not None)
     rates = _rates(args, loaded.recipe, models[STUDENT], work)
+    given = PlanInput(recipe=loaded.recipe, models=models, work=work, cluster=cluster)
     if args.suggest:
         if rates is None or not cluster.gpus_per_node:
             raise UserError("--suggest shares GPUs out: name them with --gpu")
-        found = suggest(loaded.recipe, models, work, cluster, rates)
+        found = suggest(given, rates)
         if args.json:
             print(json_lines(plain_suggestions(found)))
         else:
             show_suggestions(found, _yaml(found[0].keys))
         return 0
-    plan = make_plan(loaded.recipe, models, work, cluster, pool, rates)
+    plan = make_plan(given, pool, rates)
     rows = beside(plan, steps) if steps else []
     if args.json:
         measured_rows = [asdict(row) for row in rows]

@@ -27,7 +27,7 @@ import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, Literal
 
@@ -202,12 +202,12 @@ class Ledger:
 
     def again(self, slot: Slot) -> None:
         """Refuse the slot's samples: its own prompt is drawn once more."""
-        self._end(slot, "refused")
+        self._ended["refused"][slot.prompt.domain] += 1
         self._reopen(slot, replace(slot.prompt, attempt=slot.prompt.attempt + 1))
 
     def replace(self, slot: Slot, prompt: Prompt) -> None:
         """Discard the slot's samples; ``prompt``, of the same domain, takes its place."""
-        self._end(slot, "replaced")
+        self._ended["replaced"][slot.prompt.domain] += 1
         self._reopen(slot, prompt)
 
     @contextlib.contextmanager
@@ -231,32 +231,28 @@ class Ledger:
         """
         self._pace.asked(self._clock(), self._num_complete(most=self.max_staleness + 1))
         self._wake()
-        while (slots := self._try_take()) is None:
+        while not self._is_complete():
             # the deadline begins anew with each change: it bounds a standstill, not the wait for a whole batch
             done, _ = await asyncio.wait({self._next_change()}, timeout=timeout_s)
             if not done and not self._num_contained:
                 raise UserError(self._describe_wait(timeout_s))
+        slots = [self._pop_ready(domain) for domain, count in self._mixes.popleft().items() for _ in range(count)]
         self._next_step += 1
         self._pace.taken(self._clock(), max(slot.ready_at - slot.opened_at for slot in slots))
         self._note_complete()
         self._wake()
-        return slots
+        return sorted(slots, key=lambda slot: slot.prompt.sample_id)
 
     def trained(self, slots: Sequence[Slot]) -> None:
         """Close the slots that one optimizer step has used. ``RuntimeError`` if the accounts do not add up."""
         for slot in slots:
             if self._open.pop(slot.number, None) is not slot:
                 raise RuntimeError(f"the prompt of sample {slot.prompt.sample_id} is trained on a second time")
-            self._end(slot, "trained")
-        for _ in slots:
+            self._ended["trained"][slot.prompt.domain] += 1
             self._order.popleft()
         self.step += 1
         self._check()
         self._wake()
-
-    def counts(self, end: str) -> Counter[str]:
-        """Return the prompts that were ``trained``, ``refused`` or ``replaced`` so far, by domain."""
-        return Counter(self._ended[end])
 
     @property
     def slots(self) -> list[Slot]:
@@ -266,15 +262,7 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Return, for JSON, every prompt that is admitted and not trained on, oldest first, and the accounts."""
         return {
-            "open": [
-                {
-                    "sample_id": slot.prompt.sample_id,
-                    "domain": slot.prompt.domain,
-                    "row": slot.prompt.row,
-                    "attempt": slot.prompt.attempt,
-                }
-                for slot in self.slots
-            ],
+            "open": [asdict(slot.prompt) for slot in self.slots],
             "order": list(self._order),
             "admitted": dict(self._admitted),
             **{end: dict(counts) for end, counts in self._ended.items()},
@@ -341,16 +329,6 @@ class Ledger:
         self._set_version(slot, self.published)
         self._admitted[prompt.domain] += 1
         self._wake()
-
-    def _end(self, slot: Slot, end: str) -> None:
-        self._ended[end][slot.prompt.domain] += 1
-
-    def _try_take(self) -> list[Slot] | None:
-        if not self._is_complete():
-            return None
-        mix = self._mixes.popleft()
-        taken = [self._pop_ready(domain) for domain, count in mix.items() for _ in range(count)]
-        return sorted(taken, key=lambda slot: slot.prompt.sample_id)
 
     def _pop_ready(self, domain: str) -> Slot:
         """Take the domain's ready slot of the oldest weights; of several, the one that was admitted first."""

@@ -7,6 +7,7 @@ slowest stage (docs/pipeline.md).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +29,7 @@ class StepTimes:
     sending_s: float = 0.0
     """Until the replicas have them, likewise; beside the next step of an asynchronous run."""
     max_staleness: int = 0
-    in_turn: frozenset[str] = field(default_factory=frozenset)
+    in_turn: frozenset[str] = frozenset()
     """Groups in rank 0's process."""
 
     @cached_property
@@ -73,17 +74,10 @@ class GroupLoad:
     at_most: int = 1024
 
     def replicas_within(self, seconds: float) -> int | None:
-        """Fewest that keep up with a stage of so many seconds; ``None`` if no number does."""
-        if self.time(self.at_most).capacity_s > seconds:
-            return None
-        low, high = 1, self.at_most
-        while low < high:
-            middle = (low + high) // 2
-            if self.time(middle).capacity_s <= seconds:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        """Return the fewest that keep up with a stage of so many seconds; ``None`` if no number does."""
+        numbers = range(1, self.at_most + 1)
+        place = bisect_left(numbers, True, key=lambda number: self.time(number).capacity_s <= seconds)
+        return numbers[place] if place < len(numbers) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +85,14 @@ class TrainerLoad:
     """A layout of the student as the search sees it."""
 
     gpus: int
-    seconds: float
+    parts: Mapping[str, float]
+    """Part of a step's work -> seconds."""
     staging_s: float = 0.0
     sending_s: Callable[[int], float] = lambda replicas: 0.0
-    """By the rollout's number of replicas."""
+    """Seconds by the rollout's number of replicas."""
     label: str = ""
     keys: Mapping[str, int] = field(default_factory=dict)
-    """Of ``student.parallel``."""
+    """Keys of ``student.parallel`` and their values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +110,21 @@ class Split:
 
 
 def times_of(
-    trainer: TrainerLoad, groups: Sequence[GroupLoad], replicas: Mapping[str, int], *, max_staleness: int
+    trainer: TrainerLoad,
+    groups: Sequence[GroupLoad],
+    replicas: Mapping[str, int],
+    *,
+    max_staleness: int,
+    in_turn: frozenset[str] = frozenset(),
 ) -> StepTimes:
-    """With so many replicas of each group, all of them in processes of their own."""
+    """Return the times of a step with so many replicas of each group; those of ``in_turn`` are in rank 0's process."""
     return StepTimes(
         groups={group.name: group.time(replicas[group.name]) for group in groups},
-        trainer_s=trainer.seconds,
+        trainer_s=sum(trainer.parts.values()),
         staging_s=trainer.staging_s,
         sending_s=trainer.sending_s(replicas.get(ROLLOUT, 1)),
         max_staleness=max_staleness,
+        in_turn=in_turn,
     )
 
 

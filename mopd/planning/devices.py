@@ -10,7 +10,7 @@ from dataclasses import dataclass
 MIB, GIB = 2**20, 2**30
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU of a server, and its links, in one direction each."""
 
@@ -28,39 +28,16 @@ class Gpu:
 
 
 GPUS = {
-    "a100": Gpu(
-        memory_bytes=81_920 * MIB,
-        flops=312e12,
-        bandwidth=2.039e12,
-        link=300e9,
-        network=25e9,
-        source="NVIDIA A100 80GB SXM data sheet; DGX A100 user guide (one 200 Gb/s adapter for each GPU)",
-    ),
-    "h100": Gpu(
-        memory_bytes=81_559 * MIB,
-        flops=989.4e12,
-        bandwidth=3.35e12,
-        link=450e9,
-        network=50e9,
-        source="NVIDIA H100 SXM data sheet (1,979 TFLOP/s with sparsity); DGX H100 data sheet (400 Gb/s for each GPU)",
-    ),
-    "h200": Gpu(
-        memory_bytes=143_771 * MIB,
-        flops=989.4e12,
-        bandwidth=4.8e12,
-        link=450e9,
-        network=50e9,
-        source="NVIDIA H200 SXM data sheet; DGX H200 data sheet (400 Gb/s for each GPU)",
-    ),
-    "b200": Gpu(
-        memory_bytes=183_359 * MIB,
-        flops=2_250e12,
-        bandwidth=8.0e12,
-        link=900e9,
-        network=50e9,
-        source="NVIDIA DGX B200 data sheet (eight GPUs: 72 PFLOP/s fp8 with sparsity, 64 TB/s, 14.4 TB/s NVLink)",
-    ),
-}
+    # memory, operations, bandwidth of the memory, NVLink, network adapter, source
+    "a100": Gpu(81_920 * MIB, 312e12, 2.039e12, 300e9, 25e9,
+             "NVIDIA A100 80GB SXM data sheet; DGX A100 user guide (one 200 Gb/s adapter for each GPU)"),
+    "h100": Gpu(81_559 * MIB, 989.4e12, 3.35e12, 450e9, 50e9,
+             "NVIDIA H100 SXM data sheet (1,979 TFLOP/s with sparsity); DGX H100 data sheet (400 Gb/s for each GPU)"),
+    "h200": Gpu(143_771 * MIB, 989.4e12, 4.8e12, 450e9, 50e9,
+             "NVIDIA H200 SXM data sheet; DGX H200 data sheet (400 Gb/s for each GPU)"),
+    "b200": Gpu(183_359 * MIB, 2_250e12, 8.0e12, 900e9, 50e9,
+             "NVIDIA DGX B200 data sheet (eight GPUs: 72 PFLOP/s fp8 with sparsity, 64 TB/s, 14.4 TB/s NVLink)"),
+}  # fmt: skip
 """By the name that ``mopd plan --gpu`` takes."""
 GPUS_PER_NODE = 8
 """Of the servers that the table is about."""
@@ -142,6 +119,16 @@ def rates_of(name: str) -> Rates:
     """Of a GPU of the table."""
     gpu = GPUS[name]
     share = {key: entry.value for key, entry in SHARES.items()}
+    as_they_are = (
+        "host",
+        "call_s",
+        "decode_step_s",
+        "collective_s",
+        "network_collective_s",
+        "stage",
+        "send",
+        "receive",
+    )
     return Rates(
         train=gpu.flops * share["training"],
         train_moe=gpu.flops * share["training_moe"],
@@ -150,16 +137,9 @@ def rates_of(name: str) -> Rates:
         link=gpu.link * share["link"],
         network=gpu.network * share["link"],
         sums=None,
-        host=share["host"],
-        call_s=share["call_s"],
         tensor_s=OPTIMIZER_CALLS * share["call_s"],
-        decode_step_s=share["decode_step_s"],
-        collective_s=share["collective_s"],
-        network_collective_s=share["network_collective_s"],
-        stage=share["stage"],
-        send=share["send"],
-        receive=share["receive"],
         source=f"{name}: {gpu.source}; shares of it are assumptions",
+        **{key: share[key] for key in as_they_are},
     )
 
 

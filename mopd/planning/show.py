@@ -38,7 +38,6 @@ def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
         "rates": None if rates is None else dataclasses.asdict(rates),
         "shares": {name: dataclasses.asdict(share) for name, share in SHARES.items()},
         "times": _times(plan),
-        "alternatives": [dataclasses.asdict(one) for one in plan.alternatives],
         "problems": [{"key": dotted(path), "problem": text} for path, text in plan.problems],
     }
 
@@ -90,8 +89,10 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
         console.print("no times: --gpu names GPUs of the table, --probe measures this machine", highlight=False)
         return
     console.print(_stage_table(plan))
-    for line in _lines(plan):
-        console.print(line, highlight=False)
+    times = plan.times
+    kind = f"max_staleness {times.max_staleness}" if times.max_staleness else "synchronous"
+    bound = times.bound_by.replace("_", " ")
+    console.print(f"step  {times.step_s:.3g} s ({kind}), bound by {bound}", highlight=False)
     if rates is not None:
         console.print(f"rates  {rates.source}", highlight=False)
 
@@ -194,17 +195,6 @@ def _stage_table(plan: RunPlan) -> Table:
             ("no number" if balanced is None else str(balanced)) if group else "",
         )
     return table
-
-
-def _lines(plan: RunPlan) -> list[str]:
-    assert plan.times is not None
-    times = plan.times
-    kind = f"max_staleness {times.max_staleness}" if times.max_staleness else "synchronous"
-    lines = [f"step  {times.step_s:.3g} s ({kind}), bound by {times.bound_by.replace('_', ' ')}"]
-    if plan.alternatives:
-        texts = [f"{one.change}: {one.step_s:.3g} s on {one.gpus} GPUs" for one in plan.alternatives]
-        lines.append(f"alternatives  {'; '.join(texts)}")
-    return lines
 
 
 def show_beside(rows: Sequence[Beside], bound_planned: str | None, bound_measured: str) -> None:

@@ -135,9 +135,9 @@ def training_time(
 
 
 def drawing_time(
-    group: EngineGroupConfig, dims: ModelDims, work: Workload, own: ReplicaPlan, replicas: int, rates: Rates
+    group: EngineGroupConfig, dims: ModelDims, work: Workload, own: ReplicaPlan, rates: Rates, replicas: int
 ) -> StageTime:
-    """Of ``replicas`` that share a step's samples evenly."""
+    """Return the time of ``replicas`` that share the drawing of a step's samples evenly."""
     samples, size = work.samples / replicas, BYTES[group.engine.dtype]
     at_once = max(1.0, min(samples, own.sequences))
     context = work.prompt_tokens + work.response_tokens / 2
@@ -173,12 +173,12 @@ def scoring_time(
     group: EngineGroupConfig,
     dims: ModelDims,
     work: Workload,
-    share: float,
     own: ReplicaPlan,
-    replicas: int,
     rates: Rates,
+    share: float,
+    replicas: int,
 ) -> StageTime:
-    """Of one teacher's share of a step's samples, on ``replicas``."""
+    """Return the time of scoring one teacher's ``share`` of a step's samples on so many ``replicas``."""
     samples = work.samples * share / replicas
     rows = samples * work.response_tokens
     flops = forward_flops(dims, tokens=samples * work.length, context=work.length / 2, rows=rows)

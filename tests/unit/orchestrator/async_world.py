@@ -271,7 +271,7 @@ def run(world: World) -> Outcome:
             trained=student.trained,
             ages=student.ages,
             waits_s=np.array([at - sampler.ended[sample_id] for sample_id, at in ledger.ready_at.items()]),
-            num_refused=ledger.counts("refused").total(),
+            num_refused=sum(ledger.state_dict()["refused"].values()),
             values=records.values,
         )
 
