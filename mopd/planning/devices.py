@@ -1,6 +1,6 @@
-"""What GPUs can do, by their makers, and how much of it a program gets, by what others have published.
+"""Rates of GPUs by their makers' data sheets, and the shares of them that a program gets, as others have published.
 
-A plan multiplies the two. Nobody has measured mopd on these GPUs yet: the shares are assumptions, each with its source.
+A plan multiplies the two. mopd has not been measured on these GPUs yet: the shares are assumptions, each with a source.
 """
 
 from __future__ import annotations
@@ -8,6 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIB, GIB = 2**20, 2**30
+
+
+def gib(num_bytes: float) -> str:
+    """Return a size as text."""
+    return f"{num_bytes / GIB:.1f} GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,7 @@ class Gpu:
     link: float
     """Bytes a second to the other GPUs of its server (NVLink)."""
     network: float
-    """Bytes a second to other servers: one network adapter each."""
+    """Bytes a second to other servers: one network adapter for each GPU."""
     source: str
 
 
@@ -38,14 +43,14 @@ GPUS = {
     "b200": Gpu(183_359 * MIB, 2_250e12, 8.0e12, 900e9, 50e9,
              "NVIDIA DGX B200 data sheet (eight GPUs: 72 PFLOP/s fp8 with sparsity, 64 TB/s, 14.4 TB/s NVLink)"),
 }  # fmt: skip
-"""By the name that ``mopd plan --gpu`` takes."""
+"""Name that ``mopd plan --gpu`` takes -> GPU."""
 GPUS_PER_NODE = 8
-"""Of the servers that the table is about."""
+"""GPUs of each server that the table is about."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What a program gets of a peak, or a cost that no peak tells."""
+    """Share of a peak that a program gets, or a cost that no peak tells."""
 
     value: float
     source: str
@@ -81,7 +86,7 @@ OPTIMIZER_CALLS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What one device does in a second, as a plan reckons: a peak times its share, or what ``--probe`` measured."""
+    """Rates of one device: a peak times its share, or what ``--probe`` measured."""
 
     train: float
     """Operations a second, forward and backward of a dense model."""
@@ -98,13 +103,13 @@ class Rates:
     host: float
     """Bytes a second of host memory, of a rank's part of an optimizer step there."""
     call_s: float
-    """Of one operation, however small."""
+    """Seconds of one operation, however small."""
     tensor_s: float
-    """Of the optimizer for one parameter tensor, however small."""
+    """Seconds of the optimizer for one parameter tensor, however small."""
     decode_step_s: float
-    """Of one step of an engine with a scheduler of its own."""
+    """Seconds beside the model of one step of an engine with a scheduler of its own."""
     collective_s: float
-    """Of a collective of nearly nothing within a node."""
+    """Seconds of a collective of few bytes within a node."""
     network_collective_s: float
     stage: float
     """Bytes a second of weights into host memory, ready for the wire."""
@@ -116,7 +121,7 @@ class Rates:
 
 
 def rates_of(name: str) -> Rates:
-    """Of a GPU of the table."""
+    """Return the rates of a GPU of the table."""
     gpu = GPUS[name]
     share = {key: entry.value for key, entry in SHARES.items()}
     as_they_are = (
@@ -148,12 +153,12 @@ class Cluster:
     """Nodes that are all alike."""
 
     name: str
-    """Of the GPU, or ``cpu``."""
+    """Name of the GPU, or ``cpu``."""
     nodes: int
     gpus_per_node: int
     """0 without GPUs."""
     memory_bytes: int
-    """Of one GPU; of a node's host where there is none."""
+    """Memory of one GPU; of a node's host where there is none."""
 
     @property
     def num_gpus(self) -> int:

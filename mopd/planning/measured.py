@@ -1,4 +1,4 @@
-"""A plan beside what a run measured."""
+"""Comparison of a plan with what a run measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mopd.planning.plan import RunPlan
 from mopd.report.pipeline import stage_seconds
 
 SETTLING_STEPS = 2
-"""First steps of a run, which also allocate and compile."""
+"""Number of a run's first steps that are left out: they also allocate and compile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Beside:
 
 
 def beside(plan: RunPlan, steps: Sequence[Mapping[str, Any]]) -> list[Beside]:
-    """Seconds of the stages and bytes of the teachers, of what both know."""
+    """Return the seconds of the stages and the bytes of the engines that both plan and run have."""
     records = steps[SETTLING_STEPS:] or steps
     rows = []
     if plan.times is not None:
@@ -54,13 +54,13 @@ def beside(plan: RunPlan, steps: Sequence[Mapping[str, Any]]) -> list[Beside]:
 
 
 def slowest(steps: Sequence[Mapping[str, Any]]) -> str:
-    """The stage that was busy longest."""
+    """Return the stage that was busy longest."""
     busy = stage_means(steps[SETTLING_STEPS:] or steps)
     return max(busy, key=busy.__getitem__)
 
 
 def stage_means(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Busy seconds of a step by stage, rewards left out: no plan knows them."""
+    """Return the mean busy seconds of a step by stage, without rewards, which no plan has."""
     found: dict[str, list[float]] = defaultdict(list)
     for record in steps:
         for name, (seconds, _, _) in stage_seconds(record).items():

@@ -17,7 +17,7 @@ from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import ModelDims, layout_problem
 from mopd.conversion.models.stages import stages_of
 from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad, times_of
-from mopd.planning.devices import GIB, Cluster, Rates
+from mopd.planning.devices import Cluster, Rates, gib
 from mopd.planning.memory.activations import micro_batches
 from mopd.planning.memory.ranks import HeadPlan, RankPlan, head_plans, host_bytes, plan_ranks
 from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
@@ -207,7 +207,7 @@ def _too_large(
     places: Places,
     cluster: Cluster,
 ) -> list[tuple[tuple[str, ...], str]]:
-    """What does not fit into a GPU, or without GPUs into the host's free memory."""
+    """Return what does not fit into a GPU, or without GPUs into the host's free memory."""
     problems = [
         ((*path_of(key), *below.split(".")), text) for key, plan in replicas.items() for below, text in plan.problems
     ]
@@ -216,34 +216,26 @@ def _too_large(
         total = sum(sum(rank.parts.values()) for rank in ranks) * per_stage
         total += sum(plan.num_bytes * len(places.of(key)) for key, plan in replicas.items()) + sum(hosts.values())
         if total > cluster.memory_bytes:
-            text = f"ranks and replicas need {_gib(total)} and the host has {_gib(cluster.memory_bytes)} free: "
+            text = f"ranks and replicas need {gib(total)} and the host has {gib(cluster.memory_bytes)} free: "
             problems.append((("student", "model"), f"{text}plan for GPUs with --gpu, or use smaller models"))
         return problems
     for rank in ranks:
-        turn = sum(rank.rollout_turn.values())
+        turn, most = sum(rank.rollout_turn.values()), gib(cluster.memory_bytes)
         if turn > cluster.memory_bytes:
-            parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank.rollout_turn.items())
-            problems.append(
-                (
-                    ("rollout", "engine", "gpu_memory_utilization"),
-                    f"with placement.share_gpus_with {_gib(turn)} of a GPU's {_gib(cluster.memory_bytes)} are taken "
-                    f"while the rollout draws ({parts}): lower it",
-                )
-            )
+            parts = ", ".join(f"{name} {gib(size)}" for name, size in rank.rollout_turn.items())
+            taken = f"{gib(turn)} of a GPU's {most} are taken while the rollout draws ({parts})"
+            key = ("rollout", "engine", "gpu_memory_utilization")
+            problems.append((key, f"with placement.share_gpus_with {taken}: lower it"))
         elif rank.num_bytes > cluster.memory_bytes:
-            parts = ", ".join(f"{name} {_gib(size)}" for name, size in {**rank.parts, **rank.shared}.items())
+            parts = ", ".join(f"{name} {gib(size)}" for name, size in {**rank.parts, **rank.shared}.items())
             name = "every rank" if len(ranks) == 1 else f"ranks of pipeline stage {rank.stage}"
-            problems.append(
-                (
-                    ("student", "parallel", "tensor_model_parallel_size"),
-                    f"{name} needs {_gib(rank.num_bytes)} of {_gib(cluster.memory_bytes)} ({parts}): {_cure(rank)}",
-                )
-            )
+            key = ("student", "parallel", "tensor_model_parallel_size")
+            problems.append((key, f"{name} needs {gib(rank.num_bytes)} of {most} ({parts}): {_cure(rank)}"))
     return problems
 
 
 def _cure(rank: RankPlan) -> str:
-    """What would help most against the largest part."""
+    """Return what would help most against the largest part."""
     if sum(rank.shared.values()) > sum(rank.parts.values()):
         return "give the engines GPUs of their own (placement), or lower their gpu_memory_utilization"
     largest = max(rank.parts, key=lambda name: rank.parts[name])
@@ -254,7 +246,3 @@ def _cure(rank: RankPlan) -> str:
         "optimizer": "raise it, pipeline_model_parallel_size, or data_parallel_size (which shares the states), or set "
         "student.optimizer.offload_fraction",
     }.get(largest, "raise it, or pipeline_model_parallel_size")
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"
