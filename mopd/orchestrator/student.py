@@ -1,4 +1,4 @@
-"""The student on all its ranks, as the controller, the checks and the checkpointer ask it."""
+"""Student on all its ranks, as the controller, the checks and the checkpointer ask it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class StudentGroup:
             self._turns.expect("student")
 
     async def publish(self, weight_version: int) -> None:
-        """``stage`` and ``send``."""
+        """Stage the weights and send them."""
         await self.stage(weight_version)
         await self.send()
 

@@ -23,7 +23,7 @@ from mopd.conversion.hf.manifest import Manifest
 from mopd.data.stream import PromptStream
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.orchestrator.controller import Controller
-from mopd.orchestrator.leading import Lead, Led
+from mopd.orchestrator.leading import Orchestrator, RunParts
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.preflight.checks import Preflight
 from mopd.orchestrator.student import StudentGroup
@@ -49,23 +49,23 @@ class Training:
 
     recipe: Recipe
     run: RunDir
-    led: Led
+    parts: RunParts
     prompts: PromptStream
 
     async def save_samples(self, folder: Path) -> str | None:
         """Write what the data plane holds into a folder, and return its hash; ``None`` where it cannot be saved: those
         samples are drawn again."""
-        plane = self.led.workers.plane
+        plane = self.parts.workers.plane
         return await plane.save(folder) if isinstance(plane, QueuePlane) else None
 
     async def load_samples(self, folder: Path, digest: str) -> list[SampleMeta]:
         """Inverse of ``save_samples``: the samples that have all fields that the loss needs; none from a plane that
         saves nothing, as another one wrote the folder. ``UserError`` for changed files."""
-        plane = self.led.workers.plane
+        plane = self.parts.workers.plane
         return await plane.load(folder, digest, self.recipe.loss_fields) if isinstance(plane, QueuePlane) else []
 
 
-def train_task(lead: Lead, *, resume: bool, from_step: str | None, as_json: bool) -> str | None:
+def train_task(orchestrator: Orchestrator, *, resume: bool, from_step: str | None, as_json: bool) -> str | None:
     """Train in the recipe's run folder, with ``resume`` from the newest checkpoint or the one that ``from_step`` names
     (``step_100``); the line of a run that was asked to stop.
 
@@ -73,12 +73,12 @@ def train_task(lead: Lead, *, resume: bool, from_step: str | None, as_json: bool
         UserError: anything the user can cure; nothing is half-written.
     """
     log_to_terminal()
-    loaded = lead.loaded
+    loaded = orchestrator.loaded
     recipe = loaded.recipe
     with RunDir(recipe.run_dir) as run:
         resuming.check_layout(run)
         run.open(loaded, resume=resume)
-        lead.keep_stacks()
+        orchestrator.keep_stacks()
         manifests = make_manifests(recipe)
         start = resuming.choose(run, recipe, wanted=from_step) if resume else None
         if start is not None:
@@ -87,18 +87,18 @@ def train_task(lead: Lead, *, resume: bool, from_step: str | None, as_json: bool
         elif resume:
             logger.warning("%s has no complete checkpoint: the run starts again from step 0", run.checkpoints)
 
-        async def work(led: Led) -> None:
-            prompts = PromptStream(led.workers.dataset.rows_by_domain, recipe.data.domain_weights, recipe.seed)
-            training = Training(recipe=recipe, run=run, led=led, prompts=prompts)
+        async def work(parts: RunParts) -> None:
+            prompts = PromptStream(parts.workers.dataset.rows_by_domain, recipe.data.domain_weights, recipe.seed)
+            training = Training(recipe=recipe, run=run, parts=parts, prompts=prompts)
             is_fresh = start is None
             ledger = fresh_ledger(recipe) if start is None else await load_checkpoint(training, start)
-            put_off_its_deadline(ledger, led.workers)
-            led.stop.check()
-            await led.student.publish(ledger.step)
+            extend_wait_for_batch(ledger, parts.workers)
+            parts.stop.check()
+            await parts.student.publish(ledger.step)
             await begin(training, loaded, manifests, is_fresh=is_fresh)
             await train(training, ledger, is_fresh=is_fresh, as_json=as_json)
 
-        return lead.with_workers(work, run.path)
+        return orchestrator.with_workers(work, run.path)
 
 
 def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
@@ -114,7 +114,7 @@ def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
     )
 
 
-def put_off_its_deadline(ledger: Ledger, workers: Workers) -> None:
+def extend_wait_for_batch(ledger: Ledger, workers: Workers) -> None:
     """Have ``Ledger.take`` wait as long as a request, a reward or a call of the data plane goes on: each ends by
     deadlines of its own, which may be longer together (four attempts and the restarts of a replica are)."""
     for router in workers.routers.values():
@@ -131,7 +131,7 @@ async def load_checkpoint(training: Training, start: Path) -> Ledger:
     Raises:
         UserError: the checkpoint cannot be used; names those before it.
     """
-    run, student, prompts = training.run, training.led.student, training.prompts
+    run, student, prompts = training.run, training.parts.student, training.prompts
     state = await student.load(start, cure=resuming.older_ones(run, start))
     progress = resuming.progress_of(start, state, weight_version=student.weight_version)
     prompts.load_state_dict(progress.prompts)
@@ -145,7 +145,7 @@ async def load_checkpoint(training: Training, start: Path) -> Ledger:
 
 async def _read_back(training: Training, ledger: Ledger, digest: str) -> None:
     """Put finished samples of a checkpoint into the data plane again: their prompts need not be drawn anew."""
-    per_prompt, plane = training.recipe.rollout.samples_per_prompt, training.led.workers.plane
+    per_prompt, plane = training.recipe.rollout.samples_per_prompt, training.parts.workers.plane
     by_prompt: dict[int, list[SampleMeta]] = {}
     for sample in await training.load_samples(training.run.samples(ledger.step), digest):
         by_prompt.setdefault(sample.sample_id // per_prompt, []).append(sample)
@@ -166,11 +166,11 @@ async def begin(training: Training, loaded: Loaded, manifests: Mapping[str, Mani
         UserError: the first check that failed; nothing was written.
         StopAsked: the end was requested meanwhile.
     """
-    run, stop = training.run, training.led.stop
+    run, stop = training.run, training.parts.stop
     preflight = Preflight(
         training.recipe,
-        training.led.workers,
-        training.led.student,
+        training.parts.workers,
+        training.parts.student,
         manifests,
         is_fresh=is_fresh,
         fingerprints={} if is_fresh else read_fingerprints(run.manifest),
@@ -200,7 +200,7 @@ async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: 
     Raises:
         StopAsked: the end was requested; says what is saved.
     """
-    recipe, run, workers = training.recipe, training.run, training.led.workers
+    recipe, run, workers = training.recipe, training.run, training.parts.workers
     resume_step = None if is_fresh else ledger.step
     if resume_step is not None:
         resuming.set_aside(run, after_step=resume_step)
@@ -217,18 +217,18 @@ async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: 
                 rollout=workers.rollout,
                 teachers=workers.teachers,
                 rewards=workers.rewards,
-                student=training.led.student,
+                student=training.parts.student,
                 plane=workers.plane,
                 observer=observer,
                 ledger=ledger,
-                stop=training.led.stop,
+                stop=training.parts.stop,
                 unit=recipe.prompts_together,
             ).run()
         except StopAsked as asked:
             raise StopAsked(asked.by, _stopped(run, recipe, asked.by)) from asked
     finally:
         sinks.close()
-    await _export(recipe, run, training.led.student, observer.best)
+    await _export(recipe, run, training.parts.student, observer.best)
     report = build_report(run.path)
     if as_json:
         print(json_lines(asdict(report)))
@@ -254,9 +254,9 @@ class RunObserver:
     """
 
     def __init__(self, training: Training, sinks: Sinks) -> None:
-        recipe, run, student = training.recipe, training.run, training.led.student
-        self.recipe, self.run, self.sinks, self.stop = recipe, run, sinks, training.led.stop
-        self.workers = training.led.workers
+        recipe, run, student = training.recipe, training.run, training.parts.student
+        self.recipe, self.run, self.sinks, self.stop = recipe, run, sinks, training.parts.stop
+        self.workers = training.parts.workers
         self.floors = run.floors()
         """Teacher -> KL floor; a domain with a teacher that could not be compared has none."""
         self.checkpointer = Checkpointer(

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 4
 """Tries of one update; a replica that fails in all of them is left without the weights."""
 Ask = Callable[..., Awaitable[Any]]
-"""Has all ranks execute a command (``Ranks.ask``)."""
+"""Function that has all ranks execute a command (``Ranks.ask``)."""
 
 
 class Transfer:

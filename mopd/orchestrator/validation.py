@@ -46,8 +46,8 @@ class ValidationResult:
     extracted_share: dict[str, float]
     """Share of responses in which the reward found something to judge."""
     examples: dict[str, list[dict[str, Any]]]
-    """``{prompt, response, ground_truth, reward, extracted, problem}`` of the first rows: ``extracted`` is what
-    the reward judged (``None``: nothing), ``problem`` why its value is no higher. Rows with images also have
+    """Examples of the first rows: ``{prompt, response, ground_truth, reward, extracted, problem}``. ``extracted`` is
+    what the reward judged (``None``: nothing), ``problem`` why its value is no higher. Rows with images also have
     ``images`` (``thumbnail``)."""
 
 

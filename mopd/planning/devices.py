@@ -20,7 +20,7 @@ class Gpu:
     """One GPU of a server, and its links, in one direction each."""
 
     memory_bytes: int
-    """``memory.total`` of nvidia-smi."""
+    """Memory as ``memory.total`` of nvidia-smi gives it."""
     flops: float
     """Dense bf16 operations a second."""
     bandwidth: float

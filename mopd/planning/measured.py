@@ -16,7 +16,7 @@ SETTLING_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
+class PlannedAndMeasured:
     """One number of the plan, and the mean of the run's steps."""
 
     what: str
@@ -30,7 +30,7 @@ class Beside:
         return self.planned / self.measured if self.measured else None
 
 
-def beside(plan: RunPlan, steps: Sequence[Mapping[str, Any]]) -> list[Beside]:
+def compare(plan: RunPlan, steps: Sequence[Mapping[str, Any]]) -> list[PlannedAndMeasured]:
     """Return the seconds of the stages and the bytes of the engines that both plan and run have."""
     records = steps[SETTLING_STEPS:] or steps
     rows = []
@@ -38,18 +38,18 @@ def beside(plan: RunPlan, steps: Sequence[Mapping[str, Any]]) -> list[Beside]:
         busy = stage_means(records)
         planned = plan.times.seconds
         rows = [
-            Beside(what=name, unit="s", planned=planned[name], measured=busy[name])
+            PlannedAndMeasured(what=name, unit="s", planned=planned[name], measured=busy[name])
             for name in sorted(planned.keys() & busy.keys(), key=_place)
         ]
         whole = _mean(records, "timing/step_s")
         if whole:
-            rows.append(Beside(what="step", unit="s", planned=plan.times.step_s, measured=whole))
+            rows.append(PlannedAndMeasured(what="step", unit="s", planned=plan.times.step_s, measured=whole))
     for link in plan.links:
         key, _, _ = link.name.partition(": ")
         room, _, name = key.partition(".")
         measured = _mean(records, f"{room}/payload_bytes" + (f"/{name}" if name else ""))
         if measured:
-            rows.append(Beside(what=link.name, unit="bytes", planned=link.num_bytes, measured=measured))
+            rows.append(PlannedAndMeasured(what=link.name, unit="bytes", planned=link.num_bytes, measured=measured))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The plan of a recipe on a cluster: places, memory, links, stages, and what cannot work, by key."""
+"""Plan of a recipe on a cluster: places, memory, links, stages, and what cannot work, by key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mopd.planning.devices import Cluster, Rates, gib
 from mopd.planning.memory.activations import micro_batches
 from mopd.planning.memory.ranks import HeadPlan, RankPlan, head_plans, host_bytes, plan_ranks
 from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
-from mopd.planning.memory.shards import whole
+from mopd.planning.memory.shards import total_weights
 from mopd.planning.models import STUDENT
 from mopd.planning.stages import drawing_time, scoring_time, sending_s, staging_s, training_time
 from mopd.planning.traffic import Flow, links
@@ -79,7 +79,7 @@ def settled_for(loaded: Loaded, models: Mapping[str, ModelDims], pool: NodePool,
         UserError: what another choice needs.
     """
     num_ranks = place_recipe(loaded.recipe, pool).ranks_per_node
-    sizes = {key: whole(dims) for key, dims in models.items()}
+    sizes = {key: total_weights(dims) for key, dims in models.items()}
     try:
         made = settle(loaded.recipe, hardware, num_ranks=num_ranks, num_weights=sizes)
     except ValueError as error:

@@ -11,7 +11,7 @@ from rich.table import Table
 from mopd.config.machine.places import STUDENT, Places, Tenant
 from mopd.config.reading.tree import dotted
 from mopd.planning.devices import GIB, SHARES, Rates
-from mopd.planning.measured import Beside
+from mopd.planning.measured import PlannedAndMeasured
 from mopd.planning.plan import RunPlan
 from mopd.planning.suggest import Suggestion
 from mopd.planning.vision import TowerPlan
@@ -189,7 +189,7 @@ def _stage_table(plan: RunPlan) -> Table:
     return table
 
 
-def show_beside(rows: Sequence[Beside], bound_planned: str | None, bound_measured: str) -> None:
+def show_comparison(rows: Sequence[PlannedAndMeasured], bound_planned: str | None, bound_measured: str) -> None:
     """Print the numbers of plan and run side by side."""
     console = Terminal()
     table = Table("plan beside the run", "planned", "measured", "ratio")

@@ -1,4 +1,4 @@
-"""The layout of the student and the split of GPUs that a recipe's step is fastest with, of all that fit."""
+"""Search for the layout of the student and the split of GPUs with which a recipe's step is fastest, of all that fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Suggestion:
 
     split: Split
     keys: Mapping[str, Any]
-    """What to set, as a tree of the recipe."""
+    """Keys to set, as a tree of the recipe."""
 
 
 def suggest(given: PlanInput, rates: Rates) -> list[Suggestion]:

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,11 @@ GIB = 2**30
 MAX_CALLS = 2_000_000
 REAL = [path for path in RECIPES if "\n# command: mopd plan" in path.read_text(encoding="utf-8")]
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 33,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 128,
+    "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 33, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 """Of the quickstart's models, which are made when they are needed."""
 VISION_CONFIG = changed(
     QWEN2_5_VL_3B,
@@ -154,10 +145,6 @@ def test_the_published_case_needs_no_tensor_parallelism(configs: Path) -> None:
     heads = {plan.tensor_model_parallel_size: plan for plan in head_plans(recipe, dims, expected(recipe), shared, {})}
     assert {degree: head.fits_eager for degree, head in heads.items()} == {1: False, 2: False, 4: True, 8: True}
     assert heads[1].fits
-    whole = head_plans(recipe, dims, expected(recipe), Cluster(**{**vars_of(shared), "memory_bytes": 10**12}), {})
+    whole = head_plans(recipe, dims, expected(recipe), replace(shared, memory_bytes=10**12), {})
     assert whole[0].eager_bytes == 24_576 * 151_936 * 14
     assert whole[0].ours_bytes <= recipe.student.lm_head_memory_budget_mib * 2**20 + 16 * 2**20
-
-
-def vars_of(cluster: Any) -> dict[str, Any]:
-    return {key: getattr(cluster, key) for key in ("name", "nodes", "gpus_per_node", "memory_bytes")}

@@ -60,7 +60,7 @@ class Preflight:
         is_fresh: bool,
         fingerprints: Mapping[str, Any] | None = None,
     ) -> None:
-        """``manifests`` has the key ``student`` and one ``teachers.NAME`` each.
+        """Set up. ``manifests`` has the key ``student`` and one ``teachers.NAME`` each.
 
         On resume (``is_fresh`` false) a teacher that no longer beats the student is a warning, and teachers without
         hashes must still have the stored ``fingerprints``.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.devices import SHARES, gib
-from mopd.planning.memory.shards import BYTES, whole
+from mopd.planning.memory.shards import BYTES, total_weights
 from mopd.planning.workload import Workload
 
 VLLM_BYTES_PER_LOGIT = 6.5
@@ -65,7 +65,7 @@ def plan_replica(
     layer = 4 * dims.hidden_size + 3 * max(dims.ffn_hidden_size, dims.head_dim * dims.num_attention_heads)
     rows = min(TORCH_ROWS, tokens) if scores else max(1, tokens // work.max_tokens)
     parts = {
-        "weights": whole(dims) * size,
+        "weights": total_weights(dims) * size,
         "cache": 0 if scores else tokens * kv_bytes(dims, size),
         "reserve": tokens * layer * size,
         "scoring" if scores else "logits": rows * dims.vocab_size * TORCH_BYTES_PER_LOGIT,
@@ -79,7 +79,7 @@ def _vllm(
 ) -> ReplicaPlan:
     """vLLM takes ``gpu_memory_utilization`` of a GPU, and what weights and reserve leave of it is the cache."""
     tp, size = engine.tensor_parallel_size, BYTES[engine.dtype]
-    weights, reserve = whole(dims) * size // tp, int(SHARES["vllm_reserve_bytes"].value)
+    weights, reserve = total_weights(dims) * size // tp, int(SHARES["vllm_reserve_bytes"].value)
     own = int(engine.gpu_memory_utilization * memory_bytes)
     each = max(1, kv_bytes(dims, size) // (tp if dims.mla is None else 1))
     if dims.mla is None and tp > dims.num_query_groups:
@@ -94,33 +94,24 @@ def _vllm(
         tokens = min(engine.max_scoring_tokens, max(1.0, samples) * work.max_tokens)
         scoring = int(tokens * dims.vocab_size * VLLM_BYTES_PER_LOGIT)
     parts = {"weights": weights, "cache": cache, "reserve": reserve, "scoring": scoring}
-    problems = []
+    problems, degree = [], "engine.tensor_parallel_size"
     if dims.num_attention_heads % tp:
-        problems.append(
-            (
-                "engine.tensor_parallel_size",
-                f"{tp} does not divide the model's {dims.num_attention_heads} attention heads: set a divisor of them",
-            )
-        )
+        heads = f"{tp} does not divide the model's {dims.num_attention_heads} attention heads"
+        problems.append((degree, f"{heads}: set a divisor of them"))
     if cache // each < longest:
-        problems.append(
-            (
-                "engine.tensor_parallel_size",
-                f"{tp}: weights ({gib(weights)} on each GPU) and {gib(reserve)} in reserve leave {gib(cache)} of "
-                f"{engine.gpu_memory_utilization:g} x {gib(memory_bytes)} for the cache, room for {cache // each} "
-                f"tokens where one sequence has {longest}: raise it, or gpu_memory_utilization",
-            )
+        left = (
+            f"{tp}: weights ({gib(weights)} on each GPU) and {gib(reserve)} in reserve leave {gib(cache)} of "
+            f"{engine.gpu_memory_utilization:g} x {gib(memory_bytes)} for the cache, room for {cache // each} "
+            f"tokens where one sequence has {longest}"
         )
+        problems.append((degree, f"{left}: raise it, or gpu_memory_utilization"))
     if scoring and weights + cache + reserve + scoring > memory_bytes:
-        problems.append(
-            (
-                "engine.gpu_memory_utilization",
-                f"{engine.gpu_memory_utilization:g} of {gib(memory_bytes)} leaves "
-                f"{gib(memory_bytes - weights - cache - reserve)}, and the prompt log-probs of max_scoring_tokens "
-                f"{engine.max_scoring_tokens} x {dims.vocab_size} take {gib(scoring)} beside it: lower it, or "
-                "max_scoring_tokens",
-            )
+        taken = (
+            f"{engine.gpu_memory_utilization:g} of {gib(memory_bytes)} leaves "
+            f"{gib(memory_bytes - weights - cache - reserve)}, and the prompt log-probs of max_scoring_tokens "
+            f"{engine.max_scoring_tokens} x {dims.vocab_size} take {gib(scoring)} beside it"
         )
+        problems.append(("engine.gpu_memory_utilization", f"{taken}: lower it, or max_scoring_tokens"))
     room = max(1, min(engine.max_num_seqs, int(cache // each / work.length)))
     return ReplicaPlan(
         gpus=tp, parts=parts, sequences=room, longest=longest, cache_tokens=cache // each, problems=tuple(problems)

@@ -15,6 +15,8 @@ import pytest
 
 from mopd.base.types import Prompt, SampleMeta, UserError
 from mopd.orchestrator.ledger import Ledger, Slot
+from tests.fixtures.token_clock import run_on_token_clock
+from tests.unit.orchestrator.groups import meta_of
 
 DOMAINS = ("math", "math", "code", "math", "vision")
 P = 8
@@ -26,14 +28,7 @@ def prompt(sample_id: int) -> Prompt:
 
 
 def sample(slot: Slot, weight_version: int) -> SampleMeta:
-    return SampleMeta(
-        sample_id=slot.prompt.sample_id,
-        domain=slot.prompt.domain,
-        weight_version=weight_version,
-        prompt_length=1,
-        response_length=2,
-        num_loss_tokens=2,
-    )
+    return meta_of(slot.prompt.sample_id, slot.prompt.domain, weight_version)
 
 
 def take(ledger: Ledger) -> list[Slot]:
@@ -43,12 +38,8 @@ def take(ledger: Ledger) -> list[Slot]:
 def restored(ledger: Ledger) -> Ledger:
     """What a killed run goes on with."""
     state = json.loads(json.dumps(ledger.state_dict()))
-    again = Ledger(
-        prompts_per_step=P,
-        max_staleness=ledger.max_staleness,
-        step=ledger.step,
-        on_expiry="hold" if ledger._holds else "redraw",
-    )
+    on_expiry = "hold" if ledger._holds else "redraw"
+    again = Ledger(prompts_per_step=P, max_staleness=ledger.max_staleness, step=ledger.step, on_expiry=on_expiry)
     again.load_state_dict(state, lambda sample_id, domain, row: prompt(sample_id))
     return again
 
@@ -133,9 +124,8 @@ def overtaken(on_expiry: Literal["hold", "redraw"]) -> tuple[Ledger, Slot]:
 def test_a_step_waits_for_a_slot_that_would_become_too_old() -> None:
     ledger, late = overtaken("hold")
     # Steps 1 and 2 took others of weights 0; step 3 is the last one for those that are left, which is ``late``.
-    with pytest.raises(
-        UserError, match=r"step 3; ready by domain: 'math' 2 of 1; others of 'math' would become too old"
-    ):
+    line = r"step 3; ready by domain: 'math' 2 of 1; others of 'math' would become too old"
+    with pytest.raises(UserError, match=line):
         take(ledger)
     assert ledger.complete(late, [sample(late, 0)])
     assert take(ledger) == [late]
@@ -270,14 +260,10 @@ def test_a_lost_prompt_is_noticed_at_the_next_step() -> None:
     "change",
     [
         {"open": [{"sample_id": 1, "domain": "math", "row": 1, "attempt": -1}]},
-        {"open": [{"sample_id": 1, "domain": "math", "row": 1}]},
-        {"open": []},
-        {"order": ["code"]},
-        {"admitted": {"math": 7}},
-        {"trained": {"math": 1.5}},
-        {"refused": None},
+        {"open": [{"sample_id": 1, "domain": "math", "row": 1}]}, {"open": []}, {"order": ["code"]},
+        {"admitted": {"math": 7}}, {"trained": {"math": 1.5}}, {"refused": None},
     ],
-)
+)  # fmt: skip
 def test_a_damaged_state_is_refused(change: dict[str, object]) -> None:
     ledger = Ledger(prompts_per_step=1, max_staleness=2, step=0)
     ledger.admit([prompt(1)])
@@ -297,4 +283,4 @@ def test_samples_that_come_one_by_one_may_take_longer_than_the_deadline_together
 
     ledger = Ledger(prompts_per_step=5, max_staleness=0, step=0)
     ledger.admit([prompt(i) for i in range(5)])
-    assert len(LOOP.run_until_complete(wait(ledger))) == 5
+    assert len(run_on_token_clock(wait(ledger))) == 5

@@ -23,7 +23,6 @@ from mopd.engines.replicas.router import Router
 from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.transfer import Transfer
-from mopd.placement.weights import GroupWeightSync
 from mopd.weights.group import TransferGroup
 from tests.fixtures.linked import Sending
 from tests.fixtures.servers import RunningServer, running_server
@@ -78,12 +77,10 @@ class Sender:
             await engine.close()
 
 
-def run(
-    servers: list[RunningServer],
-    weights: Weights,
-    action: Callable[[Sender], Awaitable[None]],
-    way: BucketsConfig = COLLECTIVE,
-) -> None:
+Action = Callable[[Sender], Awaitable[None]]
+
+
+def run(servers: list[RunningServer], weights: Weights, action: Action, way: BucketsConfig = COLLECTIVE) -> None:
     async def work() -> None:
         sender = Sender(servers, weights, way)
         try:
@@ -116,10 +113,7 @@ def test_every_replica_gets_every_bit_and_the_version(
 
 
 def test_what_a_stranger_writes_costs_an_attempt_and_changes_nothing(
-    servers: list[RunningServer],
-    weights: Weights,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    servers: list[RunningServer], weights: Weights, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any user of the machine may write into the group's store. The next group has another one."""
     join, spoiled = TransferTargets.join, []
@@ -138,18 +132,6 @@ def test_what_a_stranger_writes_costs_an_attempt_and_changes_nothing(
     run(servers, weights, action, IMPATIENT)
     assert f"{spoiled[0]}/verdict' is not signed with this run's secret" in caplog.text
     assert "Traceback" not in caplog.text
-
-
-def test_as_an_http_update_of_the_same_weights(servers: list[RunningServer], weights: Weights) -> None:
-    async def action(sender: Sender) -> None:
-        await sender.publish(weights, 1)
-        by_group = [s.detach().clone() for s in servers[0].engine.weight_slots.values()]
-        await GroupWeightSync(sender.router).publish(weights.items(), 2)
-        assert all(map(torch.equal, by_group, servers[0].engine.weight_slots.values()))
-        await sender.publish(weights, 3)  # and back again
-        assert [engine.weight_version for engine in sender.engines] == [3, 3]
-
-    run(servers, weights, action)
 
 
 def test_a_server_with_another_model_is_one_line(servers: list[RunningServer], weights: Weights) -> None:
