@@ -81,12 +81,12 @@ class Ranks:
     def _forget(self, task: asyncio.Task[Answer]) -> None:
         self._under_way.discard(task)
         if not task.cancelled():
-            task.exception()  # told to whoever waits; to nobody where the caller has gone away
+            task.exception()  # retrieved, so that asyncio does not log it where the caller has gone away
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read answers, in the thread of their own."""
         frames: list[bytes] = []
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it every wait
             try:
                 while True:
                     head, own = self._link.receive()
@@ -99,7 +99,7 @@ class Ranks:
 
     def _settle(self, value: Any, frames: list[bytes]) -> None:
         answer, self._answer = self._answer, None
-        assert answer is not None, "nobody asked"
+        assert answer is not None, "an answer without a command"
         if not answer.done():
             answer.set_result((value, frames))
 
@@ -107,4 +107,4 @@ class Ranks:
         for waiting in (self._answer, self._ended):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)
-                waiting.exception()  # where nobody waits
+                waiting.exception()  # retrieved, so that asyncio does not log it

@@ -143,12 +143,13 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         routers[ROLLOUT], on_running=recipe.on_new_weights, targets=_targets(recipe, routers[ROLLOUT])
     )
     teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
+    cfg = recipe.rollout
     sampling = SamplingParams(
-        max_new_tokens=recipe.rollout.max_response_length,
-        temperature=recipe.rollout.temperature,
-        top_p=recipe.rollout.top_p,
-        top_k=recipe.rollout.top_k,
+        max_new_tokens=cfg.max_response_length, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k
     )
+    generator: Generator = routers[ROLLOUT]
+    if groups.turns is not None:
+        generator = TurnsGenerator(routers[ROLLOUT], functools.partial(groups.kept_awake, ROLLOUT))
     rewards = None
     if recipe.needs_task_advantage and inputs.rewards is not None:
         rewards = RewardWorker(inputs.train, inputs.tokenizer, inputs.rewards, plane)
@@ -159,14 +160,12 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         weights=weights,
         routers=routers,
         rollout=RolloutWorker(
-            routers[ROLLOUT]
-            if groups.turns is None
-            else TurnsGenerator(routers[ROLLOUT], functools.partial(groups.kept_awake, ROLLOUT)),
+            generator,
             plane,
             inputs.train,
             sampling=sampling,
             seed=recipe.seed,
-            samples_per_prompt=recipe.rollout.samples_per_prompt,
+            samples_per_prompt=cfg.samples_per_prompt,
         ),
         rewards=rewards,
         teacher_groups=teachers,

@@ -188,13 +188,10 @@ def scoring_time(
     flops += samples * tower_flops(dims, work.image_tokens)
     logits = rows * dims.vocab_size * (VLLM_BYTES_PER_LOGIT if isinstance(group.engine, VllmEngineConfig) else 4)
     batches = max(1.0, samples * work.length / _tokens_per_batch(group))
+    read = batches * _read_weights(dims, samples * work.length) * BYTES[group.engine.dtype]
     times = {
         "operations": flops / (own.gpus * rates.prefill) + SCORE_PASSES * logits / rates.bandwidth,
-        "memory": batches
-        * _read_weights(dims, samples * work.length)
-        * BYTES[group.engine.dtype]
-        / rates.bandwidth
-        / own.gpus,
+        "memory": read / rates.bandwidth / own.gpus,
         "calls": batches * _step_cost(group, dims, own.gpus, rates),
     }
     seconds = max(times.values())

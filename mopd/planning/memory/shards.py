@@ -54,11 +54,8 @@ class Shard:
 @lru_cache(maxsize=4096)
 def shard(dims: ModelDims, parallel: ParallelConfig, stage: int) -> Shard:
     """Return the shard of every rank of a pipeline stage (from 0)."""
-    tp, pp, layers = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        own_layers(dims, parallel),
-    )
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    layers = own_layers(dims, parallel)
     etp, ep = parallel.resolved_expert_tensor_parallel_size, parallel.expert_model_parallel_size
     sizes = families.sizes(dims)
     dense = experts = constants = 0
