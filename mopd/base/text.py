@@ -92,7 +92,7 @@ def file_name(name: str) -> str:
 
 
 def named_samples(sample_ids: Sequence[int], domains: Collection[str]) -> str:
-    """Name samples and their domains in a message, the first ``MAX_NAMED_SAMPLES`` by their ids."""
+    """Return the ids of samples, at most ``MAX_NAMED_SAMPLES`` of them, and their domains, for a message."""
     more = len(sample_ids) - MAX_NAMED_SAMPLES
     ids = ", ".join(map(str, sample_ids[:MAX_NAMED_SAMPLES])) + (f" and {more} more" if more > 0 else "")
-    return f"samples {ids} of domain {', '.join(map(repr, sorted(domains)))}"
+    return f"{ids} of domain {', '.join(map(repr, sorted(domains)))}"

@@ -52,7 +52,7 @@ class RolloutWorker:
                 [sample_ids[i] for i in error.positions], {repeated[i].domain for i in error.positions}
             )
             raise UserError(
-                f"rollout gave no response for {named}: {one_line(error)}: see the replicas' logs"
+                f"rollout gave no response for samples {named}: {one_line(error)}: see the replicas' logs"
             ) from error
         metas = [
             _meta(sample_id, prompt, len(self._tokens(prompt)), response)

@@ -146,7 +146,7 @@ class TeacherWorker:
             cure = "see the replicas' logs"
         else:
             cure = "see the replicas' logs, or set on_failure: replace"
-        return UserError(f"teachers.{group.name} did not score {named}: {one_line(error)}: {cure}")
+        return UserError(f"teachers.{group.name} did not score samples {named}: {one_line(error)}: {cure}")
 
 
 def merge(views: Sequence[Scores], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:

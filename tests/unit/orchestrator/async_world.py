@@ -44,7 +44,7 @@ class World:
     """Responses that are drawn at a time."""
     mean_s: float = 1.0
     sigma: float = 1.0
-    """Of the log-normal time of a response."""
+    """Deviation of the log-normal time of a response."""
     longest_s: float = 8.0
     train_s: float = 1.0
     score_s: float = 0.05
@@ -61,7 +61,7 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run did; lengths in seconds."""
+    """Record of a run; lengths in seconds."""
 
     step_s: np.ndarray
     drawn: np.ndarray

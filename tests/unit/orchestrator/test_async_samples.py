@@ -13,7 +13,7 @@ from mopd.orchestrator.pace import Pace
 from tests.unit.orchestrator.async_world import World, ks_distance, ks_noise, run
 
 simulated = functools.cache(run)
-"""``run`` with the real pace; several tests read one run."""
+"""Function ``run`` with the real pace; several tests read one run."""
 BOUND_BY = {"balanced": {"train_s": 1.0, "num_places": 80}, "trainer": {"train_s": 3.0}, "rollout": {"train_s": 0.5}}
 
 
@@ -43,7 +43,7 @@ def test_no_sample_of_a_prompt_becomes_too_old_while_it_waits_for_the_others() -
 
 
 def test_redrawing_trains_on_long_responses_less_often() -> None:
-    """What ``on_expiry: redraw`` costs; the distance above can tell it."""
+    """The distance above can show what ``on_expiry: redraw`` costs."""
     found = run(World(max_staleness=1, on_expiry="redraw"))
     trained = np.concatenate(found.trained)
     assert found.num_refused > 0.1 * len(trained)
@@ -58,7 +58,7 @@ def test_redrawing_trains_on_long_responses_less_often() -> None:
 def test_samples_come_just_in_time_where_the_trainer_is_slowest(
     max_staleness: int, soon: float, later: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the first steps on: the first lead is what the first batch took, less what is in flight by then."""
+    """It holds from the first steps on: the first lead is what the first batch took, less what is in flight by then."""
     world = World(max_staleness=max_staleness, on_new_weights="continue", train_s=3.0, steps=80)
     paced = run(world)
     monkeypatch.setattr(Pace, "due", lambda self, steps_ahead, now: now)

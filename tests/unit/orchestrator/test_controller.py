@@ -1,4 +1,4 @@
-"""What the producer does with samples that cannot be scored: other prompts of their domains, a full batch, a count.
+"""The producer replaces samples that cannot be scored: other prompts of their domains, a full batch, a count.
 
 Real engine, router, data plane and stream; the student is not needed for it.
 """
@@ -157,7 +157,7 @@ def test_a_domain_that_always_fails_ends_the_run(engine: TorchEngine, tmp_path: 
 
 
 def test_replacements_are_counted_by_the_step_of_their_slots(engine: TorchEngine, tmp_path: Path) -> None:
-    """As many as a step has prompts, for each of two steps; one more of either ends the run."""
+    """Each of two steps may replace as many as it has prompts; one more of either ends the run."""
     controller, _, plane = produce(engine, dataset(bad_share=20), tmp_path)
     controller._num_replaced.clear()
     controller.ledger = Ledger(prompts_per_step=8, max_staleness=1, step=0)

@@ -36,7 +36,7 @@ def take(ledger: Ledger) -> list[Slot]:
 
 
 def restored(ledger: Ledger) -> Ledger:
-    """What a killed run goes on with."""
+    """Return the ledger that a killed run goes on with."""
     state = json.loads(json.dumps(ledger.state_dict()))
     on_expiry = "hold" if ledger._holds else "redraw"
     again = Ledger(prompts_per_step=P, max_staleness=ledger.max_staleness, step=ledger.step, on_expiry=on_expiry)

@@ -48,7 +48,7 @@ class Altered:
     """A scorer that answers through a real engine, with one sample's scores changed or refused."""
 
     def __init__(self, engine: TorchEngine, *, length: int, change: Callable[[Scores], Scores]) -> None:
-        """``change`` meets the sample of ``length`` tokens; it may raise."""
+        """Set up. ``change`` gets the sample of ``length`` tokens; it may raise."""
         self.engine, self.length, self.change = engine, length, change
         self.requests = 0
 
@@ -197,7 +197,7 @@ def test_a_teacher_without_replicas_ends_even_a_run_that_replaces(engines: dict[
 
 
 def test_one_dead_teacher_ends_the_others_work(engines: dict[str, TorchEngine]) -> None:
-    """Nothing is left behind: asyncio would warn of a task that nobody awaited, and the tests forbid warnings."""
+    """Nothing is left behind: asyncio would warn of a task that is never awaited, and the tests forbid warnings."""
     unavailable = partial(fail, EngineUnavailable("coder.0: no answer"))
     coder = Altered(engines["coder"], length=5, change=unavailable)
     scorers = {"coder": coder, "mathematician": engines["mathematician"]}
@@ -206,7 +206,7 @@ def test_one_dead_teacher_ends_the_others_work(engines: dict[str, TorchEngine]) 
 
 
 def test_bad_scores_name_sample_domain_teacher_and_replica(engines: dict[str, TorchEngine]) -> None:
-    """One of those that ``tests/unit/engines/test_answers.py`` lists."""
+    """The change is one of those that ``tests/unit/engines/test_answers.py`` lists."""
     change = Altered(engines["coder"], length=5, change=lambda scores: replace(scores, ids=scores.ids + VOCAB_SIZE))
     expected = (
         r"teachers.coder did not score samples 70 of domain .code.: .*2 attempts .*coder\.0: corrupt .*outside the"

@@ -34,7 +34,7 @@ DEADLINE_S = 600.0
 COLLECTIVE = CollectiveConfig(type="collective", bucket_mib=1, timeout_s=DEADLINE_S)
 IPC = IpcConfig(type="ipc", bucket_mib=1, timeout_s=DEADLINE_S)
 IMPATIENT = CollectiveConfig(type="collective", bucket_mib=1, timeout_s=10.0)
-"""Where a member waits until it has passed for another that has gone."""
+"""Way with a short deadline, for tests in which a member waits for another that has gone."""
 Weights = dict[str, Tensor]
 
 
@@ -187,7 +187,8 @@ def test_a_flipped_bit_is_seen_and_sent_again(
 def test_a_replica_that_goes_is_left_behind_and_comes_again(
     servers: list[RunningServer], weights: Weights, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stops to answer in one phase; the other gets the weights within the deadlines, it when it answers again."""
+    """A replica stops answering in one phase: the other gets the weights within the deadlines, the lost one when it
+    answers again."""
 
     async def action(sender: Sender) -> None:
         await sender.publish(weights, 1)

@@ -44,28 +44,28 @@ from tests.unit.orchestrator.groups import teacher_of
 NUM_GPUS = 7
 TRAINER_GPUS = (1, 2, 3)
 SEQUENCES = 4
-"""That a rollout replica draws at a time."""
+"""Sequences that a rollout replica draws at a time."""
 WARM_UP, STEPS = 1, 2
 
 
 @dataclass(frozen=True)
 class World:
-    """How fast everything is, on one GPU each."""
+    """Speed of every stage, on one GPU each."""
 
     scenario: Scenario
     max_staleness: int
     train_s: float
     draw_s: float
-    """Of a token of each of the responses that a replica draws at a time."""
+    """Seconds of a token of each of the responses that a replica draws at a time."""
     score_s: Mapping[str, float]
-    """Of a token, by domain."""
+    """Seconds of a token, by domain."""
 
     @property
     def length(self) -> int:
         return self.scenario.lengths.mean
 
     def loads(self) -> tuple[list[TrainerLoad], list[GroupLoad]]:
-        """As a plan of this world sees it."""
+        """Return the loads as a plan of this world sees them."""
         samples, longest = self.scenario.num_samples, self.scenario.max_response_length
 
         def draw(replicas: int) -> StageTime:

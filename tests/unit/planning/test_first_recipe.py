@@ -1,4 +1,4 @@
-"""``mopd init``: the recipe that it writes loads, names the domains of the data, and passes the static checks."""
+"""The recipe that ``mopd init`` writes loads, names the domains of the data, and passes the static checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan refuses, by key; what a suggestion is worth; where everybody is."""
+"""Refusals of a plan, by key; the worth of a suggestion; the places of ranks and replicas."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_suggestion_is_a_recipe_that_fits_and_is_no_slower(
 
 
 def test_replicas_that_keep_up_do(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the number of a group that the plan names for balance, the group is as fast as the trainer; with one less it
+    """A group is as fast as the trainer with the number of replicas that the plan names for balance; with one less it
     is not."""
     first = as_json(capsys, FOUR_NODES, "--nodes", "16")
     wanted = first["times"]["balanced_replicas"]["rollout"]
@@ -181,7 +181,8 @@ def test_states_on_the_host_are_less_on_every_gpu_and_more_beside_it(capsys: pyt
 
 
 def test_ranks_that_share_sequences_keep_less_of_them_and_share_states(capsys: pytest.CaptureFixture[str]) -> None:
-    """In place of two data-parallel ranks: the same weights, gradients and states, half the tokens, but all keys."""
+    """Context-parallel ranks in place of data-parallel ones have the same weights, gradients and states, half the
+    tokens, but all keys."""
     degrees = "student.parallel.data_parallel_size={}", "student.parallel.context_parallel_size={}"
     apart, shared = (
         as_json(

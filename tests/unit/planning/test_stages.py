@@ -25,7 +25,7 @@ PIPELINE = (f"{KEY}pipeline_model_parallel_size=2", f"{KEY}data_parallel_size=2"
 
 @pytest.mark.parametrize(("stages", "chunks", "in_step"), [(2, 2, 8), (4, 3, 8), (4, 2, 4), (4, 1, 8), (4, 1, 2)])
 def test_micro_batches_under_way_are_megatrons(stages: int, chunks: int, in_step: int) -> None:
-    """Those of its warm-up and the one after it, by chunk, from its own tables."""
+    """The plan's number is that of Megatron's warm-up and the one after it, by chunk, from its own tables."""
     parallel = ParallelConfig(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=chunks)
     for stage in range(stages):
         group = SimpleNamespace(size=lambda: stages, rank=lambda stage=stage: stage)
@@ -94,7 +94,7 @@ def test_the_page_says_what_the_plan_says(row: list[str], capsys: pytest.Capture
 
 
 def test_the_search_shortens_a_last_stage_that_the_head_makes_the_slowest(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 64 layers; 32 and 32 are there too, and no others."""
+    """Of 64 layers the search tries 32 and 32, a shorter last stage, and no others."""
     found = plan(capsys, "--suggest", "student.model=Qwen/Qwen3-32B", nodes=8)
     seconds: dict[int | None, float] = {}
     for one in found:

@@ -1,4 +1,4 @@
-"""What a plan says of a vision tower: its weights, its operations, and what fewer layers beside it save."""
+"""Plan of a vision tower: its weights, its operations, and what fewer layers beside it save."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_is_frozen_has_weights_alone(folder: Path, freeze: Freeze) -> None:
 
 
 def kept_bytes(tower: Any, patches: torch.Tensor, grid: torch.Tensor) -> int:
-    """What autograd keeps of a forward pass, each piece of memory once, weights left out."""
+    """Return the bytes that autograd keeps of a forward pass, each piece of memory once, weights left out."""
     seen = {parameter.untyped_storage().data_ptr(): 0 for parameter in tower.parameters()}
     kept = []
 

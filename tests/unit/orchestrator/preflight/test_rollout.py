@@ -35,7 +35,7 @@ ROWS = [
 
 
 class Student:
-    """What the student says is what an engine with its weights says."""
+    """Student whose log-probs are those of an engine with its weights."""
 
     vocab_size = VOCAB_SIZE
 
