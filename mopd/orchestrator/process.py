@@ -48,7 +48,7 @@ def check(orchestrator: Orchestrator, *, as_json: bool) -> str | None:
 
 
 Task = Callable[..., str | None]
-"""Called with a ``Orchestrator`` and the task's options; returns the line of a run that was asked to stop."""
+"""Called with an ``Orchestrator`` and the task's options; returns the line of a run that was asked to stop."""
 TASKS: dict[str, Task] = {"train": train_task, "check": check, "eval": evaluate}
 
 

@@ -48,9 +48,8 @@ class Workload:
         return self.samples * self.response_tokens
 
     def response_lengths(self) -> list[int]:
-        """Return the response lengths of a step's samples, ascending: evenly spaced quantiles of the distribution of
-        largest entropy with this mean and longest (exponential, cut off at the longest; uniform where the mean is half
-        of it or more)."""
+        """Return the response lengths of a step's samples, ascending: evenly spaced quantiles of a distribution with
+        this mean and longest (exponential, cut off at the longest; uniform where the mean is half of it or more)."""
         mean, longest = self.response_tokens, float(self.longest_response)
         marks = [(i + 0.5) / self.samples for i in range(self.samples)]
         if mean >= longest / 2:

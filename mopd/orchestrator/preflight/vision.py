@@ -38,10 +38,9 @@ def tokenizer_differences(inputs: Inputs, model: str, vocab_size: int) -> list[s
     """Return what differs between the tokenizers of the student and of the teacher ``model`` (``compare_tokenizers``).
     Ids that stand for images count only where the teacher sees images. ``vocab_size`` is the student's."""
     theirs, vision = load_tokenizer(model), inputs.vision
-    if vision is None:
-        return compare_tokenizers(inputs.tokenizer, theirs, vocab_size)
-    if not sees_images(model):
-        return compare_tokenizers(inputs.tokenizer, theirs, vocab_size, vision.token_ids)
+    if vision is None or not sees_images(model):
+        unneeded = () if vision is None else vision.token_ids
+        return compare_tokenizers(inputs.tokenizer, theirs, vocab_size, unneeded)
     differences = compare_tokenizers(inputs.tokenizer, theirs, vocab_size)
     dims = read_dims(Path(model)).vision
     assert dims is not None, "it sees images"
