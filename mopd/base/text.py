@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Collection, Sequence
 from typing import Any
 from urllib.parse import quote
 
 _ACTS_ON_TERMINALS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters (C0, DEL, C1), Unicode line ends, overrides of the writing direction, lone surrogates."""
 _URL = re.compile(r"(\w://)([^\s'\"]+)")
+MAX_NAMED_SAMPLES = 8
 MAX_FILE_NAME_BYTES = 200
 """Longest file name in bytes. Linux takes 255; the rest is for numbers and suffixes."""
 
@@ -87,3 +89,10 @@ def file_name(name: str) -> str:
     if len(encoded) <= MAX_FILE_NAME_BYTES:
         return encoded
     return f"{encoded[: MAX_FILE_NAME_BYTES - 65]}~{hashlib.sha256(encoded.encode()).hexdigest()}"
+
+
+def named_samples(sample_ids: Sequence[int], domains: Collection[str]) -> str:
+    """Return the ids of samples, at most ``MAX_NAMED_SAMPLES`` of them, and their domains, for a message."""
+    more = len(sample_ids) - MAX_NAMED_SAMPLES
+    ids = ", ".join(map(str, sample_ids[:MAX_NAMED_SAMPLES])) + (f" and {more} more" if more > 0 else "")
+    return f"{ids} of domain {', '.join(map(repr, sorted(domains)))}"

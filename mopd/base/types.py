@@ -40,10 +40,6 @@ class NonFiniteError(UserError):
     """A loss or gradient norm is NaN or infinite; the message names step, domain and sample ids."""
 
 
-class StaleBatchError(RuntimeError):
-    """A claimed batch is further behind the student's weights than ``schedule.max_staleness`` allows."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRef:
     """The place where an image of a prompt is found again. References travel, pixels do not."""

@@ -58,10 +58,10 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     Raises:
         UserError: what cannot fit, by key, after the tables.
     """
-    from mopd.planning.measured import beside, slowest
+    from mopd.planning.measured import compare, slowest
     from mopd.planning.models import STUDENT, read_models
-    from mopd.planning.plan import check_models, make_plan, settled_for
-    from mopd.planning.show import plain, plain_suggestions, show, show_beside, show_suggestions
+    from mopd.planning.plan import PlanInput, check_models, make_plan, settled_for
+    from mopd.planning.show import plain, plain_suggestions, show, show_comparison, show_suggestions
     from mopd.planning.suggest import suggest
     from mopd.planning.workload import expected, measured
     from mopd.report.run_files import RunFiles
@@ -87,17 +87,18 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         )
     _check_images(work, sees_images=models[STUDENT].vision is not None)
     rates = _rates(args, loaded.recipe, models[STUDENT], work)
+    given = PlanInput(recipe=loaded.recipe, models=models, work=work, cluster=cluster)
     if args.suggest:
         if rates is None or not cluster.gpus_per_node:
             raise UserError("--suggest shares GPUs out: name them with --gpu")
-        found = suggest(loaded.recipe, models, work, cluster, rates)
+        found = suggest(given, rates)
         if args.json:
             print(json_lines(plain_suggestions(found)))
         else:
             show_suggestions(found, _yaml(found[0].keys))
         return 0
-    plan = make_plan(loaded.recipe, models, work, cluster, pool, rates)
-    rows = beside(plan, steps) if steps else []
+    plan = make_plan(given, pool, rates)
+    rows = compare(plan, steps) if steps else []
     if args.json:
         measured_rows = [asdict(row) for row in rows]
         print(json_lines({**plain(plan, rates), "weights_way": loaded.weights_way, "measured": measured_rows}))
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         show(plan, rates)
         print(f"weights to the rollout: {loaded.weights_way}")
         if steps:
-            show_beside(rows, None if plan.times is None else plan.times.bound_by, slowest(steps))
+            show_comparison(rows, None if plan.times is None else plan.times.bound_by, slowest(steps))
     _refuse(loaded, plan)
     return 0
 

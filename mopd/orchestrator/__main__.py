@@ -1,4 +1,5 @@
-"""``python -m mopd.orchestrator DESCRIPTOR < TASK``: rank 0 starts it; the number is that of its end of the link."""
+"""Entry point of the process that rank 0 starts: ``python -m mopd.orchestrator DESCRIPTOR < TASK``. The descriptor is
+that of its end of the link."""
 
 import sys
 

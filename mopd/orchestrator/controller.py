@@ -25,68 +25,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mopd.base.metrics import StepMetrics, StepTimer, age_metrics, merge_step
 from mopd.base.tasks import Stop, StopAsked, Tasks
-from mopd.base.types import (
-    Batch,
-    DomainSums,
-    FailedSample,
-    MicroBatchPlan,
-    Prompt,
-    SampleMeta,
-    StaleBatchError,
-    UserError,
-)
+from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta, UserError
 from mopd.config.schema import Recipe
 from mopd.data.packing import PackingRules, pack, plan_metrics
+from mopd.engines.concurrency import all_or_none
 from mopd.orchestrator.ledger import Ledger, Slot
+
+if TYPE_CHECKING:  # these import torch
+    from mopd.data.stream import PromptStream
+    from mopd.data_plane.interface import Storage
+    from mopd.orchestrator.rewards import RewardWorker
+    from mopd.orchestrator.rollout import RolloutWorker
+    from mopd.orchestrator.teachers import TeacherWorker
 
 logger = logging.getLogger(__name__)
 
 
-class Prompts(Protocol):
-    """Seeded stream of prompts whose position can be stored."""
-
-    def next(self, num_prompts: int) -> list[Prompt]: ...
-    def next_of(self, domain: str) -> Prompt: ...
-    def state_dict(self) -> dict[str, Any]: ...
-
-
-class Rollout(Protocol):
-    """Samples responses and writes the rollout fields; samples come prompt after prompt."""
-
-    async def generate(self, prompts: Sequence[Prompt], *, ended: Callable[[Prompt, int], None]) -> list[SampleMeta]:
-        """Draw all responses; ``ended(prompt, weight_version)`` is called for each as soon as it is complete, with the
-        weights of its newest token."""
-        ...
-
-
-class Teachers(Protocol):
-    """Score samples, each by its domain's teachers, and write the teacher fields; returns what could not be scored."""
-
-    async def score(self, samples: Sequence[SampleMeta]) -> list[FailedSample]: ...
-
-
-class Rewards(Protocol):
-    """Judges samples and writes ``task_advantage``."""
-
-    async def judge(self, prompts: Sequence[Prompt], samples: Sequence[SampleMeta]) -> None: ...
-
-
 class Student(Protocol):
-    """The Megatron student on all its ranks."""
+    """The Megatron student on all its ranks; ``StudentGroup``, or a stand-in of a benchmark."""
 
     dp_size: int
     packing: PackingRules
 
     async def expect_step(self) -> None:
-        """Nothing is being drawn any more, and nothing will be before new weights."""
+        """Announce that nothing is being drawn any more, and nothing will be before new weights."""
         ...
 
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]: ...
@@ -95,16 +65,8 @@ class Student(Protocol):
     async def send(self) -> None: ...
 
 
-class Plane(Protocol):
-    """The controller's side of the data plane."""
-
-    async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch: ...
-    async def release(self, batch: Batch) -> None: ...
-    async def discard(self, sample_ids: Sequence[int]) -> None: ...
-
-
 class Observer(Protocol):
-    """What happens between steps without touching training: metrics, validation, checkpoints."""
+    """Work between steps that does not touch training: metrics, validation, checkpoints."""
 
     def needs_weights(self, step: int) -> bool: ...
     async def log(self, metrics: StepMetrics) -> None: ...
@@ -117,12 +79,12 @@ class Controller:
     """Orders the workers; goes on from the step of ``ledger``, with the prompts that are open in it."""
 
     recipe: Recipe
-    prompts: Prompts
-    rollout: Rollout
-    teachers: Teachers
-    rewards: Rewards | None
+    prompts: PromptStream
+    rollout: RolloutWorker
+    teachers: TeacherWorker
+    rewards: RewardWorker | None
     student: Student
-    plane: Plane
+    plane: Storage
     observer: Observer
     ledger: Ledger
     stop: Stop
@@ -136,12 +98,8 @@ class Controller:
         self.timer = StepTimer()
         self._tasks = Tasks()
         self._sending: asyncio.Task[None] | None = None
-        # A ledger of a checkpoint has counts of its own, which earlier steps told.
-        self._told = {end: self.ledger.counts(end) for end in ("refused", "replaced")}
-        self._lengths: dict[str, Counter[str]] = {
-            name: Counter() for name in ("drawn_samples", "drawn_tokens", "refused_tokens")
-        }
-        """Metric -> domain -> what was counted since the last step."""
+        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Metric -> domain -> count of samples or tokens since the last step."""
         self._num_drawing = 0
         self._num_replaced: Counter[int] = Counter()
         """Replacements by the step that a slot was admitted for."""
@@ -157,33 +115,37 @@ class Controller:
         again; each that is too old does so by itself (``_redraw``), or it would wait for the slowest of the others."""
         while slots:
             prompts = [slot.prompt for slot in slots]
-            of_prompt = {slot.prompt.sample_id: slot for slot in slots}
+            by_id = {slot.prompt.sample_id: slot for slot in slots}
             self._num_drawing += 1
             with self.timer("rollout"):
-                samples = await self.rollout.generate(prompts, ended=partial(self._ended, of_prompt))
+                samples = await self.rollout.generate(prompts, ended=partial(self._ended, by_id))
             self._num_drawing -= 1
             for sample in samples:
-                self._lengths["drawn_samples"][sample.domain] += 1
-                self._lengths["drawn_tokens"][sample.domain] += sample.response_length
+                self._counts["drawn_samples"][sample.domain] += 1
+                self._counts["drawn_tokens"][sample.domain] += sample.response_length
             if not self._num_drawing and not self.ledger.has_room():
                 await self.student.expect_step()
-            of_slot = _by_slot(slots, samples)
-            fresh = [slot for slot in slots if self.ledger.drawn(slot, of_slot[slot])]
-            for slot in slots:
-                if slot not in fresh:
-                    self._tasks.start(self._redraw(slot, of_slot[slot]))
+            per_prompt = len(samples) // len(slots)  # samples come prompt after prompt
+            of_slot = {slot: samples[i * per_prompt : (i + 1) * per_prompt] for i, slot in enumerate(slots)}
+            fresh = []
+            for slot, own in of_slot.items():
+                if self.ledger.drawn(slot, own):
+                    fresh.append(slot)
+                else:
+                    self._tasks.start(self._redraw(slot, own))
             failed = await self._score(fresh, of_slot)
             slots = await self._replace(fresh, of_slot, failed)
+            replaced = set(slots)
             for slot in fresh:
-                # Between the ledger's look at the age and the slot's being ready no step can end: nothing is awaited.
-                if slot not in slots and not self.ledger.complete(slot, of_slot[slot]):
+                # No step can end between the ledger's look at the age and the slot's being ready: nothing is awaited.
+                if slot not in replaced and not self.ledger.complete(slot, of_slot[slot]):
                     self._tasks.start(self._redraw(slot, of_slot[slot]))
 
-    def _ended(self, of_prompt: Mapping[int, Slot], prompt: Prompt, weight_version: int) -> None:
-        self.ledger.ended(of_prompt[prompt.sample_id], weight_version)
+    def _ended(self, by_id: Mapping[int, Slot], prompt: Prompt, weight_version: int) -> None:
+        self.ledger.ended(by_id[prompt.sample_id], weight_version)
 
     async def _score(self, slots: Sequence[Slot], of_slot: Mapping[Slot, list[SampleMeta]]) -> list[FailedSample]:
-        """Teachers and rewards side by side; what a teacher could not score."""
+        """Have teachers and rewards judge the samples side by side; return what a teacher could not score."""
         samples = [sample for slot in slots for sample in of_slot[slot]]
         if not samples:
             return []
@@ -192,22 +154,21 @@ class Controller:
             with self.timer("teachers"):
                 return await self.teachers.score(samples)
 
-        async def judge(rewards: Rewards) -> None:
+        async def judge(rewards: RewardWorker) -> list[FailedSample]:
             with self.timer("rewards"):
                 await rewards.judge([slot.prompt for slot in slots], samples)
+            return []  # a reward that cannot be had ends the run
 
         if self.rewards is None:
             return await score()
-        async with Tasks() as beside:
-            judging = beside.start(judge(self.rewards))
-            failed = await beside.unless_failed(score())
-            await judging
+        failed, _ = await all_or_none([score(), judge(self.rewards)])
         return failed
 
     async def _redraw(self, slot: Slot, samples: Sequence[SampleMeta]) -> None:
         """Discard and count samples that are too old for any step to come, and draw the prompt again."""
         await self.plane.discard([sample.sample_id for sample in samples])
-        self._lengths["refused_tokens"][slot.prompt.domain] += sum(sample.response_length for sample in samples)
+        self._counts["refused_samples"][slot.prompt.domain] += len(samples)
+        self._counts["refused_tokens"][slot.prompt.domain] += sum(sample.response_length for sample in samples)
         self.ledger.again(slot)
         await self._see_through([slot])
 
@@ -238,12 +199,13 @@ class Controller:
                 failure.reason,
             )
             await self.plane.discard([sample.sample_id for sample in of_slot[slot]])
+            self._counts["replaced_samples"][slot.prompt.domain] += len(of_slot[slot])
             self.ledger.replace(slot, self.prompts.next_of(slot.prompt.domain))
             replaced.append(slot)
         return replaced
 
     async def train_step(self) -> StepMetrics:
-        """One optimizer step of the student."""
+        """Do one optimizer step of the student on the next batch, and return its metrics."""
         step = self.weight_version + 1
         with self.timer("wait_batch"):
             for slot in self.ledger.stale():
@@ -251,7 +213,6 @@ class Controller:
             slots = await self.stop.unless_asked(self.ledger.take(timeout_s=self.schedule.wait_timeout_s))
             ids = [sample.sample_id for slot in slots for sample in slot.samples]
             batch = await self.plane.claim(ids, self.recipe.loss_fields)
-        self._check_staleness(slots)
         with self.timer("pack"):
             plan = pack(batch.samples, self.student.packing, dp_size=self.student.dp_size)
         diagnostics = step == 1 or step % self.recipe.metrics.diagnostics_every_steps == 0
@@ -266,13 +227,13 @@ class Controller:
         if step % self.schedule.sync_every_steps == 0 or self.observer.needs_weights(step):
             await self.publish()
         timings = self.timer.flush()
-        # Prompts never end: where nothing is being sampled, none was admitted.
+        # The stream of prompts never ends: where nothing is being sampled, none was admitted.
         timings["window_closed"] = max(0.0, timings["step"] - timings.get("rollout", 0.0))
         return merge_step(step, batch=batch, sums=sums, values=values, timings=timings)
 
     async def publish(self) -> None:
-        """Give the student's weights to the rollout; the wait for their use goes on beside the next step if samples of
-        the old ones may still be trained on. Nobody needs them where the run is to stop."""
+        """Give the student's weights to the rollout, unless the run is to stop. The wait for their use goes on beside
+        the next step if samples of the old ones may still be trained on."""
         version = self.weight_version
         with self.timer("weight_sync"):
             await self._sent()
@@ -296,51 +257,32 @@ class Controller:
             with contextlib.suppress(StopAsked):  # the step that these weights come from counts all the same
                 await self.stop.unless_asked(self._sending)
 
-    def _check_staleness(self, slots: Sequence[Slot]) -> None:
-        """Check what the ledger promises once more: training on an older sample would go unnoticed."""
-        for slot in slots:
-            staleness = self.weight_version - slot.weight_version
-            if staleness > self.schedule.max_staleness:
-                raise StaleBatchError(
-                    f"the samples of prompt {slot.prompt.sample_id} are {staleness} weight versions behind, "
-                    f"schedule.max_staleness is {self.schedule.max_staleness}"
-                )
-
     def _batch_metrics(self, batch: Batch, slots: Sequence[Slot]) -> dict[str, float]:
-        """Age of the batch's samples, and what was drawn and discarded since the last one."""
+        """Return the ages of the batch's samples, and what was drawn and discarded since the last one, by domain: 0 for
+        the batch's other domains."""
         ages = [self.weight_version - slot.weight_version for slot in slots for _ in slot.samples]
         values = age_metrics(batch, self.weight_version, ages, max_staleness=self.schedule.max_staleness)
-        domains = sorted({sample.domain for sample in batch.samples})
-        if self.recipe.on_failure == "replace":
-            values |= self._since_last("replaced", domains)
+        domains = {sample.domain for sample in batch.samples}
+        names = ["replaced_samples"] if self.recipe.on_failure == "replace" else []
         if self.schedule.max_staleness:
-            values |= self._since_last("refused", domains)
-            for name, counts in self._lengths.items():
-                told = sorted({*domains, *counts})  # also of a domain that this batch lacks
-                values |= {f"{name}/{domain}": float(counts[domain]) for domain in told}
-                counts.clear()
+            names += ["refused_samples", "drawn_samples", "drawn_tokens", "refused_tokens"]
+        for name in names:
+            counts = self._counts.pop(name, Counter())
+            values |= {f"{name}/{domain}": float(counts[domain]) for domain in sorted(domains | counts.keys())}
         return values
-
-    def _since_last(self, end: str, domains: Sequence[str]) -> dict[str, float]:
-        """Samples ``refused`` or ``replaced`` since the last step, by domain; 0 for the batch's other domains."""
-        total = self.ledger.counts(end)
-        new = total - self._told[end]
-        self._told[end] = total
-        per_prompt = self.recipe.rollout.samples_per_prompt
-        return {f"{end}_samples/{domain}": float(new[domain] * per_prompt) for domain in sorted({*domains, *new})}
 
     async def run(self) -> None:
         """Train until ``schedule.steps`` optimizer steps are done.
 
         Raises:
-            StopAsked: somebody asked for the end; the steps that are done are saved, the one that was waited for is not
+            StopAsked: the end was requested; the steps that are done are saved, the one whose batch was missing is not
                 begun.
         """
         self.timer.begin()
         state: Mapping[str, Any] | None = None
         try:
             async with self._tasks:
-                for slot in self.ledger.slots:  # of the checkpoint that it goes on from
+                for slot in self.ledger.slots:  # open in the checkpoint that the run goes on from
                     if not slot.samples:
                         self._tasks.start(self._see_through([slot]))
                 self._tasks.start(self.produce())
@@ -359,10 +301,5 @@ class Controller:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint stores: the stream's position, and the prompts before it that no step has used yet."""
+        """State of a checkpoint: the stream's position, and the prompts before it that no step has used yet."""
         return {"prompts": self.prompts.state_dict(), "ledger": self.ledger.state_dict()}
-
-
-def _by_slot(slots: Sequence[Slot], samples: Sequence[SampleMeta]) -> dict[Slot, list[SampleMeta]]:
-    per_prompt = len(samples) // len(slots)
-    return {slot: list(samples[i * per_prompt : (i + 1) * per_prompt]) for i, slot in enumerate(slots)}

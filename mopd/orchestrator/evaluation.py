@@ -22,7 +22,7 @@ from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.torch.loading import read_config
 from mopd.launch.failure import rank_0_host
-from mopd.orchestrator.leading import Lead, engine_device, join
+from mopd.orchestrator.leading import Orchestrator, engine_device, join
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
 from mopd.orchestrator.validation import ValidationResult, Validator
@@ -34,7 +34,7 @@ from mopd.placement.weights import GroupWeightSync
 from mopd.report.terminal import Terminal
 
 
-def evaluate(lead: Lead, *, model: str | None, checkpoint: str | None, as_json: bool) -> str | None:
+def evaluate(orchestrator: Orchestrator, *, model: str | None, checkpoint: str | None, as_json: bool) -> str | None:
     """Validate a ``checkpoint`` of a run or the Hugging Face folder ``model`` (both ``None``: ``student.model``), and
     print the result.
 
@@ -44,25 +44,25 @@ def evaluate(lead: Lead, *, model: str | None, checkpoint: str | None, as_json: 
     Raises:
         UserError: a file cannot be used.
     """
-    recipe = lead.loaded.recipe
+    recipe = orchestrator.loaded.recipe
     inputs = read_inputs(recipe)
     validator = build_validator(recipe, inputs)
     assert validator is not None, "the command line refuses a recipe without validation"
     folder = Path(checkpoint or model or recipe.student.model)
 
     async def work(ranks: Ranks) -> ValidationResult:
-        async with lead.telling():
+        async with orchestrator.reporting():
             if checkpoint is not None:
                 return await _evaluate_checkpoint(recipe, inputs, validator, folder, ranks)
             return await _evaluate_folder(recipe, validator, folder)
 
-    result = lead.run(work)
+    result = orchestrator.run(work)
     print_result(result, title=str(folder), as_json=as_json)
     return None
 
 
 async def _evaluate_folder(recipe: Recipe, validator: Validator, folder: Path) -> ValidationResult:
-    """With the recipe's rollout group as it would sample from that folder."""
+    """Validate with the recipe's rollout group as it would sample from that folder."""
     rollout = recipe.rollout
     if isinstance(rollout.engine, TorchEngineConfig) and isinstance(rollout.placement, InProcessConfig):
         # transformers renames what older checkpoints call otherwise; the other engines take the student's names only.
@@ -80,7 +80,7 @@ async def _evaluate_folder(recipe: Recipe, validator: Validator, folder: Path) -
 async def _evaluate_checkpoint(
     recipe: Recipe, inputs: Inputs, validator: Validator, folder: Path, ranks: Ranks
 ) -> ValidationResult:
-    """All ranks read their shards and stream the whole student to the rollout group."""
+    """Have all ranks read their shards and stream the whole student to the rollout group."""
     plane = LocalDataPlane()  # an evaluation moves no samples
     plane.serve(host=rank_0_host())
     try:
@@ -102,8 +102,8 @@ async def _evaluate_checkpoint(
 async def _with_rollout(
     recipe: Recipe, work: Callable[[Router], Coroutine[Any, Any, ValidationResult]]
 ) -> ValidationResult:
-    """``work`` with the recipe's rollout group, which has no weights yet. Nothing trains beside it, so that it shares
-    no GPU."""
+    """Do ``work`` with the recipe's rollout group, which has no weights yet. Nothing trains beside it, so it shares no
+    GPU."""
     async with Groups(without_sharing(recipe), log_dir=None, device=engine_device(), only=(ROLLOUT,)) as groups:
         try:
             return await work(build_routers(groups)[ROLLOUT])
@@ -112,7 +112,7 @@ async def _with_rollout(
 
 
 def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a Hugging Face folder; a tied output matrix that is stored all the same is left out."""
+    """Yield all tensors of a Hugging Face folder; a tied output matrix that is stored all the same is left out."""
     reader = HfReader(folder)
     is_tied = bool(read_config(folder).get_text_config().tie_word_embeddings)
     for name in sorted(reader.names):

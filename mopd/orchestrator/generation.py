@@ -1,4 +1,4 @@
-"""Responses of a model to prompts that stand in no file: to look at a student while or after it learns."""
+"""Responses of a model to prompts from the command line: a look at a student while or after it learns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.conversion.jobs.streaming import megatron_to_hf
 from mopd.data.hub.fetch import fetch_model
-from mopd.data.hub.names import HubName, hub_model
+from mopd.data.hub.names import hub_model
 from mopd.data.image_files import MAX_IMAGES, digest_of, image_size, read_rgb
 from mopd.data.prompts import encode_prompts
 from mopd.data.tokenizer import load_tokenizer
@@ -31,9 +31,9 @@ from mopd.run.checkpointing import complete_steps
 from mopd.run.folder import RunDir
 
 SAMPLES_OF_A_PROMPT = 2**20
-"""Seeds: a response does not depend on how many others are asked for."""
+"""Seeds of one prompt, so that a response does not depend on how many others are asked for."""
 USUAL_TOKENS = 256
-"""Of a response, where no number is asked for and the model takes so many."""
+"""Tokens of a response where no number is asked for and the model takes so many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,14 +45,14 @@ class Answer:
     """Special tokens left out."""
     num_tokens: int
     finish_reason: str
-    """``stop``, or ``length`` where it was cut off."""
+    """Reason of the end: ``stop``, or ``length`` where the response was cut off."""
     mean_logprob: float
-    """Of its tokens, in nats, at the temperature that they were drawn with."""
+    """Mean log-prob of its tokens, in nats, at the temperature that they were drawn with."""
 
 
 @contextmanager
 def model_folder(model: str) -> Iterator[tuple[Path, DataConfig | None]]:
-    """A Hugging Face folder of the model, and how its run renders chats (``None``: as its tokenizer does).
+    """Yield a Hugging Face folder of the model, and how its run renders chats (``None``: as its tokenizer does).
 
     A run stands for its export. A checkpoint is converted into a temporary folder, which is gone afterwards. A name on
     the Hub is fetched into its cache.
@@ -62,7 +62,11 @@ def model_folder(model: str) -> Iterator[tuple[Path, DataConfig | None]]:
     """
     path, name = Path(model), hub_model(model)
     if name is not None:
-        yield _fetched(name), None
+        try:
+            (folder,) = fetch_model(name).paths
+        except UserError as error:
+            raise UserError(f"generate: {str(name)!r}: {error}") from error
+        yield Path(folder), None
     elif (path / "config.json").is_file():
         data = _data_of(path.parent) if path.name == RunDir(path.parent).hf.name else None
         yield path, data
@@ -87,16 +91,8 @@ def model_folder(model: str) -> Iterator[tuple[Path, DataConfig | None]]:
         )
 
 
-def _fetched(name: HubName) -> Path:
-    try:
-        (folder,) = fetch_model(name).paths
-    except UserError as error:
-        raise UserError(f"generate: {str(name)!r}: {error}") from error
-    return Path(folder)
-
-
 def _data_of(run_dir: Path) -> DataConfig | None:
-    """Section ``data`` of a run's recipe, if there is one."""
+    """Return section ``data`` of a run's recipe, if there is one."""
     recipe = run_dir / "recipe.yaml"
     return load_recipe(recipe).recipe.data if recipe.is_file() else None
 
@@ -143,11 +139,12 @@ def generate(
         device = torch.device("cuda" if is_cuda else "cpu")
         engine_cfg = TorchEngineConfig(dtype="bfloat16" if is_cuda else "float32")
         engine = TorchEngine.from_pretrained(folder, engine_cfg, device, max_pixels=cfg.max_pixels)
-        room = engine.max_positions - max(map(len, encoded))
+        longest = max(map(len, encoded))
+        room = engine.max_positions - longest
         if room < (max_new_tokens or 1):
             raise UserError(
-                f"generate: the longest prompt has {max(map(len, encoded))} tokens, the model takes "
-                f"{engine.max_positions} with the response: shorten it or lower --max-new-tokens"
+                f"generate: the longest prompt has {longest} tokens, the model takes {engine.max_positions} with the "
+                "response: shorten it or lower --max-new-tokens"
             )
         sampling = SamplingParams(max_new_tokens=max_new_tokens or min(USUAL_TOKENS, room), temperature=temperature)
         places = [(row, number) for row in range(len(prompts)) for number in range(num_samples)]
@@ -169,7 +166,7 @@ def generate(
 def _images_of(
     prompts: Sequence[str], files: Sequence[str], vision: VisionPrompts | None, model: str
 ) -> list[list[tuple[ImageRef, PromptImage]]]:
-    """The images of each prompt, by its marks."""
+    """Return the images of each prompt, by its marks."""
     if vision is None:
         if files:
             raise UserError(f"generate: {model!r} sees no images: name a vision-language model, or remove --image")

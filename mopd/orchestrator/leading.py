@@ -1,5 +1,5 @@
-"""What every task of the orchestrator shares: the link to the ranks, signs of life, errors that are told once, and the
-construction of everything that a run consists of."""
+"""Parts that every task of the orchestrator shares: the link to the ranks, signs of life, one report of an error, and
+the construction of everything that a run consists of."""
 
 from __future__ import annotations
 
@@ -35,53 +35,54 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Led:
-    """What stands once all engines answer and the ranks have built the student."""
+class RunParts:
+    """Everything that is ready once all engines answer and the ranks have built the student."""
 
     workers: Workers
     student: StudentGroup
     stop: Stop
 
 
-Work = Callable[[Led], Coroutine[Any, Any, None]]
+Work = Callable[[RunParts], Coroutine[Any, Any, None]]
 
 
-class Lead:
-    """The orchestrator's side of a run: its way to the ranks, and what it says of itself."""
+class Orchestrator:
+    """Orchestrator's side of a run: its link to the ranks, its heartbeat, and its report of an error."""
 
     def __init__(self, loaded: Loaded, link: RankLink, log: Path | None) -> None:
-        """``log``: where stacks are left once ``keep_stacks`` is called, if anywhere."""
+        """Set up. ``log``: file for the stacks once ``keep_stacks`` is called, if any."""
         self.loaded, self._link, self._log = loaded, link, log
         self.heartbeat = Heartbeat(self._beat, loaded.recipe.schedule.wait_timeout_s)
         self._watch: StallWatch | None = None
-        self._has_told = False
+        self._has_reported = False
 
     def keep_stacks(self) -> None:
-        """From now on leave the stacks of all threads in the log where the event loop stalls or a library crashes."""
+        """Write the stacks of all threads to the log from now on where the event loop stalls or a library crashes."""
         if self._log is not None:
             self._watch = StallWatch(self._log, self.loaded.recipe.schedule.wait_timeout_s)
 
-    def tell(self, error: BaseException) -> None:
-        """Say to rank 0, once, what ends the run."""
-        if not self._has_told:
-            self._has_told = True
+    def report(self, error: BaseException) -> None:
+        """Report to rank 0, once, what ends the run."""
+        if not self._has_reported:
+            self._has_reported = True
             with contextlib.suppress(LinkEnded):  # it is gone, and has its own reason
                 self._link.send(error_head(error))
 
     @asynccontextmanager
-    async def telling(self) -> AsyncIterator[None]:
-        """An error of the block is told, and heard, before anything is closed: ranks that are in the middle of a step
-        go on reading samples until then, and one that lost them would end the run with a line of its own."""
+    async def reporting(self) -> AsyncIterator[None]:
+        """Report an error of the block to rank 0, and wait until it is heard, before anything is closed: ranks that are
+        in the middle of a step go on reading samples until then, and one that lost them would end the run with a line
+        of its own."""
         try:
             yield
         except StopAsked:
             raise
         except Exception as error:
-            self.tell(error)
+            self.report(error)
             await asyncio.get_running_loop().create_future()  # until rank 0 closes the link, which cancels this
 
     def run(self, work: Callable[[Ranks], Coroutine[Any, Any, T]]) -> T:
-        """``work`` on an event loop, as long as rank 0 lives; ``LinkEnded`` once it does not."""
+        """Do ``work`` on an event loop, as long as rank 0 lives; raise ``LinkEnded`` once it does not."""
 
         async def main() -> T:
             ranks = Ranks(self._link)
@@ -116,14 +117,14 @@ class Lead:
             groups = Groups(recipe, log_dir=log_dir, device=engine_device(), student=ranks)
             joining = asyncio.ensure_future(join(ranks, list(inputs.train.domain_counts), plane))
             try:
-                async with self.telling():
+                async with self.reporting():
                     await stop.unless_asked(groups.start())
                     facts = await joining
                     vocab_size = read_dims(Path(recipe.student.model)).vocab_size
                     workers = await build_workers(recipe, inputs, plane, groups, vocab_size=vocab_size)
                     student = StudentGroup(recipe, ranks, facts, workers.weights, groups.turns)
                     try:
-                        await work(Led(workers=workers, student=student, stop=stop))
+                        await work(RunParts(workers=workers, student=student, stop=stop))
                     except SampleFailed as error:
                         raise UserError(f"{error}: see the replicas' logs") from error
             except StopAsked as asked:
@@ -141,11 +142,11 @@ class Lead:
 
 
 async def join(ranks: Ranks, domains: list[str], plane: Storage) -> dict[str, Any]:
-    """Have the ranks join and build the student; what rank 0 says of it."""
+    """Have the ranks join and build the student; return rank 0's facts about it."""
     facts: dict[str, Any] = await ranks.ask("join", domains=domains, data_plane=plane.address)
     return facts
 
 
 def engine_device() -> torch.device:
-    """Where engines of this process compute: on rank 0's GPU, if it has one."""
+    """Return the device of engines of this process: rank 0's GPU, if it has one."""
     return torch.device("cuda", local_rank() or 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The accounts of every prompt, by ids and lengths and by domain: none is lost and none is trained on twice.
+"""Accounts of every prompt, by ids and lengths and by domain: none is lost and none is trained on twice.
 
 A slot is a place in the stream of prompts, open from when its prompt is admitted until its samples are trained on::
 
@@ -23,11 +23,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, Literal
 
@@ -50,9 +49,9 @@ class Slot:
     """Weights that its age counts from (``Ledger.version_of``). Until its samples are drawn, the oldest that it may
     turn out to be."""
     opened_at: float
-    """When its prompt was admitted, by the ledger's clock."""
+    """Time when its prompt was admitted, by the ledger's clock."""
     ready_at: float = 0.0
-    """When it was ready."""
+    """Time when its samples were complete."""
     is_drawn: bool = False
     """Whether one of its samples is drawn, so that new weights do not make the slot younger any more."""
     samples: tuple[SampleMeta, ...] = ()
@@ -93,7 +92,7 @@ class Ledger:
         self._order: deque[str] = deque()
         """Domains of the stream, in its order, from the first prompt on that belongs to no completed step."""
         self._mixes: deque[Counter[str]] = deque()
-        """``_order`` by steps, from the next one on: prompts of each domain; the last step may be incomplete."""
+        """Prompts of each domain by step of ``_order``, from the next one on; the last step may be incomplete."""
         self._open: dict[int, Slot] = {}
         self._versions: defaultdict[str, Counter[int]] = defaultdict(Counter)
         """Domain -> ``weight_version`` -> open slots."""
@@ -113,19 +112,16 @@ class Ledger:
         This wait has no deadline of its own: it ends when newer weights are published or a batch is taken, which have
         one, or when the trainer stops and cancels it.
         """
-        while (wait_s := self._wait_for_room_s(num_prompts)) > 0:
-            await asyncio.wait({self._next_change()}, timeout=None if math.isinf(wait_s) else wait_s)
-
-    def _wait_for_room_s(self, num_prompts: int) -> float:
-        """Return the seconds until ``num_prompts`` more are due; infinite until newer weights are published."""
-        if not self.has_room(num_prompts):
-            return math.inf
-        if not self.max_staleness:
-            return 0.0
-        now = self._clock()
-        # the step of the last of these prompts, counted from the next one
-        ahead = (self._num_admitted + num_prompts - 1) // self.prompts_per_step - self._next_step
-        return self._pace.due(ahead, now) - now
+        while True:
+            wait_s: float | None = None  # until newer weights are published
+            if self.has_room(num_prompts):
+                # the step of the last of these prompts, counted from the next one
+                ahead = (self._num_admitted + num_prompts - 1) // self.prompts_per_step - self._next_step
+                now = self._clock()
+                wait_s = self._pace.due(ahead, now) - now if self.max_staleness else 0.0
+                if wait_s <= 0:
+                    return
+            await asyncio.wait({self._next_change()}, timeout=wait_s)
 
     def has_room(self, num_prompts: int = 1) -> bool:
         """Return whether the bound on staleness lets ``num_prompts`` more in."""
@@ -202,12 +198,12 @@ class Ledger:
 
     def again(self, slot: Slot) -> None:
         """Refuse the slot's samples: its own prompt is drawn once more."""
-        self._end(slot, "refused")
+        self._ended["refused"][slot.prompt.domain] += 1
         self._reopen(slot, replace(slot.prompt, attempt=slot.prompt.attempt + 1))
 
     def replace(self, slot: Slot, prompt: Prompt) -> None:
         """Discard the slot's samples; ``prompt``, of the same domain, takes its place."""
-        self._end(slot, "replaced")
+        self._ended["replaced"][slot.prompt.domain] += 1
         self._reopen(slot, prompt)
 
     @contextlib.contextmanager
@@ -231,32 +227,28 @@ class Ledger:
         """
         self._pace.asked(self._clock(), self._num_complete(most=self.max_staleness + 1))
         self._wake()
-        while (slots := self._try_take()) is None:
+        while not self._is_complete():
             # the deadline begins anew with each change: it bounds a standstill, not the wait for a whole batch
             done, _ = await asyncio.wait({self._next_change()}, timeout=timeout_s)
             if not done and not self._num_contained:
                 raise UserError(self._describe_wait(timeout_s))
+        slots = [self._pop_ready(domain) for domain, count in self._mixes.popleft().items() for _ in range(count)]
         self._next_step += 1
         self._pace.taken(self._clock(), max(slot.ready_at - slot.opened_at for slot in slots))
         self._note_complete()
         self._wake()
-        return slots
+        return sorted(slots, key=lambda slot: slot.prompt.sample_id)
 
     def trained(self, slots: Sequence[Slot]) -> None:
         """Close the slots that one optimizer step has used. ``RuntimeError`` if the accounts do not add up."""
         for slot in slots:
             if self._open.pop(slot.number, None) is not slot:
                 raise RuntimeError(f"the prompt of sample {slot.prompt.sample_id} is trained on a second time")
-            self._end(slot, "trained")
-        for _ in slots:
+            self._ended["trained"][slot.prompt.domain] += 1
             self._order.popleft()
         self.step += 1
         self._check()
         self._wake()
-
-    def counts(self, end: str) -> Counter[str]:
-        """Return the prompts that were ``trained``, ``refused`` or ``replaced`` so far, by domain."""
-        return Counter(self._ended[end])
 
     @property
     def slots(self) -> list[Slot]:
@@ -266,15 +258,7 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Return, for JSON, every prompt that is admitted and not trained on, oldest first, and the accounts."""
         return {
-            "open": [
-                {
-                    "sample_id": slot.prompt.sample_id,
-                    "domain": slot.prompt.domain,
-                    "row": slot.prompt.row,
-                    "attempt": slot.prompt.attempt,
-                }
-                for slot in self.slots
-            ],
+            "open": [asdict(slot.prompt) for slot in self.slots],
             "order": list(self._order),
             "admitted": dict(self._admitted),
             **{end: dict(counts) for end, counts in self._ended.items()},
@@ -291,11 +275,8 @@ class Ledger:
         """
         try:
             for entry in state["open"]:
-                prompt = replace(
-                    prompt_of(_number(entry["sample_id"]), entry["domain"], _number(entry["row"])),
-                    attempt=_number(entry["attempt"]),
-                )
-                self._add_slot(prompt)
+                prompt = prompt_of(_number(entry["sample_id"]), entry["domain"], _number(entry["row"]))
+                self._add_slot(replace(prompt, attempt=_number(entry["attempt"])))
             for domain in state["order"]:
                 self._add_to_order(domain)
             self._admitted.update({domain: _number(count) for domain, count in state["admitted"].items()})
@@ -341,16 +322,6 @@ class Ledger:
         self._set_version(slot, self.published)
         self._admitted[prompt.domain] += 1
         self._wake()
-
-    def _end(self, slot: Slot, end: str) -> None:
-        self._ended[end][slot.prompt.domain] += 1
-
-    def _try_take(self) -> list[Slot] | None:
-        if not self._is_complete():
-            return None
-        mix = self._mixes.popleft()
-        taken = [self._pop_ready(domain) for domain, count in mix.items() for _ in range(count)]
-        return sorted(taken, key=lambda slot: slot.prompt.sample_id)
 
     def _pop_ready(self, domain: str) -> Slot:
         """Take the domain's ready slot of the oldest weights; of several, the one that was admitted first."""
@@ -419,8 +390,8 @@ class Ledger:
         ends = sum((self._ended[end] for end in ENDS), self._in_flight())
         if +self._admitted != +ends:
             domains = [d for d in sorted(self._admitted | ends) if self._admitted[d] != ends[d]]
-            told = ", ".join(f"{d!r}: {self._admitted[d]} admitted, {ends[d]} accounted for" for d in domains)
-            raise RuntimeError(f"prompts were lost or counted twice after step {self.step}: {told}")
+            counts = ", ".join(f"{d!r}: {self._admitted[d]} admitted, {ends[d]} accounted for" for d in domains)
+            raise RuntimeError(f"prompts were lost or counted twice after step {self.step}: {counts}")
 
     def _next_change(self) -> asyncio.Future[None]:
         """Return the future of the next change. It exists at once: a change before the waiter runs is not missed."""

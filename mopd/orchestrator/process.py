@@ -1,4 +1,4 @@
-"""The orchestrator's life: it reads what it is to do, does it, and tells rank 0 how that ended.
+"""Life of the orchestrator's process: it reads its task, does it, and reports to rank 0 how that ended.
 
 Rank 0's end of the link closes with it, which is how its death reaches this process: it then ends its engine servers in
 order and goes.
@@ -20,7 +20,7 @@ from mopd.launch.link import LinkEnded, RankLink
 from mopd.launch.preparing import recipe_of_task
 from mopd.launch.signals import ENDING
 from mopd.orchestrator.evaluation import evaluate
-from mopd.orchestrator.leading import Lead, Led
+from mopd.orchestrator.leading import Orchestrator, RunParts
 from mopd.orchestrator.preflight.checks import Preflight
 from mopd.orchestrator.preflight.showing import print_checks, print_failures
 from mopd.orchestrator.training import train_task
@@ -28,16 +28,15 @@ from mopd.report.terminal import log_to_terminal
 from mopd.run.manifests import make_manifests
 
 
-def check(lead: Lead, *, as_json: bool) -> str | None:
-    """``mopd check``, once the rest is checked: run the preflight, which writes nothing, and print its outcomes.
-    ``UserError`` for the last one that failed, after the lines of the others."""
+def check(orchestrator: Orchestrator, *, as_json: bool) -> str | None:
+    """Do the last part of ``mopd check``: run the preflight, which writes nothing, and print its outcomes."""
     log_to_terminal()
-    recipe = lead.loaded.recipe
+    recipe = orchestrator.loaded.recipe
     manifests = make_manifests(recipe)
 
-    async def work(led: Led) -> None:
-        await led.student.publish(0)
-        preflight = Preflight(recipe, led.workers, led.student, manifests, is_fresh=True)
+    async def work(parts: RunParts) -> None:
+        await parts.student.publish(0)
+        preflight = Preflight(recipe, parts.workers, parts.student, manifests, is_fresh=True)
         checks = [outcome async for outcome in preflight.run()]
         failed = [check for check in checks if check.status == "failed"]
         print_checks(checks, as_json=as_json)
@@ -45,16 +44,16 @@ def check(lead: Lead, *, as_json: bool) -> str | None:
         if failed:
             raise UserError(failed[-1].detail)
 
-    return lead.with_workers(work, None)
+    return orchestrator.with_workers(work, None)
 
 
 Task = Callable[..., str | None]
-"""Called with a ``Lead`` and the task's options; returns the line of a run that was asked to stop."""
+"""Called with an ``Orchestrator`` and the task's options; returns the line of a run that was asked to stop."""
 TASKS: dict[str, Task] = {"train": train_task, "check": check, "eval": evaluate}
 
 
 def run(descriptor: int) -> int:
-    """Do what standard input says; the exit code of the process."""
+    """Do the task that standard input names; return the exit code of the process."""
     for number in ENDING:
         # For rank 0, which closes the link. A child would inherit it if they were ignored.
         signal.signal(number, lambda *_: None)
@@ -65,23 +64,24 @@ def run(descriptor: int) -> int:
     close_standard_input()
     loaded = recipe_of_task(task)
     log = None if task["log"] is None else Path(task["log"])
-    lead = Lead(loaded, link, log)
+    orchestrator = Orchestrator(loaded, link, log)
     try:
-        with lead.heartbeat:
-            line = TASKS[task["what"]](lead, **task["options"])
+        with orchestrator.heartbeat:
+            line = TASKS[task["what"]](orchestrator, **task["options"])
             sys.stdout.flush()
         link.send({"end": line})
     except LinkEnded:
         pass
     except BaseException as error:
-        lead.tell(error)
+        orchestrator.report(error)
         _give_up_output()
     link.close()
     return 0
 
 
 def _give_up_output() -> None:
-    """What standard output cannot take, as its reader left or its disk is full, is not tried again when Python ends."""
+    """Discard what standard output cannot take (its reader left, its disk is full), so that Python does not try
+    again."""
     try:
         sys.stdout.flush()
     except OSError:

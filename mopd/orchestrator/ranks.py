@@ -1,4 +1,4 @@
-"""The trainer ranks as the orchestrator sees them: one command at a time, executed by all of them, one answer."""
+"""Commands to the trainer ranks: one at a time, executed by all of them, one answer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Answer = tuple[Any, list[bytes]]
 
 
 class Ranks:
-    """Asks over the link; belongs to one event loop, which goes on meanwhile. Also implements ``MemoryHolder`` for GPUs
-    that the student shares with the rollout.
+    """Sends commands over the link and awaits the answers; belongs to one event loop. Also implements ``MemoryHolder``
+    for GPUs that the student shares with the rollout.
 
     A command has no deadline here, as what it waits for has its own, on the ranks: rank 0's error ends the run, and its
     end closes the link.
@@ -45,7 +45,7 @@ class Ranks:
         return (await self.ask_for_frames(name, **kwargs))[0]
 
     async def ask_for_frames(self, name: str, **kwargs: Any) -> Answer:
-        """``ask``; rank 0's value, and the frames beside it.
+        """Have every rank execute a command; return rank 0's value, and the frames beside it.
 
         Commands are executed to their end, one after another, also where a caller has gone away.
         """
@@ -65,7 +65,7 @@ class Ranks:
             await self.ask("restore")
 
     async def settle(self) -> None:
-        """Returns when the ranks are through with what they were told."""
+        """Return when the ranks have executed all commands that they were sent."""
         while self._under_way:
             await asyncio.gather(*self._under_way, return_exceptions=True)
 
@@ -81,12 +81,12 @@ class Ranks:
     def _forget(self, task: asyncio.Task[Answer]) -> None:
         self._under_way.discard(task)
         if not task.cancelled():
-            task.exception()  # told to whoever waits; to nobody where the caller has gone away
+            task.exception()  # retrieved, so that asyncio does not log it where the caller has gone away
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In the thread."""
+        """Read answers, in the thread of their own."""
         frames: list[bytes] = []
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it every wait
             try:
                 while True:
                     head, own = self._link.receive()
@@ -99,7 +99,7 @@ class Ranks:
 
     def _settle(self, value: Any, frames: list[bytes]) -> None:
         answer, self._answer = self._answer, None
-        assert answer is not None, "nobody asked"
+        assert answer is not None, "an answer without a command"
         if not answer.done():
             answer.set_result((value, frames))
 
@@ -107,4 +107,4 @@ class Ranks:
         for waiting in (self._answer, self._ended):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)
-                waiting.exception()  # where nobody waits
+                waiting.exception()  # retrieved, so that asyncio does not log it

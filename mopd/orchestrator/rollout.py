@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
-from mopd.base.text import encodable, one_line
+from mopd.base.text import encodable, named_samples, one_line
 from mopd.base.types import Prompt, SampleMeta, UserError
 from mopd.data.image_refs import refs_to_tensor
 from mopd.data.prompts import PromptDataset
@@ -17,8 +17,6 @@ from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.engines.replicas.interface import SampleFailed
 from mopd.rewards.interface import RewardItem
-
-MAX_NAMED_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,12 @@ class RolloutWorker:
         try:
             responses = await self._responses(repeated, sample_ids, ended)
         except SampleFailed as error:
-            raise UserError(_describe(error, sample_ids, repeated)) from error
+            named = named_samples(
+                [sample_ids[i] for i in error.positions], {repeated[i].domain for i in error.positions}
+            )
+            raise UserError(
+                f"rollout gave no response for samples {named}: {one_line(error)}: see the replicas' logs"
+            ) from error
         metas = [
             _meta(sample_id, prompt, len(self._tokens(prompt)), response)
             for sample_id, prompt, response in zip(sample_ids, repeated, responses, strict=True)
@@ -75,21 +78,21 @@ class RolloutWorker:
         """Return one complete response per sample."""
         waiting = set(range(len(prompts)))
 
-        def told(index: int, part: Generation) -> None:
+        def note_end(index: int, part: Generation) -> None:
             if ended is not None and index in waiting and part.finish_reason != "handed_back":
                 waiting.remove(index)
                 ended(prompts[index], int(part.token_versions.max()))
 
-        async def whole(index: int, part: Generation) -> Generation:
+        async def complete(index: int, part: Generation) -> Generation:
             response = await self._finished(prompts[index], sample_ids[index], part)
-            told(index, response)
+            note_end(index, response)
             return response
 
         seeds = [self._seed(prompt, sample_id, 0) for prompt, sample_id in zip(prompts, sample_ids, strict=True)]
         images = self.dataset.images_of([prompt.row for prompt in prompts])
         tokens = [self._tokens(prompt) for prompt in prompts]
-        drawn = await self.generator.generate(tokens, self.sampling, seeds, told=told, images=images)
-        return await all_or_none(whole(index, part) for index, part in enumerate(drawn))
+        drawn = await self.generator.generate(tokens, self.sampling, seeds, told=note_end, images=images)
+        return await all_or_none(complete(index, part) for index, part in enumerate(drawn))
 
     async def _finished(self, prompt: Prompt, sample_id: int, part: Generation) -> Generation:
         """Return the whole response that begins with ``part``. A response handed back because new weights arrived
@@ -140,14 +143,6 @@ def reward_item(dataset: PromptDataset, row: int, response: str) -> RewardItem:
         domain=found.domain,
         place=found.place,
     )
-
-
-def _describe(error: SampleFailed, sample_ids: Sequence[int], prompts: Sequence[Prompt]) -> str:
-    ids = ", ".join(str(sample_ids[i]) for i in error.positions[:MAX_NAMED_SAMPLES])
-    more = f" and {len(error.positions) - MAX_NAMED_SAMPLES} more" if len(error.positions) > MAX_NAMED_SAMPLES else ""
-    domains = ", ".join(repr(domain) for domain in sorted({prompts[i].domain for i in error.positions}))
-    reason = one_line(error)
-    return f"rollout gave no response for samples {ids}{more} of domain {domains}: {reason}: see the replicas' logs"
 
 
 def _meta(sample_id: int, prompt: Prompt, prompt_length: int, response: Generation) -> SampleMeta:

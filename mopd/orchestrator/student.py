@@ -1,10 +1,11 @@
-"""The student on all its ranks, as the controller, the checks and the checkpointer ask it."""
+"""Student on all its ranks, as the controller, the checks and the checkpointer ask it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mopd.base.types import DomainSums, MicroBatchPlan, SampleMeta
-from mopd.config.groups import VllmEngineConfig
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig
 from mopd.conversion.models.reading import read_dims
@@ -36,7 +36,7 @@ class StudentGroup:
         weights: GroupWeightSync,
         turns: GpuTurns | None = None,
     ) -> None:
-        """``facts`` is rank 0's answer to ``join``; ``turns``: where the student shares GPUs with the rollout."""
+        """Set up. ``facts`` is rank 0's answer to ``join``; ``turns``: of GPUs that student and rollout share."""
         dims = read_dims(Path(recipe.student.model))
         self.vocab_size = dims.vocab_size
         """Tokens of the model's vocabulary, without padding."""
@@ -48,28 +48,25 @@ class StudentGroup:
         self._transfer = _transfer(recipe, ranks, facts["announced"], weights)
         if self._transfer is not None:
             weights.send_again_by(self.send_again)
-        self._staged: StagedWeights | None = None
-        self._waited_for: int | None = None
-        """Version that replicas will be given when they wake."""
+        self._send: Callable[[], Awaitable[None]] | None = None
+        """Rest of an update that ``stage`` has begun."""
         self._has_constants: bool = facts["has_constants"]
         self._constants: StagedConstants | None = None
-        """Staged once, part of all that is."""
+        """Weights that no step changes: staged once, part of every update."""
 
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
-        """Loss and gradients of one step; sums per domain over all ranks. The student's turn on shared GPUs lasts until
-        ``optim_step``."""
+        """Compute loss and gradients of one step; return sums per domain over all ranks. The student's turn on shared
+        GPUs lasts until ``optim_step``."""
         if self._turns is not None:
             await self._turns.begin("student")
-        async with self._ranks.turn:
-            sums = await self._ranks.ask("forward_backward", plan=plan.to_json(), diagnostics=diagnostics)
+        sums = await self._ask("forward_backward", plan=plan.to_json(), diagnostics=diagnostics)
         return {domain: DomainSums(**one) for domain, one in sums.items()}
 
     async def optim_step(self) -> dict[str, float]:
         """Clip, check, step. Returns ``grad_norm``, ``lr``, rank 0's peak memory, and what the last update of the
         rollout's weights took where they go by a group."""
-        async with self._ranks.turn:
-            answer = await self._ranks.ask("optim_step")
-            self.weight_version = answer["weight_version"]
+        answer = await self._ask("optim_step")
+        self.weight_version = answer["weight_version"]
         if self._turns is not None:
             self._turns.end()
         numbers = {} if self._transfer is None else self._transfer.take_numbers()
@@ -77,19 +74,19 @@ class StudentGroup:
         return values | numbers
 
     async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
-        """[R] fp32 student log-probs of each sample's response tokens."""
+        """Return the student's log-probs of each sample's response tokens, [R] fp32."""
         metas = [asdict(sample) for sample in samples]
         async with self._own_turn():
             _, rows = await self._ranks.ask_for_frames("logprobs", samples=metas, temperature=temperature)
         return [torch.frombuffer(bytearray(row), dtype=torch.float32) if row else torch.empty(0) for row in rows]
 
     async def expect_step(self) -> None:
-        """All of a step's responses are drawn: its GPUs may come back while they are scored."""
+        """Announce that all of a step's responses are drawn: shared GPUs may come back while they are scored."""
         if self._turns is not None:
             self._turns.expect("student")
 
     async def publish(self, weight_version: int) -> None:
-        """``stage`` and ``send``."""
+        """Stage the weights and send them."""
         await self.stage(weight_version)
         await self.send()
 
@@ -97,24 +94,21 @@ class StudentGroup:
         """Take the weights over into this process, or send them all the way by a group; replicas on shared GPUs are
         given theirs when they wake. The student is free then."""
         async with self._ranks.turn:
-            if self._transfer is not None and self._turns is not None:
-                self._waited_for = weight_version
-            elif self._transfer is not None:
+            if self._transfer is None:
+                self._send = partial(self._weights.send, await self._stage(weight_version))
+            elif self._turns is None:
                 await self._transfer.publish(weight_version)
             else:
-                self._staged = await self._stage(weight_version)
+                self._send = partial(self._weights.ask_for, weight_version)
 
     async def send(self) -> None:
-        """Returns when every rollout replica that can has the staged weights. The student may work meanwhile."""
-        staged, self._staged = self._staged, None
-        version, self._waited_for = self._waited_for, None
-        if staged is not None:
-            await self._weights.send(staged)
-        if version is not None:
-            await self._weights.ask_for(version)
+        """Return when every rollout replica that can has the staged weights. The student may work meanwhile."""
+        send, self._send = self._send, None
+        if send is not None:
+            await send()
 
     async def send_again(self) -> None:
-        """The weights of the moment by the group, to replicas without those that are asked for."""
+        """Send the weights of the moment by the group, to replicas without those that are asked for."""
         assert self._transfer is not None
         async with self._ranks.turn:
             await self._transfer.publish(self.weight_version, only_missing=True)
@@ -141,14 +135,12 @@ class StudentGroup:
             await self._ranks.ask("save", folder=str(folder), state=dict(state), is_async=is_async)
 
     async def is_saving(self) -> bool:
-        """Whether ``finish_save`` would wait."""
-        async with self._ranks.turn:
-            return bool(await self._ranks.ask("is_saving"))
+        """Return whether ``finish_save`` would wait."""
+        return bool(await self._ask("is_saving"))
 
     async def finish_save(self) -> None:
-        """Returns when what an asynchronous ``save`` writes is whole; what went wrong ends the run, on every rank."""
-        async with self._ranks.turn:
-            await self._ranks.ask("finish_save")
+        """Return when what an asynchronous ``save`` writes is whole; what went wrong ends the run, on every rank."""
+        await self._ask("finish_save")
 
     async def load(self, folder: Path, *, cure: str = "") -> dict[str, Any]:
         """Read what ``save`` wrote, at this run's layout; returns its ``state``. ``cure`` ends the line of an error, on
@@ -164,32 +156,30 @@ class StudentGroup:
 
     async def save_hf(self, folder: Path) -> None:
         """Write the student as a Hugging Face folder."""
-        async with self._ranks.turn:
-            await self._ranks.ask("save_hf", folder=str(folder))
+        await self._ask("save_hf", folder=str(folder))
 
     async def close(self) -> None:
-        """Returns when the ranks are through with what they were told, and have left the group of the weights."""
+        """Return when the ranks have executed their commands, and have left the group of the weights."""
         await self._ranks.settle()
         if self._transfer is not None:
             await self._transfer.close()
 
+    async def _ask(self, name: str, **kwargs: Any) -> Any:
+        async with self._ranks.turn:
+            return await self._ranks.ask(name, **kwargs)
+
     @asynccontextmanager
     async def _own_turn(self) -> AsyncIterator[None]:
-        """The student has its memory, and no other command comes between."""
-        if self._turns is None:
-            async with self._ranks.turn:
-                yield
-            return
-        async with self._turns.held("student"), self._ranks.turn:
+        """Keep the student's memory on shared GPUs, and other commands from coming between."""
+        async with nullcontext() if self._turns is None else self._turns.held("student"), self._ranks.turn:
             yield
 
 
 def _transfer(
     recipe: Recipe, ranks: Ranks, announced: Mapping[str, Any] | None, weights: GroupWeightSync
 ) -> Transfer | None:
-    """The way of the weights by a group, of a recipe that asks for it."""
-    cfg, engine = recipe.weight_sync, recipe.rollout.engine
+    """Return the transfer of the weights by a process group, if the recipe asks for it."""
+    cfg = recipe.weight_sync
     if announced is None or weights.targets is None or not isinstance(cfg, BucketsConfig):
         return None
-    num_workers = engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1
-    return Transfer(weights.targets, cfg, ranks.ask, num_workers=num_workers, **announced)
+    return Transfer(weights.targets, cfg, ranks.ask, num_workers=recipe.rollout.gpus_per_replica, **announced)

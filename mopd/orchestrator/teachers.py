@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mopd.base.text import one_line
+from mopd.base.text import named_samples, one_line
 from mopd.base.types import FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment
 from mopd.data.image_refs import refs_from_tensor
 from mopd.data.images import ImageStore
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import CorruptAnswer, Images, Scores
+from mopd.engines.interface import CorruptAnswer, Scores
 from mopd.engines.replicas.interface import NoReplica, SampleFailed
 from mopd.engines.replicas.router import Router
 
-MAX_NAMED_SAMPLES = 8
 Answers = dict[int, Scores | FailedSample]
 """One teacher's answers by sample id."""
 KeptAwake = Callable[[], AbstractAsyncContextManager[object]]
@@ -51,29 +51,11 @@ class TeacherGroup:
         self.kept_awake = kept_awake
 
     async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-        stop_at_failure: bool = True,
+        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], **options: Any
     ) -> list[Scores | SampleFailed]:
-        """Score the response part of each sequence; results are in the order of the request.
-
-        A sample that no replica can score ends the call (``SampleFailed``); with ``stop_at_failure`` false that error
-        is returned in its place.
-        """
+        """Score the response part of each sequence, with the replicas awake and the options of ``Router.score``."""
         async with self.kept_awake():
-            return await self.router.score(
-                tokens,
-                prompt_lengths,
-                top_k=top_k,
-                temperature=temperature,
-                images=images,
-                stop_at_failure=stop_at_failure,
-            )
+            return await self.router.score(tokens, prompt_lengths, **options)
 
 
 class TeacherWorker:
@@ -130,10 +112,9 @@ class TeacherWorker:
         return [*failed.values()]
 
     async def _ask(self, group: TeacherGroup, metas: Sequence[SampleMeta]) -> Answers:
+        ids, images = [meta.sample_id for meta in metas], None
         store = self._images if group.sees_images else None
-        names = ["tokens"] if store is None else ["tokens", "images"]
-        fields = await self._plane.get([meta.sample_id for meta in metas], names)
-        images = None
+        fields = await self._plane.get(ids, ["tokens"] if store is None else ["tokens", "images"])
         if store is not None:
             images = [[store.prompt_image(ref) for ref in refs_from_tensor(own)] for own in fields["images"]]
         try:
@@ -158,18 +139,14 @@ class TeacherWorker:
         return answers
 
     def _end(self, group: TeacherGroup, metas: Sequence[SampleMeta], error: SampleFailed) -> UserError:
-        domains = ", ".join(repr(domain) for domain in sorted({meta.domain for meta in metas}))
-        ids = ", ".join(str(meta.sample_id) for meta in metas[:MAX_NAMED_SAMPLES])
-        more = f" and {len(metas) - MAX_NAMED_SAMPLES} more" if len(metas) > MAX_NAMED_SAMPLES else ""
+        named = named_samples([meta.sample_id for meta in metas], {meta.domain for meta in metas})
         if isinstance(error.last_error, CorruptAnswer):
             cure = f"the scores are not this teacher's; check teachers.{group.name}.engine and placement"
         elif self._keep_going:
             cure = "see the replicas' logs"
         else:
             cure = "see the replicas' logs, or set on_failure: replace"
-        return UserError(
-            f"teachers.{group.name} did not score samples {ids}{more} of domain {domains}: {one_line(error)}: {cure}"
-        )
+        return UserError(f"teachers.{group.name} did not score samples {named}: {one_line(error)}: {cure}")
 
 
 def merge(views: Sequence[Scores], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mopd.base.files.writing import write_json
 from mopd.base.metrics import StepMetrics, truncate_jsonl
-from mopd.base.tasks import Stop, StopAsked
+from mopd.base.tasks import StopAsked
 from mopd.base.text import json_lines
 from mopd.base.types import SampleMeta, UserError
 from mopd.config.load import Loaded
@@ -23,9 +23,9 @@ from mopd.conversion.hf.manifest import Manifest
 from mopd.data.stream import PromptStream
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.orchestrator.controller import Controller
-from mopd.orchestrator.leading import Lead, Led
+from mopd.orchestrator.leading import Orchestrator, RunParts
 from mopd.orchestrator.ledger import Ledger
-from mopd.orchestrator.preflight.checks import check_before_training
+from mopd.orchestrator.preflight.checks import Preflight
 from mopd.orchestrator.student import StudentGroup
 from mopd.orchestrator.validation import append_record, is_due
 from mopd.orchestrator.workers import Workers
@@ -45,27 +45,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a training run consists of."""
+    """Parts of a training run."""
 
     recipe: Recipe
     run: RunDir
-    led: Led
+    parts: RunParts
     prompts: PromptStream
 
     async def save_samples(self, folder: Path) -> str | None:
         """Write what the data plane holds into a folder, and return its hash; ``None`` where it cannot be saved: those
         samples are drawn again."""
-        plane = self.led.workers.plane
+        plane = self.parts.workers.plane
         return await plane.save(folder) if isinstance(plane, QueuePlane) else None
 
     async def load_samples(self, folder: Path, digest: str) -> list[SampleMeta]:
         """Inverse of ``save_samples``: the samples that have all fields that the loss needs; none from a plane that
         saves nothing, as another one wrote the folder. ``UserError`` for changed files."""
-        plane = self.led.workers.plane
+        plane = self.parts.workers.plane
         return await plane.load(folder, digest, self.recipe.loss_fields) if isinstance(plane, QueuePlane) else []
 
 
-def train_task(lead: Lead, *, resume: bool, from_step: str | None, as_json: bool) -> str | None:
+def train_task(orchestrator: Orchestrator, *, resume: bool, from_step: str | None, as_json: bool) -> str | None:
     """Train in the recipe's run folder, with ``resume`` from the newest checkpoint or the one that ``from_step`` names
     (``step_100``); the line of a run that was asked to stop.
 
@@ -73,12 +73,12 @@ def train_task(lead: Lead, *, resume: bool, from_step: str | None, as_json: bool
         UserError: anything the user can cure; nothing is half-written.
     """
     log_to_terminal()
-    loaded = lead.loaded
+    loaded = orchestrator.loaded
     recipe = loaded.recipe
     with RunDir(recipe.run_dir) as run:
         resuming.check_layout(run)
         run.open(loaded, resume=resume)
-        lead.keep_stacks()
+        orchestrator.keep_stacks()
         manifests = make_manifests(recipe)
         start = resuming.choose(run, recipe, wanted=from_step) if resume else None
         if start is not None:
@@ -87,22 +87,22 @@ def train_task(lead: Lead, *, resume: bool, from_step: str | None, as_json: bool
         elif resume:
             logger.warning("%s has no complete checkpoint: the run starts again from step 0", run.checkpoints)
 
-        async def work(led: Led) -> None:
-            prompts = PromptStream(led.workers.dataset.rows_by_domain, recipe.data.domain_weights, recipe.seed)
-            training = Training(recipe=recipe, run=run, led=led, prompts=prompts)
+        async def work(parts: RunParts) -> None:
+            prompts = PromptStream(parts.workers.dataset.rows_by_domain, recipe.data.domain_weights, recipe.seed)
+            training = Training(recipe=recipe, run=run, parts=parts, prompts=prompts)
             is_fresh = start is None
             ledger = fresh_ledger(recipe) if start is None else await load_checkpoint(training, start)
-            put_off_its_deadline(ledger, led.workers)
-            led.stop.check()
-            await led.student.publish(ledger.step)
+            extend_wait_for_batch(ledger, parts.workers)
+            parts.stop.check()
+            await parts.student.publish(ledger.step)
             await begin(training, loaded, manifests, is_fresh=is_fresh)
             await train(training, ledger, is_fresh=is_fresh, as_json=as_json)
 
-        return lead.with_workers(work, run.path)
+        return orchestrator.with_workers(work, run.path)
 
 
 def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
-    """No prompt is open."""
+    """Return a ledger without open prompts, after ``step`` optimizer steps."""
     schedule = recipe.schedule
     return Ledger(
         prompts_per_step=schedule.prompts_per_step,
@@ -114,7 +114,7 @@ def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
     )
 
 
-def put_off_its_deadline(ledger: Ledger, workers: Workers) -> None:
+def extend_wait_for_batch(ledger: Ledger, workers: Workers) -> None:
     """Have ``Ledger.take`` wait as long as a request, a reward or a call of the data plane goes on: each ends by
     deadlines of its own, which may be longer together (four attempts and the restarts of a replica are)."""
     for router in workers.routers.values():
@@ -131,7 +131,7 @@ async def load_checkpoint(training: Training, start: Path) -> Ledger:
     Raises:
         UserError: the checkpoint cannot be used; names those before it.
     """
-    run, student, prompts = training.run, training.led.student, training.prompts
+    run, student, prompts = training.run, training.parts.student, training.prompts
     state = await student.load(start, cure=resuming.older_ones(run, start))
     progress = resuming.progress_of(start, state, weight_version=student.weight_version)
     prompts.load_state_dict(progress.prompts)
@@ -144,8 +144,8 @@ async def load_checkpoint(training: Training, start: Path) -> Ledger:
 
 
 async def _read_back(training: Training, ledger: Ledger, digest: str) -> None:
-    """Finished samples of a checkpoint go into the data plane again, and their prompts need not be drawn anew."""
-    per_prompt, plane = training.recipe.rollout.samples_per_prompt, training.led.workers.plane
+    """Put finished samples of a checkpoint into the data plane again: their prompts need not be drawn anew."""
+    per_prompt, plane = training.recipe.rollout.samples_per_prompt, training.parts.workers.plane
     by_prompt: dict[int, list[SampleMeta]] = {}
     for sample in await training.load_samples(training.run.samples(ledger.step), digest):
         by_prompt.setdefault(sample.sample_id // per_prompt, []).append(sample)
@@ -160,37 +160,37 @@ async def _read_back(training: Training, ledger: Ledger, digest: str) -> None:
 
 
 async def begin(training: Training, loaded: Loaded, manifests: Mapping[str, Manifest], *, is_fresh: bool) -> None:
-    """The checks before the first step; after the last one a fresh run's first files are written.
+    """Do the checks before the first step, then write a fresh run's first files.
 
     Raises:
         UserError: the first check that failed; nothing was written.
-        StopAsked: as somebody asked for the end while they went on.
+        StopAsked: the end was requested meanwhile.
     """
-    run = training.run
-    checks = check_before_training(
+    run, stop = training.run, training.parts.stop
+    preflight = Preflight(
         training.recipe,
-        training.led.workers,
-        training.led.student,
+        training.parts.workers,
+        training.parts.student,
         manifests,
         is_fresh=is_fresh,
         fingerprints={} if is_fresh else read_fingerprints(run.manifest),
     )
-    found = await training.led.stop.unless_asked(checks)
-    if found.failure is not None:
-        raise UserError(found.failure)
+    failure = await stop.unless_asked(preflight.find_failure())
+    if failure is not None:
+        raise UserError(failure)
     run.write_recipe(loaded)
     write_json(run.machine, describe_machine())
     if is_fresh or not run.parity.exists():
-        write_json(run.parity, found.parity)
+        write_json(run.parity, {name: asdict(measured) for name, measured in preflight.parity.items()})
     if not is_fresh:
         return
-    write_manifests(run.manifest, manifests, found.fingerprints, loaded.commits)
+    write_manifests(run.manifest, manifests, preflight.fingerprints, loaded.commits)
     for path in (run.metrics, run.validation):
         path.unlink(missing_ok=True)  # of a run that died before its first checkpoint
-    if found.headroom is not None:
-        write_json(run.headroom, found.headroom)
-    if found.validation is not None:
-        append_record(run.validation, found.validation)
+    if preflight.headroom is not None:
+        write_json(run.headroom, preflight.headroom)
+    if preflight.validation is not None:
+        append_record(run.validation, preflight.validation)
 
 
 async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: bool = False) -> None:
@@ -198,16 +198,16 @@ async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: 
     the JSON of ``report.json``, in which case the progress goes to standard error.
 
     Raises:
-        StopAsked: somebody asked for the end; says what is saved.
+        StopAsked: the end was requested; says what is saved.
     """
-    recipe, run, workers = training.recipe, training.run, training.led.workers
+    recipe, run, workers = training.recipe, training.run, training.parts.workers
     resume_step = None if is_fresh else ledger.step
     if resume_step is not None:
         resuming.set_aside(run, after_step=resume_step)
         truncate_jsonl(run.validation, after_step=resume_step)
     sinks = Sinks(recipe, run.path, resume_step=resume_step, console=Terminal(stderr=as_json))
     try:
-        observer = _observer(training, sinks)
+        observer = RunObserver(training, sinks)
         try:
             if resume_step is not None:
                 await observer.catch_up(resume_step)
@@ -217,18 +217,18 @@ async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: 
                 rollout=workers.rollout,
                 teachers=workers.teachers,
                 rewards=workers.rewards,
-                student=training.led.student,
+                student=training.parts.student,
                 plane=workers.plane,
                 observer=observer,
                 ledger=ledger,
-                stop=training.led.stop,
+                stop=training.parts.stop,
                 unit=recipe.prompts_together,
             ).run()
         except StopAsked as asked:
             raise StopAsked(asked.by, _stopped(run, recipe, asked.by)) from asked
     finally:
         sinks.close()
-    await _export(recipe, run, training.led.student, observer.best)
+    await _export(recipe, run, training.parts.student, observer.best)
     report = build_report(run.path)
     if as_json:
         print(json_lines(asdict(report)))
@@ -237,37 +237,14 @@ async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: 
     print(f"report: {run.path / 'report.html'}")
 
 
-def _observer(training: Training, sinks: Sinks) -> RunObserver:
-    recipe, run = training.recipe, training.run
-    # The best step must be one with a checkpoint where that checkpoint is exported.
-    kept = complete_steps(run.checkpoints) if recipe.checkpoint.keep_best else None
-    return RunObserver(
-        recipe=recipe,
-        run=run,
-        workers=training.led.workers,
-        sinks=sinks,
-        floors=run.floors(),
-        checkpointer=Checkpointer(
-            run=run,
-            cfg=recipe.checkpoint,
-            student=training.led.student,
-            samples=training,
-            last_step=recipe.schedule.steps,
-        ),
-        best=best_of(run.validations(), kept=kept),
-        stop=training.led.stop,
-    )
-
-
 def _stopped(run: RunDir, recipe: Recipe, by: str) -> str:
-    """The line of a run that was asked to stop, once what it has done is saved."""
+    """Return the line of a run that was asked to stop, once what it has done is saved."""
     steps = complete_steps(run.checkpoints)
     if not steps:
         return f"stopped before the end of step 1, as {by} asked: start again with --resume"
     return f"stopped after step {steps[-1]} of {recipe.schedule.steps}, as {by} asked: go on with --resume"
 
 
-@dataclass(kw_only=True)
 class RunObserver:
     """Implements the controller's ``Observer`` for a run folder.
 
@@ -276,22 +253,25 @@ class RunObserver:
     ``kl_k1`` less that.
     """
 
-    recipe: Recipe
-    run: RunDir
-    workers: Workers
-    sinks: Sinks
-    floors: Mapping[str, float]
-    """By teacher; a domain with a teacher that could not be compared has no floor."""
-    checkpointer: Checkpointer
-    best: Best | None
-    stop: Stop
+    def __init__(self, training: Training, sinks: Sinks) -> None:
+        recipe, run, student = training.recipe, training.run, training.parts.student
+        self.recipe, self.run, self.sinks, self.stop = recipe, run, sinks, training.parts.stop
+        self.workers = training.parts.workers
+        self.floors = run.floors()
+        """Teacher -> KL floor; a domain with a teacher that could not be compared has none."""
+        self.checkpointer = Checkpointer(
+            run=run, cfg=recipe.checkpoint, student=student, samples=training, last_step=recipe.schedule.steps
+        )
+        # The best step must be one with a checkpoint where that checkpoint is exported.
+        kept = complete_steps(run.checkpoints) if recipe.checkpoint.keep_best else None
+        self.best = best_of(run.validations(), kept=kept)
 
     def needs_weights(self, step: int) -> bool:
-        """What follows ``step`` asks the rollout for its weights."""
+        """Return whether what follows ``step`` asks the rollout for its weights."""
         return step == self.recipe.schedule.steps or is_due(self.recipe, step)
 
     async def log(self, metrics: StepMetrics) -> None:
-        """One step's numbers to every sink."""
+        """Send one step's numbers to every sink."""
         values = self.workers.take_numbers() | self.checkpointer.take_numbers()
         for domain, kl in metrics.by_domain("kl_k1").items():
             names = self.recipe.assignment.teachers_of(domain)
@@ -309,14 +289,14 @@ class RunObserver:
         await self.checkpointer.save_if_due(step, state, best_step=self._best_step)
 
     async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save what is done, unless that has happened, to the end."""
+        """Save what is done, unless that has happened, and wait until it is written."""
         if isinstance(self.workers.generator, TurnsGenerator):  # no response keeps the student from GPUs that it shares
             self.workers.generator.stop()
         await self.checkpointer.save(step, state, best_step=self._best_step)
         await self.checkpointer.finish()
 
     async def catch_up(self, step: int) -> None:
-        """Before the first step of a resumed run: the validation of the one before it, if that is missing."""
+        """Validate the step before the first one of a resumed run, if its record is missing."""
         if is_due(self.recipe, step) and all(line["step"] != step for line in self.run.validations()):
             await self._validate(step)
 

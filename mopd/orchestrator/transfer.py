@@ -6,7 +6,7 @@
       ▲            start (they stop) ──> ranks send buckets ──> finish (the new weights answer)
       └── some failed: the group is left, those that answered are tried again, the others are left to ``Repair``
 
-Here is the order of an update alone: tensors go from the ranks to the engines (``mopd.student.sending``).
+This file holds the order of an update alone: tensors go from the ranks to the engines (``mopd.student.sending``).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from mopd.config.weights import BucketsConfig, IpcConfig
+from mopd.engines.replicas.transfer import TransferTargets
 from mopd.weights.buckets import from_json
 from mopd.weights.group import GroupOrder, GroupStore
 from mopd.weights.mapped import mapped_bytes
@@ -32,17 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 4
 """Tries of one update; a replica that fails in all of them is left without the weights."""
 Ask = Callable[..., Awaitable[Any]]
-"""Has all ranks execute a command (``Ranks.ask``)."""
-
-
-class Targets(Protocol):
-    """The replicas that receive an update, as ``mopd.engines.replicas.transfer.TransferTargets`` reaches them."""
-
-    async def lacking(self, weight_version: int | None) -> list[str]: ...
-    async def join(self, names: Sequence[str], order: Mapping[str, Any], tensors: bytes) -> dict[str, str]: ...
-    async def start(self, names: Sequence[str], order: Mapping[str, Any]) -> dict[str, str]: ...
-    async def finish(self, names: Sequence[str], order: Mapping[str, Any]) -> tuple[dict[str, str], float]: ...
-    async def published(self, weight_version: int | None) -> None: ...
+"""Function that has all ranks execute a command (``Ranks.ask``)."""
 
 
 class Transfer:
@@ -50,7 +41,7 @@ class Transfer:
 
     def __init__(
         self,
-        targets: Targets,
+        targets: TransferTargets,
         cfg: BucketsConfig,
         ask: Ask,
         *,
@@ -60,37 +51,39 @@ class Transfer:
         shares: Sequence[int] = (),
         checks_values: bool = True,
     ) -> None:
-        """Args:
-        num_workers: of one replica.
-        tensors: ``to_json`` of every weight of the student, as it will travel.
-        num_constants: how many of the first of ``tensors`` no step changes.
-        shares: how many of ``tensors`` each pipeline stage sends, where each sends its own.
-        checks_values: false where whoever changes the weights looks for NaN among them; a verified update always does.
+        """Set up.
+
+        Args:
+            num_workers: processes of one replica, each a member of the group.
+            tensors: ``to_json`` of every weight of the student, as it will travel.
+            num_constants: number of the first of ``tensors`` that no step changes.
+            shares: number of ``tensors`` that each pipeline stage sends, where each sends its own.
+            checks_values: look for NaN in every update; a verified one always does.
         """
         self._targets, self._cfg, self._ask, self._num_workers = targets, cfg, ask, num_workers
         self._tensors, self._metas = tensors, from_json(json.loads(tensors))
         self._order: GroupOrder | None = None
         self._stores = deque[GroupStore](maxlen=2)
-        """The last group's, and that of the one before: a replica that is to hear that it was given up reads it
-        there."""
+        """Stores of the last two groups: a replica that is to hear that it was given up reads it there."""
         self._has_met = False
-        """Ranks have been told to join a group, and not to leave it."""
+        """Whether the ranks were told to join a group, and not to leave it since."""
         self._bucket_bytes = cfg.bucket_mib * 2**20
         self._checks_values = checks_values
         self._names: list[str] = []
+        """Members of the group behind the ranks, in its order."""
         self._num_updates = self._num_sends = 0
         self._num_constants, self._have_constants = num_constants, False
         self._shares = tuple(shares)
         self._numbers: dict[str, float] = {}
 
     def take_numbers(self) -> dict[str, float]:
-        """Metrics of the last update since the last call."""
+        """Return the metrics of the last update since the last call."""
         numbers, self._numbers = self._numbers, {}
         return numbers
 
     async def publish(self, weight_version: int, *, only_missing: bool = False) -> None:
-        """Returns when every replica that can answers with the student's weights. A group is sent once what no step
-        changes. ``only_missing``: to those alone that have older weights than the router asks for.
+        """Return when every replica that can answers with the student's weights. A group is sent only once what no step
+        changes. ``only_missing``: send to those alone that have older weights than the router asks for.
 
         Raises:
             UserError: a replica's model has other weights.
@@ -115,7 +108,7 @@ class Transfer:
         await self._targets.published(asked)
 
     def send_constants(self) -> None:
-        """With the next update: they may be others now."""
+        """Send the constants again with the next update: they may be others now."""
         self._have_constants = False
 
     async def close(self) -> None:
@@ -126,29 +119,19 @@ class Transfer:
             await self._ask("leave_weights")
 
     async def _attempt(self, names: list[str], weight_version: int, *, verify: bool, is_whole: bool) -> dict[str, str]:
-        """Who has not got them, and why not."""
-        failures = await self._meet(names)
-        if failures:
+        """Try one update; return the replicas that have not got it, with ``refused`` or ``lost``."""
+        if failures := await self._meet(names):
             return failures
         assert self._order is not None
-        order = {
-            "group_id": self._order.group_id,
-            "weight_version": weight_version,
-            "timeout_s": self._cfg.timeout_s,
-        }
-        failures = await self._targets.start(names, {**order, "verify": verify})
-        if failures:
+        timeout_s = self._cfg.timeout_s
+        order = {"group_id": self._order.group_id, "weight_version": weight_version, "timeout_s": timeout_s}
+        if failures := await self._targets.start(names, {**order, "verify": verify}):
             return failures
         skipped = self._num_constants if self._have_constants and not is_whole else 0
         self._num_sends += 1
         began = time.monotonic()
-        sent = await self._ask(
-            "send_weights",
-            update=self._num_sends,
-            verify=verify,
-            checks_values=self._checks_values,
-            num_skipped=skipped,
-        )
+        options = {"verify": verify, "checks_values": self._checks_values, "num_skipped": skipped}
+        sent = await self._ask("send_weights", update=self._num_sends, **options)
         seconds = time.monotonic() - began
         failures, load_s = await self._targets.finish(names, order)
         self._have_constants = not failures
@@ -165,7 +148,7 @@ class Transfer:
         return failures
 
     async def _meet(self, names: list[str]) -> dict[str, str]:
-        """The group of exactly these, in this order."""
+        """Set up the group of exactly these replicas, in this order, unless it stands; return who failed to join."""
         if self._order is not None and names == self._names:
             return {}
         await self.close()
@@ -184,15 +167,14 @@ class Transfer:
             memory=await self._share_memory(num_receivers),
             shares=self._shares,
         )
-        words = Words(order, store)
-        told = asdict(order)
+        words, told = Words(order, store), asdict(order)
         joining = asyncio.ensure_future(self._ask("join_weights", order=told, tensors=self._tensors))
         failures: dict[str, str] | None = None
         try:
             failures = await self._targets.join(names, told, self._tensors.encode())
         finally:
             if failures != {}:
-                words.call_off()  # those that came are told so, and the ranks wait no longer
+                words.call_off()  # those that came hear that the others will not, and the ranks wait no longer
         if not await joining or failures:
             await self.close()
             return failures or dict.fromkeys(names, "refused")
@@ -200,7 +182,7 @@ class Transfer:
         return {}
 
     async def _share_memory(self, num_receivers: int) -> str:
-        """Handles of rank 0's memory, where engines map it."""
+        """Return handles of rank 0's memory where engines map it, else an empty text."""
         if not isinstance(self._cfg, IpcConfig):
             return ""
         metas = self._metas, self._metas[self._num_constants :]

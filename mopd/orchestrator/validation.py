@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from mopd.base.types import UserError
 from mopd.config.schema import Recipe
 from mopd.data.image_files import read_rgb
 from mopd.data.prompts import PromptDataset
-from mopd.engines.interface import Generator, SamplingParams
+from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.orchestrator.rollout import derive_seed, reward_item
 from mopd.report.thumbnails import MAX_THUMBNAILS, thumbnail
 from mopd.rewards.domains import DomainRewards
@@ -36,7 +36,7 @@ NUM_EXAMPLES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationResult:
-    """Per domain, domains in alphabetical order."""
+    """Results by domain, domains in alphabetical order."""
 
     rewards: dict[str, float]
     """Mean reward."""
@@ -46,22 +46,18 @@ class ValidationResult:
     extracted_share: dict[str, float]
     """Share of responses in which the reward found something to judge."""
     examples: dict[str, list[dict[str, Any]]]
-    """The first rows' ``{prompt, response, ground_truth, reward, extracted, problem}``: what of the response the reward
-    judged (``None``: nothing), and why its value is no higher. Those with images have ``images``, see ``thumbnail``."""
+    """Examples of the first rows: ``{prompt, response, ground_truth, reward, extracted, problem}``. ``extracted`` is
+    what the reward judged (``None``: nothing), ``problem`` why its value is no higher. Rows with images also have
+    ``images`` (``thumbnail``)."""
 
 
 class Validator:
     """Validates a generator."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        dataset: PromptDataset,
-        tokenizer: PreTrainedTokenizerBase,
-        rewards: DomainRewards,
+        self, recipe: Recipe, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, rewards: DomainRewards
     ) -> None:
-        if recipe.validation is None:
-            raise ValueError("the recipe has no validation section")
+        assert recipe.validation is not None, "there are no validation prompts without the section"
         self._recipe, self._cfg = recipe, recipe.validation
         self._dataset, self._tokenizer, self._rewards = dataset, tokenizer, rewards
 
@@ -71,8 +67,8 @@ class Validator:
         return tuple(self._dataset.rows_by_domain)
 
     async def run(self, generator: Generator, *, domains: Collection[str] | None = None) -> ValidationResult:
-        """One response of ``generator`` per row of ``domains`` (all when ``None``), rewarded; consumes no training
-        randomness. ``UserError`` for a domain without rows."""
+        """Draw one response of ``generator`` per row of ``domains`` (all when ``None``) and reward it. Consumes no
+        training randomness. ``UserError`` for a domain without rows."""
         all_rows = self._dataset.rows_by_domain
         chosen = sorted(all_rows if domains is None else set(domains))
         absent = [domain for domain in chosen if domain not in all_rows]
@@ -90,20 +86,18 @@ class Validator:
         items = [reward_item(self._dataset, row, text) for row, text in zip(order, texts, strict=True)]
         finished = list(zip(items, await self._rewards.score(items), generations, order, strict=True))
         by_domain = {domain: [entry for entry in finished if entry[0].domain == domain] for domain in chosen}
+
+        def means(value: Callable[[Graded, Generation], float]) -> dict[str, float]:
+            return {d: sum(value(g, made) for _, g, made, _ in own) / len(own) for d, own in by_domain.items()}
+
         return ValidationResult(
-            rewards={d: sum(g.value for _, g, *_ in entries) / len(entries) for d, entries in by_domain.items()},
-            num_samples={d: len(entries) for d, entries in by_domain.items()},
-            truncated_share={
-                d: sum(made.finish_reason == "length" for _, _, made, _ in entries) / len(entries)
-                for d, entries in by_domain.items()
-            },
-            extracted_share={
-                d: sum(g.extracted is not None for _, g, *_ in entries) / len(entries)
-                for d, entries in by_domain.items()
-            },
+            rewards=means(lambda graded, _: graded.value),
+            num_samples={domain: len(own) for domain, own in by_domain.items()},
+            truncated_share=means(lambda _, made: made.finish_reason == "length"),
+            extracted_share=means(lambda graded, _: graded.extracted is not None),
             examples={
-                d: [_example(i, g, self._thumbnails(row)) for i, g, _, row in entries[:NUM_EXAMPLES]]
-                for d, entries in by_domain.items()
+                domain: [_example(item, graded, self._thumbnails(row)) for item, graded, _, row in own[:NUM_EXAMPLES]]
+                for domain, own in by_domain.items()
             },
         )
 
@@ -112,20 +106,20 @@ class Validator:
         return [] if images is None else [thumbnail(read_rgb(images.read(ref), images.place(ref))) for ref in refs]
 
     async def record(self, generator: Generator, step: int) -> dict[str, Any]:
-        """``run`` as a line of ``validation.jsonl``."""
+        """Validate, and return the result as a line of ``validation.jsonl``."""
         start = time.perf_counter()
         result = await self.run(generator)
         return record_of(step, result, wall_s=time.perf_counter() - start)
 
 
 def is_due(recipe: Recipe, step: int) -> bool:
-    """After ``step`` optimizer steps it is time to validate."""
+    """Return whether it is time to validate after ``step`` optimizer steps."""
     cfg = recipe.validation
     return cfg is not None and (step % cfg.every_steps == 0 or step == recipe.schedule.steps)
 
 
 def record_of(step: int, result: ValidationResult, *, wall_s: float) -> dict[str, Any]:
-    """A line of ``validation.jsonl``, plain JSON. The images are in that of step 0, whose rows are those of all."""
+    """Return a line of ``validation.jsonl``, plain JSON. Only that of step 0 holds images: all have its rows."""
     examples = result.examples
     if step > 0:
         examples = {
@@ -142,7 +136,7 @@ def record_of(step: int, result: ValidationResult, *, wall_s: float) -> dict[str
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write one line."""
+    """Append one line to ``validation.jsonl``."""
     with closing(JsonlWriter(path)) as writer:
         writer.write(record)
 
@@ -162,9 +156,9 @@ def _example(item: RewardItem, graded: Graded, thumbnails: list[str]) -> dict[st
 def plain_examples(
     examples: Mapping[str, list[dict[str, Any]]], name: str, max_bytes: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """As JSON for the file ``name`` of at most ``max_bytes``: ground truths of parquet files may be decimals, times or
-    bytes, which become text as for rewards. What the reader of that file would refuse is left out with a warning: no
-    response or ground truth ends a run by being shown."""
+    """Return the examples as JSON for the file ``name`` of at most ``max_bytes``. Ground truths of parquet files may be
+    decimals, times or bytes, which become text as for rewards. What the reader of that file would refuse is left out
+    with a warning: no response or ground truth ends a run by being shown."""
     try:
         text = json.dumps(examples, ensure_ascii=False, default=str)
         if len(text.encode()) > max_bytes // 2:

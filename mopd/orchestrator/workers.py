@@ -1,5 +1,5 @@
-"""Those that make samples, built from a recipe: rollout, teachers, rewards, validation. They work in the orchestrator's
-process."""
+"""Construction of the workers that make samples, from a recipe: rollout, teachers, rewards, validation. They work in
+the orchestrator's process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from mopd.base.types import UserError
-from mopd.config.groups import VllmEngineConfig
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig
 from mopd.data.image_processing import sees_images
@@ -40,24 +39,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What is read from disk before any model: it fails early and cheaply."""
+    """Files that are read before any model: they fail early and cheaply."""
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
     validation: PromptDataset | None
     rewards: DomainRewards | None
     vision: VisionPrompts | None
-    """How the student reads images, where it sees any."""
+    """Description of how the student reads images, where it sees any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Everything that makes samples, and what the checks talk to."""
+    """All workers that make samples, and the groups that the checks ask."""
 
     inputs: Inputs
     plane: Storage
     weights: GroupWeightSync
-    """The way of the student's weights to the rollout."""
+    """Sender of the student's weights to the rollout."""
     routers: dict[str, Router]
     """Group key (``rollout``, ``teachers.NAME``) -> its replicas as one engine."""
     rollout: RolloutWorker
@@ -65,18 +64,18 @@ class Workers:
     """Teacher -> its group."""
     teachers: TeacherWorker
     rewards: RewardWorker | None
-    """Where the loss needs rewards of training samples."""
+    """Present where the loss needs rewards of training samples."""
     validator: Validator | None
     turns: GpuTurns | None
-    """Of student and rollout, where they share GPUs."""
+    """Turns of student and rollout, where they share GPUs."""
 
     @property
     def generator(self) -> Generator:
-        """Samples with the student's published weights."""
+        """Generator with the student's published weights."""
         return self.rollout.generator
 
     def take_numbers(self) -> dict[str, float]:
-        """Metrics of every group since the last call."""
+        """Return the metrics of every group since the last call."""
         values: dict[str, float] = {}
         for router in self.routers.values():
             values |= group_metrics(router.take_numbers())
@@ -93,7 +92,7 @@ class Workers:
 
 
 def read_inputs(recipe: Recipe) -> Inputs:
-    """Tokenizer, prompts and rewards.
+    """Read tokenizer, prompts and rewards.
 
     Raises:
         UserError: a file cannot be used, a domain of the data has no teacher or no reward, or a ground truth is none
@@ -128,7 +127,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
 
 
 def build_routers(groups: Groups) -> dict[str, Router]:
-    """One router for each group that was started."""
+    """Build one router for each group that was started."""
     return {
         key: Router(plan.name, groups.replicas(key), plan.group.routing, kind=plan.kind)
         for key, plan in groups.plans.items()
@@ -144,12 +143,13 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         routers[ROLLOUT], on_running=recipe.on_new_weights, targets=_targets(recipe, routers[ROLLOUT])
     )
     teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
+    cfg = recipe.rollout
     sampling = SamplingParams(
-        max_new_tokens=recipe.rollout.max_response_length,
-        temperature=recipe.rollout.temperature,
-        top_p=recipe.rollout.top_p,
-        top_k=recipe.rollout.top_k,
+        max_new_tokens=cfg.max_response_length, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k
     )
+    generator: Generator = routers[ROLLOUT]
+    if groups.turns is not None:
+        generator = TurnsGenerator(routers[ROLLOUT], functools.partial(groups.kept_awake, ROLLOUT))
     rewards = None
     if recipe.needs_task_advantage and inputs.rewards is not None:
         rewards = RewardWorker(inputs.train, inputs.tokenizer, inputs.rewards, plane)
@@ -160,14 +160,12 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         weights=weights,
         routers=routers,
         rollout=RolloutWorker(
-            routers[ROLLOUT]
-            if groups.turns is None
-            else TurnsGenerator(routers[ROLLOUT], functools.partial(groups.kept_awake, ROLLOUT)),
+            generator,
             plane,
             inputs.train,
             sampling=sampling,
             seed=recipe.seed,
-            samples_per_prompt=recipe.rollout.samples_per_prompt,
+            samples_per_prompt=cfg.samples_per_prompt,
         ),
         rewards=rewards,
         teacher_groups=teachers,
@@ -188,10 +186,9 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
 def _targets(recipe: Recipe, rollout: Router) -> TransferTargets | None:
     if not isinstance(recipe.weight_sync, BucketsConfig):
         return None
-    engine = recipe.rollout.engine
     return TransferTargets(
         rollout,
-        num_workers=engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1,
+        num_workers=recipe.rollout.gpus_per_replica,
         on_running=recipe.on_new_weights,
         drain_s=recipe.rollout.routing.request_timeout_s,
     )
@@ -210,7 +207,7 @@ async def _teacher_group(name: str, routers: Mapping[str, Router], groups: Group
 
 
 def build_validator(recipe: Recipe, inputs: Inputs) -> Validator | None:
-    """The validator of a recipe with a ``validation`` section."""
+    """Build the validator of a recipe with a ``validation`` section; ``None`` without."""
     if inputs.validation is None or inputs.rewards is None:
         return None
     return Validator(recipe, inputs.validation, inputs.tokenizer, inputs.rewards)

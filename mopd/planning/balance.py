@@ -1,4 +1,4 @@
-"""How GPUs are best shared out among the trainer and the groups of engines: what a step takes, and the search.
+"""Search for the best split of GPUs between the trainer and the groups of engines, and the time of a step.
 
 A synchronous step (``max_staleness: 0``) is max(rollout, teachers) + trainer + weights, as teachers work while the
 rollout does; with engines in rank 0's process all come one after another. An asynchronous one takes as long as its
@@ -7,6 +7,7 @@ slowest stage (docs/pipeline.md).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,18 +19,18 @@ ROLLOUT, TRAINER, WEIGHTS = "rollout", "trainer", "weight_sync"
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """What the stages of one step take, by the names of the report."""
+    """Times of the stages of one step, by the names of the report."""
 
     groups: Mapping[str, StageTime]
-    """``rollout``, ``teachers/NAME``."""
+    """Stage time of ``rollout`` and of each ``teachers/NAME``."""
     trainer_s: float
     staging_s: float = 0.0
     """Handing the weights over, spread over the steps between two publications; the trainer's own time."""
     sending_s: float = 0.0
-    """Until the replicas have them, likewise; beside the next step of an asynchronous run."""
+    """Seconds until the replicas have the weights, spread likewise; beside the next step of an asynchronous run."""
     max_staleness: int = 0
-    in_turn: frozenset[str] = field(default_factory=frozenset)
-    """Groups in rank 0's process."""
+    in_turn: frozenset[str] = frozenset()
+    """Groups in rank 0's process, which work in turn."""
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -43,7 +44,7 @@ class StepTimes:
 
     @property
     def step_s(self) -> float:
-        """Of a whole step."""
+        """Seconds of a whole step."""
         busy = self.seconds
         if self.max_staleness:
             return max(self.trainer_s + self.staging_s, self.sending_s, *(busy[name] for name in self.groups))
@@ -53,8 +54,8 @@ class StepTimes:
 
     @property
     def bound_by(self) -> str:
-        """The stage that a step waits for: that is busy longest, or in an asynchronous run the slowest of those that
-        work side by side, where handing weights over is the trainer's work."""
+        """Stage that a step waits for: the one that is busy longest, or in an asynchronous run the slowest of those
+        that work side by side, where handing weights over is the trainer's work."""
         busy = dict(self.seconds)
         if self.max_staleness:
             busy |= {TRAINER: self.trainer_s + self.staging_s, WEIGHTS: self.sending_s}
@@ -63,46 +64,40 @@ class StepTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLoad:
-    """A group of engines as the search sees it."""
+    """Load of a group of engines."""
 
     name: str
     gpus: int
-    """Of one replica."""
+    """GPUs of one replica."""
     time: Callable[[int], StageTime]
-    """By its number of replicas."""
+    """Stage time by the number of replicas."""
     at_most: int = 1024
 
     def replicas_within(self, seconds: float) -> int | None:
-        """Fewest that keep up with a stage of so many seconds; ``None`` if no number does."""
-        if self.time(self.at_most).capacity_s > seconds:
-            return None
-        low, high = 1, self.at_most
-        while low < high:
-            middle = (low + high) // 2
-            if self.time(middle).capacity_s <= seconds:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        """Return the fewest that keep up with a stage of so many seconds; ``None`` if no number does."""
+        numbers = range(1, self.at_most + 1)
+        place = bisect_left(numbers, True, key=lambda number: self.time(number).capacity_s <= seconds)
+        return numbers[place] if place < len(numbers) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerLoad:
-    """A layout of the student as the search sees it."""
+    """Load of one layout of the student."""
 
     gpus: int
-    seconds: float
+    parts: Mapping[str, float]
+    """Part of a step's work -> seconds."""
     staging_s: float = 0.0
     sending_s: Callable[[int], float] = lambda replicas: 0.0
-    """By the rollout's number of replicas."""
+    """Seconds by the rollout's number of replicas."""
     label: str = ""
     keys: Mapping[str, int] = field(default_factory=dict)
-    """Of ``student.parallel``."""
+    """Keys of ``student.parallel`` and their values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One way to share GPUs out."""
+    """Split of the GPUs."""
 
     trainer: TrainerLoad
     replicas: Mapping[str, int]
@@ -110,26 +105,32 @@ class Split:
 
     @property
     def gpus(self) -> Mapping[str, int]:
-        """Not counting what is idle."""
+        """GPUs by stage, idle ones left out."""
         return {TRAINER: self.trainer.gpus, **self.replicas}
 
 
 def times_of(
-    trainer: TrainerLoad, groups: Sequence[GroupLoad], replicas: Mapping[str, int], *, max_staleness: int
+    trainer: TrainerLoad,
+    groups: Sequence[GroupLoad],
+    replicas: Mapping[str, int],
+    *,
+    max_staleness: int,
+    in_turn: frozenset[str] = frozenset(),
 ) -> StepTimes:
-    """With so many replicas of each group, all of them in processes of their own."""
+    """Return the times of a step with so many replicas of each group; those of ``in_turn`` are in rank 0's process."""
     return StepTimes(
         groups={group.name: group.time(replicas[group.name]) for group in groups},
-        trainer_s=trainer.seconds,
+        trainer_s=sum(trainer.parts.values()),
         staging_s=trainer.staging_s,
         sending_s=trainer.sending_s(replicas.get(ROLLOUT, 1)),
         max_staleness=max_staleness,
+        in_turn=in_turn,
     )
 
 
 def share_out(num_gpus: int, trainer: TrainerLoad, groups: Sequence[GroupLoad], *, max_staleness: int) -> Split | None:
-    """The best numbers of replicas beside a trainer: one more for the slowest group, again and again while there are
-    GPUs for it. ``None`` where not one replica each has room."""
+    """Find the best numbers of replicas beside a trainer: give one more to the slowest group, again and again while
+    there are GPUs for it. ``None`` where not one replica each has room."""
     replicas = {group.name: 1 for group in groups}
     by_name = {group.name: group for group in groups}
     free = num_gpus - trainer.gpus - sum(group.gpus for group in groups)
@@ -150,7 +151,8 @@ def share_out(num_gpus: int, trainer: TrainerLoad, groups: Sequence[GroupLoad], 
 def ranked(
     num_gpus: int, trainers: Sequence[TrainerLoad], groups: Sequence[GroupLoad], *, max_staleness: int
 ) -> list[Split]:
-    """The best split beside each trainer, the fastest first; of equals the one with fewest GPUs for the trainer."""
+    """Return the best split beside each trainer, the fastest first; of equals the one with fewest GPUs for the
+    trainer."""
     found = [share_out(num_gpus, trainer, groups, max_staleness=max_staleness) for trainer in trainers]
     return sorted(
         (split for split in found if split is not None), key=lambda split: (split.times.step_s, split.trainer.gpus)

@@ -1,6 +1,6 @@
-"""What GPUs can do, by their makers, and how much of it a program gets, by what others have published.
+"""Rates of GPUs by their makers' data sheets, and the shares of them that a program gets, as others have published.
 
-A plan multiplies the two. Nobody has measured mopd on these GPUs yet: the shares are assumptions, each with its source.
+A plan multiplies the two. mopd has not been measured on these GPUs yet: the shares are assumptions, each with a source.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from dataclasses import dataclass
 MIB, GIB = 2**20, 2**30
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def gib(num_bytes: float) -> str:
+    """Return a size as text."""
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU of a server, and its links, in one direction each."""
 
     memory_bytes: int
-    """``memory.total`` of nvidia-smi."""
+    """Memory as ``memory.total`` of nvidia-smi gives it."""
     flops: float
     """Dense bf16 operations a second."""
     bandwidth: float
@@ -23,52 +28,29 @@ class Gpu:
     link: float
     """Bytes a second to the other GPUs of its server (NVLink)."""
     network: float
-    """Bytes a second to other servers: one network adapter each."""
+    """Bytes a second to other servers: one network adapter for each GPU."""
     source: str
 
 
 GPUS = {
-    "a100": Gpu(
-        memory_bytes=81_920 * MIB,
-        flops=312e12,
-        bandwidth=2.039e12,
-        link=300e9,
-        network=25e9,
-        source="NVIDIA A100 80GB SXM data sheet; DGX A100 user guide (one 200 Gb/s adapter for each GPU)",
-    ),
-    "h100": Gpu(
-        memory_bytes=81_559 * MIB,
-        flops=989.4e12,
-        bandwidth=3.35e12,
-        link=450e9,
-        network=50e9,
-        source="NVIDIA H100 SXM data sheet (1,979 TFLOP/s with sparsity); DGX H100 data sheet (400 Gb/s for each GPU)",
-    ),
-    "h200": Gpu(
-        memory_bytes=143_771 * MIB,
-        flops=989.4e12,
-        bandwidth=4.8e12,
-        link=450e9,
-        network=50e9,
-        source="NVIDIA H200 SXM data sheet; DGX H200 data sheet (400 Gb/s for each GPU)",
-    ),
-    "b200": Gpu(
-        memory_bytes=183_359 * MIB,
-        flops=2_250e12,
-        bandwidth=8.0e12,
-        link=900e9,
-        network=50e9,
-        source="NVIDIA DGX B200 data sheet (eight GPUs: 72 PFLOP/s fp8 with sparsity, 64 TB/s, 14.4 TB/s NVLink)",
-    ),
-}
-"""By the name that ``mopd plan --gpu`` takes."""
+    # memory, operations, bandwidth of the memory, NVLink, network adapter, source
+    "a100": Gpu(81_920 * MIB, 312e12, 2.039e12, 300e9, 25e9,
+             "NVIDIA A100 80GB SXM data sheet; DGX A100 user guide (one 200 Gb/s adapter for each GPU)"),
+    "h100": Gpu(81_559 * MIB, 989.4e12, 3.35e12, 450e9, 50e9,
+             "NVIDIA H100 SXM data sheet (1,979 TFLOP/s with sparsity); DGX H100 data sheet (400 Gb/s for each GPU)"),
+    "h200": Gpu(143_771 * MIB, 989.4e12, 4.8e12, 450e9, 50e9,
+             "NVIDIA H200 SXM data sheet; DGX H200 data sheet (400 Gb/s for each GPU)"),
+    "b200": Gpu(183_359 * MIB, 2_250e12, 8.0e12, 900e9, 50e9,
+             "NVIDIA DGX B200 data sheet (eight GPUs: 72 PFLOP/s fp8 with sparsity, 64 TB/s, 14.4 TB/s NVLink)"),
+}  # fmt: skip
+"""Name that ``mopd plan --gpu`` takes -> GPU."""
 GPUS_PER_NODE = 8
-"""Of the servers that the table is about."""
+"""GPUs of each server that the table is about."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What a program gets of a peak, or a cost that no peak tells."""
+    """Share of a peak that a program gets, or a cost that no peak tells."""
 
     value: float
     source: str
@@ -104,7 +86,7 @@ OPTIMIZER_CALLS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What one device does in a second, as a plan reckons: a peak times its share, or what ``--probe`` measured."""
+    """Rates of one device: a peak times its share, or what ``--probe`` measured."""
 
     train: float
     """Operations a second, forward and backward of a dense model."""
@@ -121,13 +103,13 @@ class Rates:
     host: float
     """Bytes a second of host memory, of a rank's part of an optimizer step there."""
     call_s: float
-    """Of one operation, however small."""
+    """Seconds of one operation, however small."""
     tensor_s: float
-    """Of the optimizer for one parameter tensor, however small."""
+    """Seconds of the optimizer for one parameter tensor, however small."""
     decode_step_s: float
-    """Of one step of an engine with a scheduler of its own."""
+    """Seconds beside the model of one step of an engine with a scheduler of its own."""
     collective_s: float
-    """Of a collective of nearly nothing within a node."""
+    """Seconds of a collective of few bytes within a node."""
     network_collective_s: float
     stage: float
     """Bytes a second of weights into host memory, ready for the wire."""
@@ -139,9 +121,19 @@ class Rates:
 
 
 def rates_of(name: str) -> Rates:
-    """Of a GPU of the table."""
+    """Return the rates of a GPU of the table."""
     gpu = GPUS[name]
     share = {key: entry.value for key, entry in SHARES.items()}
+    as_they_are = (
+        "host",
+        "call_s",
+        "decode_step_s",
+        "collective_s",
+        "network_collective_s",
+        "stage",
+        "send",
+        "receive",
+    )
     return Rates(
         train=gpu.flops * share["training"],
         train_moe=gpu.flops * share["training_moe"],
@@ -150,16 +142,9 @@ def rates_of(name: str) -> Rates:
         link=gpu.link * share["link"],
         network=gpu.network * share["link"],
         sums=None,
-        host=share["host"],
-        call_s=share["call_s"],
         tensor_s=OPTIMIZER_CALLS * share["call_s"],
-        decode_step_s=share["decode_step_s"],
-        collective_s=share["collective_s"],
-        network_collective_s=share["network_collective_s"],
-        stage=share["stage"],
-        send=share["send"],
-        receive=share["receive"],
         source=f"{name}: {gpu.source}; shares of it are assumptions",
+        **{key: share[key] for key in as_they_are},
     )
 
 
@@ -168,12 +153,12 @@ class Cluster:
     """Nodes that are all alike."""
 
     name: str
-    """Of the GPU, or ``cpu``."""
+    """Name of the GPU, or ``cpu``."""
     nodes: int
     gpus_per_node: int
     """0 without GPUs."""
     memory_bytes: int
-    """Of one GPU; of a node's host where there is none."""
+    """Memory of one GPU; of a node's host where there is none."""
 
     @property
     def num_gpus(self) -> int:

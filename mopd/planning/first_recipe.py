@@ -1,5 +1,5 @@
-"""A first recipe from the names of models and data: the domains are those that the data have, the rest is defaults
-worth knowing, each with the reason why one would change it."""
+"""First recipe from the names of models and data: the domains are those of the data, the rest is defaults worth
+knowing, each with the reason why one would change it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mopd.data.files import listed, read_first
 from mopd.data.hub.names import hub_data
 
 MAX_ROWS = 100_000
-"""Of each file, in which domains are looked for."""
+"""Rows of each file in which domains are looked for."""
 _SPLIT_WORDS = re.compile(r"(^|[-_.])(train|training|test|validation|valid|val|dev|eval)([-_.]\d[\w-]*)?$")
 _REWARDS = (
     ("math", re.compile(r"gsm|math|aime|amc|olympiad|numina|dapo")),
@@ -35,8 +35,8 @@ _OWN_REWARD = {"gsm8k": "math", "math": "math", "mbpp": "code"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Names:
-    """What the user gives."""
+class GivenNames:
+    """GivenNames that the user gives."""
 
     student: str
     teachers: Mapping[str, str]
@@ -49,27 +49,27 @@ class Names:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class InspectedFile:
     """One data file, looked into."""
 
     file: DataFileConfig
-    """As the recipe names it."""
+    """Entry of the recipe."""
     counts: Counter[str]
     """Rows by domain."""
 
 
-def first_recipe(names: Names, hardware: Hardware) -> str:
-    """The text of a recipe.
+def first_recipe(names: GivenNames, hardware: Hardware) -> str:
+    """Return the text of a recipe.
 
     Raises:
         UserError: a data file cannot be read, or has columns that no shipped mapping knows; it is not clear which
             teacher answers for a domain.
     """
-    train = [look_into(text) for text in names.train]
-    validation = [look_into(text) for text in names.validation]
+    train = [inspect_file(text) for text in names.train]
+    validation = [inspect_file(text) for text in names.validation]
     counts = sum((found.counts for found in train), Counter[str]())
     rewards = {domain: guess_reward(domain, train) for domain in sorted(counts)}
-    teachers = assign(names, counts, rewards)
+    teachers = assign_domains(names, counts, rewards)
     return "".join(
         f"{line}\n"
         for line in [
@@ -97,8 +97,8 @@ def first_recipe(names: Names, hardware: Hardware) -> str:
     )
 
 
-def look_into(text: str) -> Found:
-    """The columns of a data file or data set, and the domains of its rows."""
+def inspect_file(text: str) -> InspectedFile:
+    """Find the columns of a data file or data set, and the domains of its rows."""
     paths: Sequence[str] = [text]
     name = hub_data(text)
     if name is not None:
@@ -108,7 +108,7 @@ def look_into(text: str) -> Found:
             paths = fetch_data(name).paths
         except UserError as error:
             raise UserError(f"{text}: no file here, and on the Hub {error}") from error
-    known = [detect(Path(path), text) for path in paths]
+    known = [detect_columns(Path(path), text) for path in paths]
     if name is not None:
         stem = name.repository.rpartition("/")[2]
     else:
@@ -119,11 +119,11 @@ def look_into(text: str) -> Found:
     counts = Counter[str]()
     for path in paths:
         counts += survey(dataclasses.replace(file, path=path), MAX_ROWS).counts
-    return Found(file=file, counts=counts)
+    return InspectedFile(file=file, counts=counts)
 
 
-def detect(path: Path, shown: str) -> ShippedColumns:
-    """Name of the shipped mapping that fits the file's columns.
+def detect_columns(path: Path, shown: str) -> ShippedColumns:
+    """Return the name of the shipped mapping that fits the file's columns.
 
     Raises:
         UserError: none does.
@@ -148,9 +148,9 @@ def detect(path: Path, shown: str) -> ShippedColumns:
     )
 
 
-def assign(names: Names, counts: Mapping[str, int], rewards: Mapping[str, str]) -> dict[str, list[str]]:
-    """Teacher -> domains: as given, else all to the only teacher, else by name: ``math`` answers for ``openai/math``,
-    and for what the reward ``math`` judges.
+def assign_domains(names: GivenNames, counts: Mapping[str, int], rewards: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the domains of each teacher: as given, else all to the only teacher, else by name: ``math`` answers for
+    ``openai/math``, and for what the reward ``math`` judges.
 
     Raises:
         UserError: a domain is left, or claimed twice.
@@ -183,8 +183,8 @@ def assign(names: Names, counts: Mapping[str, int], rewards: Mapping[str, str]) 
     return assigned
 
 
-def guess_reward(domain: str, found: Sequence[Found]) -> str:
-    """By the columns of the files that have the domain, else by its name."""
+def guess_reward(domain: str, found: Sequence[InspectedFile]) -> str:
+    """Guess a domain's reward by the columns of the files that have it, else by its name."""
     for one in found:
         columns = one.file.columns
         if domain in one.counts and isinstance(columns, str) and columns in _OWN_REWARD:
@@ -200,8 +200,8 @@ def read_names(
     train: Sequence[str],
     validation: Sequence[str],
     run_dir: str,
-) -> Names:
-    """From the command line.
+) -> GivenNames:
+    """Read the names from the command line.
 
     Raises:
         UserError: ``--teacher`` or ``--domains`` is no ``NAME=…``, or names a teacher twice.
@@ -221,7 +221,7 @@ def read_names(
             if name in dict(pairs[option]):
                 raise UserError(f"{option} names {name!r} twice: remove one")
             pairs[option].append((name, value))
-    return Names(
+    return GivenNames(
         student=student,
         teachers=dict(pairs["--teacher"]),
         domains={name: value.split(",") for name, value in pairs["--domains"]},
@@ -235,7 +235,7 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{domain!r} ({count} rows)" for domain, count in sorted(counts.items())[:10])
 
 
-def _student(names: Names, hardware: Hardware) -> list[str]:
+def _student(names: GivenNames, hardware: Hardware) -> list[str]:
     free = hardware.num_gpus - len(names.teachers) - 1
     copies = 1 << max(free, 1).bit_length() - 1
     where = f"of {hardware.num_gpus} GPUs; the others are the rollout's and the teachers'" if copies > 1 else "ranks"
@@ -249,7 +249,7 @@ def _student(names: Names, hardware: Hardware) -> list[str]:
     ]
 
 
-def _data(train: Sequence[Found], validation: Sequence[Found]) -> list[str]:
+def _data(train: Sequence[InspectedFile], validation: Sequence[InspectedFile]) -> list[str]:
     lines = ["data:"]
     for key, files in (("train", train), ("validation", validation)):
         if files:
@@ -272,7 +272,9 @@ def _comment(counts: Mapping[str, int]) -> str:
     return re.sub(r"[\r\n]", " ", _counted(counts))
 
 
-def _validation(validation: Sequence[Found], rewards: Mapping[str, str], counts: Mapping[str, int]) -> list[str]:
+def _validation(
+    validation: Sequence[InspectedFile], rewards: Mapping[str, str], counts: Mapping[str, int]
+) -> list[str]:
     if not validation:
         return ["", "# with data.validation: rewards by domain and a validation section show what the student gains"]
     held_out = set(itertools.chain.from_iterable(found.counts for found in validation))

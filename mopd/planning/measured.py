@@ -1,4 +1,4 @@
-"""A plan beside what a run measured."""
+"""Comparison of a plan with what a run measured."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mopd.planning.plan import RunPlan
 from mopd.report.pipeline import stage_seconds
 
 SETTLING_STEPS = 2
-"""First steps of a run, which also allocate and compile."""
+"""Number of a run's first steps that are left out: they also allocate and compile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
+class PlannedAndMeasured:
     """One number of the plan, and the mean of the run's steps."""
 
     what: str
@@ -30,37 +30,37 @@ class Beside:
         return self.planned / self.measured if self.measured else None
 
 
-def beside(plan: RunPlan, steps: Sequence[Mapping[str, Any]]) -> list[Beside]:
-    """Seconds of the stages and bytes of the teachers, of what both know."""
+def compare(plan: RunPlan, steps: Sequence[Mapping[str, Any]]) -> list[PlannedAndMeasured]:
+    """Return the seconds of the stages and the bytes of the engines that both plan and run have."""
     records = steps[SETTLING_STEPS:] or steps
     rows = []
     if plan.times is not None:
         busy = stage_means(records)
         planned = plan.times.seconds
         rows = [
-            Beside(what=name, unit="s", planned=planned[name], measured=busy[name])
+            PlannedAndMeasured(what=name, unit="s", planned=planned[name], measured=busy[name])
             for name in sorted(planned.keys() & busy.keys(), key=_place)
         ]
         whole = _mean(records, "timing/step_s")
         if whole:
-            rows.append(Beside(what="step", unit="s", planned=plan.times.step_s, measured=whole))
+            rows.append(PlannedAndMeasured(what="step", unit="s", planned=plan.times.step_s, measured=whole))
     for link in plan.links:
         key, _, _ = link.name.partition(": ")
         room, _, name = key.partition(".")
         measured = _mean(records, f"{room}/payload_bytes" + (f"/{name}" if name else ""))
         if measured:
-            rows.append(Beside(what=link.name, unit="bytes", planned=link.num_bytes, measured=measured))
+            rows.append(PlannedAndMeasured(what=link.name, unit="bytes", planned=link.num_bytes, measured=measured))
     return rows
 
 
 def slowest(steps: Sequence[Mapping[str, Any]]) -> str:
-    """The stage that was busy longest."""
+    """Return the stage that was busy longest."""
     busy = stage_means(steps[SETTLING_STEPS:] or steps)
     return max(busy, key=busy.__getitem__)
 
 
 def stage_means(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Busy seconds of a step by stage, rewards left out: no plan knows them."""
+    """Return the mean busy seconds of a step by stage, without rewards, which no plan has."""
     found: dict[str, list[float]] = defaultdict(list)
     for record in steps:
         for name, (seconds, _, _) in stage_seconds(record).items():

@@ -17,7 +17,7 @@ STUDENT = "student"
 
 
 def read_models(loaded: Loaded, configs: Path | None) -> Mapping[str, ModelDims]:
-    """``student`` and ``teachers.NAME`` -> sizes.
+    """Return the sizes of ``student`` and of each ``teachers.NAME``.
 
     A model's ``config.json`` is that of its folder, of ``configs``/LAST-PART-OF-ITS-NAME, or what the Hub's cache has.
 
@@ -45,7 +45,7 @@ def read_models(loaded: Loaded, configs: Path | None) -> Mapping[str, ModelDims]
 
 
 def _folder(model: str, configs: Path | None) -> Path | None:
-    """With the ``config.json``; the folder itself comes first."""
+    """Return the first folder that has the ``config.json``; the model's own comes first."""
     own, name = Path(model), hub_model(model)
     places = [own]
     if configs is not None:
@@ -56,7 +56,7 @@ def _folder(model: str, configs: Path | None) -> Path | None:
 
 
 def _cached(name: HubName) -> list[Path]:
-    """Where the Hub's cache has it, if it does."""
+    """Return the folder in the Hub's cache, if it is there."""
     from huggingface_hub import try_to_load_from_cache  # half a second, for names of the Hub alone
 
     found = try_to_load_from_cache(name.repository, CONFIG_FILE, revision=name.revision)

@@ -1,10 +1,10 @@
-"""The plan of a recipe on a cluster: places, memory, links, stages, and what cannot work, by key."""
+"""Plan of a recipe on a cluster: places, memory, links, stages, and what cannot work, by key."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mopd.base.hardware import Hardware
 from mopd.base.types import UserError
@@ -16,12 +16,12 @@ from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import ModelDims, layout_problem
 from mopd.conversion.models.stages import stages_of
-from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad
-from mopd.planning.devices import GIB, Cluster, Rates
+from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad, times_of
+from mopd.planning.devices import Cluster, Rates, gib
 from mopd.planning.memory.activations import micro_batches
 from mopd.planning.memory.ranks import HeadPlan, RankPlan, head_plans, host_bytes, plan_ranks
 from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
-from mopd.planning.memory.shards import whole
+from mopd.planning.memory.shards import total_weights
 from mopd.planning.models import STUDENT
 from mopd.planning.stages import drawing_time, scoring_time, sending_s, staging_s, training_time
 from mopd.planning.traffic import Flow, links
@@ -32,26 +32,32 @@ MAX_BALANCED = 256
 """Replicas of a group beyond which no balance is looked for."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Alternative:
-    """The same run with one replica more or less of a group."""
+@dataclass(frozen=True, kw_only=True)
+class PlanInput:
+    """Everything that a plan is made from, rates apart."""
 
-    change: str
-    gpus: int
-    """In all."""
-    step_s: float
+    recipe: Recipe
+    """Settled: no ``auto`` is left."""
+    models: Mapping[str, ModelDims]
+    """``student`` and ``teachers.NAME`` -> sizes."""
+    work: Workload
+    cluster: Cluster
+
+    def dims_of(self, key: str) -> ModelDims:
+        """Return the sizes of the model that a group's replicas hold."""
+        return self.models[STUDENT if key == ROLLOUT else key]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """All that ``mopd plan`` knows of a recipe."""
+    """The whole plan of a recipe, as ``mopd plan`` shows it."""
 
     cluster: Cluster
     work: Workload
     places: Places
     ranks: Sequence[RankPlan]
     replicas: Mapping[str, ReplicaPlan]
-    """By key of the group, without those that run elsewhere."""
+    """Key of the group -> its replica; groups that run elsewhere are left out."""
     hosts: Mapping[str, int]
     links: Sequence[Flow]
     heads: Sequence[HeadPlan]
@@ -59,7 +65,7 @@ class RunPlan:
     """Seconds of the parts of the trainer's step; empty where no rates are known."""
     times: StepTimes | None
     balanced: Mapping[str, int | None]
-    alternatives: Sequence[Alternative]
+    """Fewest replicas of each group that keep up with the trainer; ``None`` if no number does."""
     problems: Sequence[tuple[tuple[str, ...], str]]
     """Key of the recipe, and what is wrong with it."""
     tower: TowerPlan | None
@@ -67,13 +73,13 @@ class RunPlan:
 
 
 def settled_for(loaded: Loaded, models: Mapping[str, ModelDims], pool: NodePool, hardware: Hardware) -> Loaded:
-    """The recipe as the launcher of node 0, which sees ``hardware``, would settle every ``auto``.
+    """Return the recipe with every ``auto`` settled as the launcher of node 0, which sees ``hardware``, would do it.
 
     Raises:
         UserError: what another choice needs.
     """
     num_ranks = place_recipe(loaded.recipe, pool).ranks_per_node
-    sizes = {key: whole(dims) for key, dims in models.items()}
+    sizes = {key: total_weights(dims) for key, dims in models.items()}
     try:
         made = settle(loaded.recipe, hardware, num_ranks=num_ranks, num_weights=sizes)
     except ValueError as error:
@@ -82,7 +88,7 @@ def settled_for(loaded: Loaded, models: Mapping[str, ModelDims], pool: NodePool,
 
 
 def check_models(loaded: Loaded, models: Mapping[str, ModelDims], *, with_layout: bool) -> None:
-    """The longest sample has positions, and the student's layout divides the model (``with_layout``).
+    """Check that the longest sample has positions, and (``with_layout``) that the student's layout divides the model.
 
     Raises:
         UserError: file and key.
@@ -114,31 +120,31 @@ def check_models(loaded: Loaded, models: Mapping[str, ModelDims], *, with_layout
         )
 
 
-def make_plan(
-    recipe: Recipe,
-    models: Mapping[str, ModelDims],
-    work: Workload,
-    cluster: Cluster,
-    pool: NodePool,
-    rates: Rates | None,
-) -> RunPlan:
-    """Plan a settled recipe on the nodes of ``pool``, with the GPUs of ``cluster``; without ``rates`` no times."""
-    dims, groups = models[STUDENT], engine_groups(recipe)
-    places = place_recipe(recipe, pool)
-    replicas = {
-        key: _replica(key, group, models, work, cluster)
-        for key, group in groups.items()
-        if not isinstance(group.placement, ExternalConfig)
-    }
+def make_plan(given: PlanInput, pool: NodePool, rates: Rates | None) -> RunPlan:
+    """Plan a settled recipe on the nodes of ``pool``; without ``rates`` no times."""
+    recipe, dims, work, cluster = given.recipe, given.models[STUDENT], given.work, given.cluster
+    places, groups = place_recipe(recipe, pool), engine_groups(recipe)
+    replicas = {}
+    for key, group in groups.items():
+        if not isinstance(group.placement, ExternalConfig):
+            share = 1.0 if key == ROLLOUT else work.teacher_shares[key.removeprefix("teachers.")]
+            replicas[key] = replica_of(given, key, group, samples=work.samples * share / group.num_replicas)
     ranks = plan_ranks(recipe, dims, work, cluster, replicas)
-    batch = micro_batches(recipe, dims, work)
     hosts = host_bytes(recipe, dims, work)
     if any(rank.rollout_turn for rank in ranks):
         hosts["optimizer states, lent"] = places.ranks_per_node * max(rank.parts["optimizer"] for rank in ranks)
-    moved = links(recipe, groups, dims, work, tokens=batch.padded_tokens)
-    loads = _loads(recipe, groups, models, work, replicas, rates) if rates is not None else []
-    trainer = {} if rates is None else training_time(recipe, dims, work, batch, rates, places.ranks_per_node)
-    times = None if rates is None else _times(recipe, dims, groups, loads, trainer, rates)
+    trainer: Mapping[str, float] = {}
+    times: StepTimes | None = None
+    balanced: dict[str, int | None] = {}
+    if rates is not None:
+        layout = trainer_load(given, rates, places.ranks_per_node)
+        loads = [group_load(given, rates, key, groups[key], own) for key, own in replicas.items()]
+        counts = {stage_of(key): group.num_replicas for key, group in groups.items()}
+        in_turn = (stage_of(key) for key, group in groups.items() if isinstance(group.placement, InProcessConfig))
+        staleness = recipe.schedule.max_staleness
+        times = times_of(layout, loads, counts, max_staleness=staleness, in_turn=frozenset(in_turn))
+        trainer = layout.parts
+        balanced = {load.name: load.replicas_within(times.trainer_s) for load in loads}
     return RunPlan(
         cluster=cluster,
         work=work,
@@ -146,133 +152,52 @@ def make_plan(
         ranks=ranks,
         replicas=replicas,
         hosts=hosts,
-        links=moved,
+        links=links(recipe, groups, dims, work, tokens=micro_batches(recipe, dims, work).padded_tokens),
         heads=head_plans(recipe, dims, work, cluster, replicas) if cluster.gpus_per_node else [],
         trainer=trainer,
         times=times,
-        balanced={} if times is None else {load.name: load.replicas_within(times.trainer_s) for load in loads},
-        alternatives=[] if times is None or rates is None else _alternatives(recipe, dims, groups, loads, times, rates),
+        balanced=balanced,
         problems=[*places.problems, *_too_large(ranks, replicas, hosts, places, cluster)],
         tower=plan_tower(recipe.student, dims, work.image_tokens),
     )
 
 
+def stage_of(key: str) -> str:
+    """Return the name of a group's stage in reports: ``teachers/NAME`` for the key ``teachers.NAME``."""
+    return key.replace(".", "/", 1)
+
+
+def replica_of(given: PlanInput, key: str, group: EngineGroupConfig, *, samples: float) -> ReplicaPlan:
+    """Plan one replica of a group to which so many ``samples`` of a step come."""
+    memory_bytes = given.cluster.memory_bytes
+    dims = given.dims_of(key)
+    return plan_replica(group, dims, given.work, memory_bytes=memory_bytes, scores=key != ROLLOUT, samples=samples)
+
+
 def trainer_load(
-    recipe: Recipe, dims: ModelDims, work: Workload, rates: Rates, per_node: int, label: str, keys: Mapping[str, int]
+    given: PlanInput, rates: Rates, per_node: int, label: str = "", keys: Mapping[str, int] | None = None
 ) -> TrainerLoad:
-    """The student's layout of ``recipe`` for the search."""
-    parts = training_time(recipe, dims, work, micro_batches(recipe, dims, work), rates, per_node)
+    """Return the load of the recipe's student layout; ``label`` and ``keys`` name it in a search."""
+    recipe, dims, work = given.recipe, given.models[STUDENT], given.work
     every = recipe.schedule.sync_every_steps
     return TrainerLoad(
         gpus=recipe.student.parallel.world_size,
-        seconds=sum(parts.values()),
+        parts=training_time(recipe, dims, work, micro_batches(recipe, dims, work), rates, per_node),
         staging_s=staging_s(recipe, dims, rates) / every,
         sending_s=lambda replicas: sending_s(recipe, dims, replicas, rates) / every,
         label=label,
-        keys=keys,
+        keys=keys or {},
     )
 
 
-def group_load(
-    recipe: Recipe, key: str, group: EngineGroupConfig, dims: ModelDims, work: Workload, own: ReplicaPlan, rates: Rates
-) -> GroupLoad:
-    """One group for the search."""
-    name = key.removeprefix("teachers.")
+def group_load(given: PlanInput, rates: Rates, key: str, group: EngineGroupConfig, own: ReplicaPlan) -> GroupLoad:
+    """Return the load of one group whose replicas are planned as ``own``."""
+    work, dims = given.work, given.dims_of(key)
     if key == ROLLOUT:
-        return GroupLoad(
-            name=ROLLOUT,
-            gpus=own.gpus,
-            time=lambda replicas: drawing_time(group, dims, work, own, replicas, rates),
-            at_most=min(MAX_BALANCED, work.samples),
-        )
-    return GroupLoad(
-        name=f"teachers/{name}",
-        gpus=own.gpus,
-        time=lambda replicas: scoring_time(group, dims, work, work.teacher_shares[name], own, replicas, rates),
-        at_most=min(MAX_BALANCED, work.samples),
-    )
-
-
-def _replica(
-    key: str, group: EngineGroupConfig, models: Mapping[str, ModelDims], work: Workload, cluster: Cluster
-) -> ReplicaPlan:
-    scores = key != ROLLOUT
-    share = work.teacher_shares[key.removeprefix("teachers.")] if scores else 1.0
-    return plan_replica(
-        group,
-        models[key if scores else STUDENT],
-        work,
-        memory_bytes=cluster.memory_bytes,
-        scores=scores,
-        samples=work.samples * share / group.num_replicas,
-    )
-
-
-def _loads(
-    recipe: Recipe,
-    groups: Mapping[str, EngineGroupConfig],
-    models: Mapping[str, ModelDims],
-    work: Workload,
-    replicas: Mapping[str, ReplicaPlan],
-    rates: Rates,
-) -> list[GroupLoad]:
-    return [
-        group_load(recipe, key, groups[key], models[STUDENT if key == ROLLOUT else key], work, own, rates)
-        for key, own in replicas.items()
-    ]
-
-
-def _times(
-    recipe: Recipe,
-    dims: ModelDims,
-    groups: Mapping[str, EngineGroupConfig],
-    loads: Sequence[GroupLoad],
-    trainer: Mapping[str, float],
-    rates: Rates,
-) -> StepTimes:
-    counts = {key.replace(".", "/", 1): group.num_replicas for key, group in groups.items()}
-    every = recipe.schedule.sync_every_steps
-    return StepTimes(
-        groups={load.name: load.time(counts[load.name]) for load in loads},
-        trainer_s=sum(trainer.values()),
-        staging_s=staging_s(recipe, dims, rates) / every,
-        sending_s=sending_s(recipe, dims, recipe.rollout.num_replicas, rates) / every,
-        max_staleness=recipe.schedule.max_staleness,
-        in_turn=frozenset(
-            key.replace(".", "/", 1) for key, group in groups.items() if isinstance(group.placement, InProcessConfig)
-        ),
-    )
-
-
-def _alternatives(
-    recipe: Recipe,
-    dims: ModelDims,
-    groups: Mapping[str, EngineGroupConfig],
-    loads: Sequence[GroupLoad],
-    times: StepTimes,
-    rates: Rates,
-) -> list[Alternative]:
-    """One replica more or less of each group that has GPUs of its own."""
-    counts = {key.replace(".", "/", 1): group.num_replicas for key, group in groups.items()}
-    own = [
-        load for load in loads if load.name not in times.in_turn and not (load.name == ROLLOUT and recipe.shares_gpus)
-    ]
-    base = recipe.student.parallel.world_size + sum(load.gpus * counts[load.name] for load in own)
-    found = []
-    for load in own:
-        for more in (-1, 1):
-            count = counts[load.name] + more
-            if count < 1:
-                continue
-            sending = times.sending_s
-            if load.name == ROLLOUT:
-                sending = sending_s(recipe, dims, count, rates) / recipe.schedule.sync_every_steps
-            changed = dataclasses.replace(
-                times, groups={**times.groups, load.name: load.time(count)}, sending_s=sending
-            )
-            change = f"{load.name} {counts[load.name]} -> {count}"
-            found.append(Alternative(change=change, gpus=base + more * load.gpus, step_s=changed.step_s))
-    return sorted(found, key=lambda one: one.step_s)
+        time = partial(drawing_time, group, dims, work, own, rates)
+    else:
+        time = partial(scoring_time, group, dims, work, own, rates, work.teacher_shares[key.removeprefix("teachers.")])
+    return GroupLoad(name=stage_of(key), gpus=own.gpus, time=time, at_most=min(MAX_BALANCED, work.samples))
 
 
 def _too_large(
@@ -282,7 +207,7 @@ def _too_large(
     places: Places,
     cluster: Cluster,
 ) -> list[tuple[tuple[str, ...], str]]:
-    """What does not fit into a GPU, or without GPUs into the host's free memory."""
+    """Return what does not fit into a GPU, or without GPUs into the host's free memory."""
     problems = [
         ((*path_of(key), *below.split(".")), text) for key, plan in replicas.items() for below, text in plan.problems
     ]
@@ -291,34 +216,26 @@ def _too_large(
         total = sum(sum(rank.parts.values()) for rank in ranks) * per_stage
         total += sum(plan.num_bytes * len(places.of(key)) for key, plan in replicas.items()) + sum(hosts.values())
         if total > cluster.memory_bytes:
-            text = f"ranks and replicas need {_gib(total)} and the host has {_gib(cluster.memory_bytes)} free: "
+            text = f"ranks and replicas need {gib(total)} and the host has {gib(cluster.memory_bytes)} free: "
             problems.append((("student", "model"), f"{text}plan for GPUs with --gpu, or use smaller models"))
         return problems
     for rank in ranks:
-        turn = sum(rank.rollout_turn.values())
+        turn, most = sum(rank.rollout_turn.values()), gib(cluster.memory_bytes)
         if turn > cluster.memory_bytes:
-            parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank.rollout_turn.items())
-            problems.append(
-                (
-                    ("rollout", "engine", "gpu_memory_utilization"),
-                    f"with placement.share_gpus_with {_gib(turn)} of a GPU's {_gib(cluster.memory_bytes)} are taken "
-                    f"while the rollout draws ({parts}): lower it",
-                )
-            )
+            parts = ", ".join(f"{name} {gib(size)}" for name, size in rank.rollout_turn.items())
+            taken = f"{gib(turn)} of a GPU's {most} are taken while the rollout draws ({parts})"
+            key = ("rollout", "engine", "gpu_memory_utilization")
+            problems.append((key, f"with placement.share_gpus_with {taken}: lower it"))
         elif rank.num_bytes > cluster.memory_bytes:
-            parts = ", ".join(f"{name} {_gib(size)}" for name, size in {**rank.parts, **rank.shared}.items())
+            parts = ", ".join(f"{name} {gib(size)}" for name, size in {**rank.parts, **rank.shared}.items())
             name = "every rank" if len(ranks) == 1 else f"ranks of pipeline stage {rank.stage}"
-            problems.append(
-                (
-                    ("student", "parallel", "tensor_model_parallel_size"),
-                    f"{name} needs {_gib(rank.num_bytes)} of {_gib(cluster.memory_bytes)} ({parts}): {_cure(rank)}",
-                )
-            )
+            key = ("student", "parallel", "tensor_model_parallel_size")
+            problems.append((key, f"{name} needs {gib(rank.num_bytes)} of {most} ({parts}): {_cure(rank)}"))
     return problems
 
 
 def _cure(rank: RankPlan) -> str:
-    """What would help most against the largest part."""
+    """Return what would help most against the largest part."""
     if sum(rank.shared.values()) > sum(rank.parts.values()):
         return "give the engines GPUs of their own (placement), or lower their gpu_memory_utilization"
     largest = max(rank.parts, key=lambda name: rank.parts[name])
@@ -329,7 +246,3 @@ def _cure(rank: RankPlan) -> str:
         "optimizer": "raise it, pipeline_model_parallel_size, or data_parallel_size (which shares the states), or set "
         "student.optimizer.offload_fraction",
     }.get(largest, "raise it, or pipeline_model_parallel_size")
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"

@@ -1,4 +1,4 @@
-"""What this machine does in a second with models of a recipe's shape, for a plan (``mopd plan --probe``).
+"""Measurement of this machine's rates with models of a recipe's shape, for ``mopd plan --probe``.
 
 Measured are the torch engine and the Megatron student, with a few layers of the student's sizes and the plan's batches,
 on as many threads as a rank has; collectives of two ranks over gloo; and weights on their way into messages.
@@ -39,23 +39,23 @@ from mopd.planning.workload import Workload
 
 MOST_LAYERS = 4
 NUM_STEPS = 8
-"""Of decoding."""
+"""Steps of decoding that are measured."""
 MOST_TOKENS = 16_384
-"""Of a batch that is measured: a rate hardly changes beyond."""
+"""Tokens of the largest batch that is measured: a rate hardly changes beyond."""
 COPY_BYTES = 2**27
-"""More than the caches hold."""
+"""Bytes of a copy that is measured, more than the caches hold."""
 STAGED_BYTES = 2**26
 LARGE_SUM, SMALL_SUM = 2**18, 16
-"""Elements of collectives."""
+"""Elements of the collectives that are measured."""
 SENT_TO_STAGED, LOADED_TO_STAGED = 1.8, 0.5
-"""How much faster weights are sent, and loaded, than they are packed: measured once (docs/planning.md)."""
+"""Rates of sending and of loading weights, over that of packing them: measured once (docs/planning.md)."""
 ROUNDS = 7
 SUMS = 20
 TIMEOUT_S = 60.0
 
 
 def probe(recipe: Recipe, dims: ModelDims, work: Workload) -> Rates:
-    """Rates of one rank of this machine, the others at work too: ranks beyond the cores get their share."""
+    """Measure the rates of one rank of this machine with the others at work: ranks beyond the cores get their share."""
     ranks, cores = recipe.student.parallel.world_size, len(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, cores // ranks))
@@ -73,19 +73,14 @@ def probe(recipe: Recipe, dims: ModelDims, work: Workload) -> Rates:
         torch.set_num_threads(threads)
     call_s = step_s / (_layers(dims).num_layers * TORCH_CALLS_PER_LAYER + STEP_CALLS)
     return Rates(
-        train=share * train,
-        train_moe=share * train,
+        **dict.fromkeys(("train", "train_moe"), share * train),
+        **dict.fromkeys(("bandwidth", "host"), share * bandwidth),
+        **dict.fromkeys(("link", "network", "sums"), share * sums),
+        **dict.fromkeys(("collective_s", "network_collective_s"), collective_s / share),
         prefill=prefill,
-        bandwidth=share * bandwidth,
-        link=share * sums,
-        network=share * sums,
-        sums=share * sums,
-        host=share * bandwidth,
         call_s=call_s,
         tensor_s=optimizer_s / share,
         decode_step_s=0.0,
-        collective_s=collective_s / share,
-        network_collective_s=collective_s / share,
         stage=stage,
         send=stage * SENT_TO_STAGED,
         receive=stage * LOADED_TO_STAGED,
@@ -95,7 +90,7 @@ def probe(recipe: Recipe, dims: ModelDims, work: Workload) -> Rates:
 
 @contextmanager
 def _engine(dims: ModelDims, *, tp: int) -> Iterator[TorchEngine]:
-    """Few layers of a plain model with one rank's share of the student's heads and columns."""
+    """Yield an engine of a few plain layers with one rank's share of the student's heads and columns."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -123,7 +118,7 @@ def _engine(dims: ModelDims, *, tp: int) -> Iterator[TorchEngine]:
 
 
 def _least_s(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Of several times, the first of which warms up: others on this machine only ever make it slower."""
+    """Return the shortest of several times after a warm-up: other work on this machine only ever makes it slower."""
     work()
     times = []
     for _ in range(rounds):
@@ -138,12 +133,12 @@ def _sequences(engine: TorchEngine, count: int, length: int) -> list[torch.Tenso
 
 
 def _flops(dims: ModelDims, *, tokens: float, length: float, rows: float) -> float:
-    """Of a forward pass of the few layers."""
+    """Return the operations of a forward pass of the few layers."""
     return forward_flops(_layers(dims), tokens=tokens, context=length / 2, rows=rows)
 
 
 def _scoring(engine: TorchEngine, dims: ModelDims, work: Workload) -> float:
-    """Operations a second while a teacher scores its share of a step."""
+    """Measure the operations a second while a teacher scores its share of a step."""
     length, prompt = round(work.length), max(1, round(work.prompt_tokens))
     share = max(work.teacher_shares.values())
     count = max(1, min(round(work.samples * share), MOST_TOKENS // length))
@@ -157,7 +152,7 @@ def _scoring(engine: TorchEngine, dims: ModelDims, work: Workload) -> float:
 
 
 def _decoding(engine: TorchEngine, work: Workload) -> float:
-    """Seconds of a step in which every sequence of a batch draws a token."""
+    """Measure the seconds of a step in which every sequence of a batch draws a token."""
     prompt = max(1, round(work.prompt_tokens))
     prompts = [row.tolist() for row in _sequences(engine, max(1, min(work.samples, MOST_TOKENS // prompt)), prompt)]
     seeds = list(range(len(prompts)))
@@ -169,8 +164,8 @@ def _decoding(engine: TorchEngine, work: Workload) -> float:
 
 
 def _training(engine: TorchEngine, recipe: Recipe, dims: ModelDims, work: Workload) -> tuple[float, float]:
-    """Operations a second of one rank in a step, and seconds of the optimizer for one tensor: a student of its own, the
-    only rank of its world, with what is a rank's share of heads and columns."""
+    """Measure one rank's operations a second in a step, and the optimizer's seconds for one tensor, with a student that
+    is the only rank of its world and has a rank's share of heads and columns."""
     from mopd.data.packing import pack
     from mopd.student import parallel
     from mopd.student.worker import StudentWorker
@@ -200,7 +195,7 @@ def _training(engine: TorchEngine, recipe: Recipe, dims: ModelDims, work: Worklo
 
 
 def _alone(recipe: Recipe, folder: str) -> Recipe:
-    """One rank without parallelism, of the plain model in ``folder``."""
+    """Return the recipe of one rank without parallelism, with the plain model in ``folder``."""
     student = dataclasses.replace(
         recipe.student,
         model=folder,
@@ -216,7 +211,7 @@ def _alone(recipe: Recipe, folder: str) -> Recipe:
 def _filled_plane(
     recipe: Recipe, work: Workload, count: int, vocab_size: int, domain: str
 ) -> tuple[LocalDataPlane, list[SampleMeta]]:
-    """Samples of mean length with every field that a loss reads."""
+    """Return a data plane with samples of mean length that have every field that a loss reads."""
     prompt, response = max(1, round(work.prompt_tokens)), max(1, round(work.length) - max(1, round(work.prompt_tokens)))
     teachers = (work.max_teachers,) if work.max_teachers > 1 else ()
     shape = (response, *teachers, min(recipe.loss.top_k, vocab_size))
@@ -237,7 +232,6 @@ def _filled_plane(
             prompt_length=prompt,
             response_length=response,
             num_loss_tokens=response,
-            truncated=False,
         )
         for i in range(count)
     ]
@@ -247,24 +241,24 @@ def _filled_plane(
 
 
 def _layers(dims: ModelDims) -> ModelDims:
-    """The few dense layers that are measured."""
+    """Return the sizes of the few dense layers that are measured."""
     return dataclasses.replace(dims, num_layers=min(MOST_LAYERS, dims.num_layers), moe=None, mla=None, family="llama")
 
 
 def _bandwidth() -> float:
-    """Bytes read and written by a copy."""
+    """Measure the bytes a second that a copy reads and writes."""
     source, target = torch.ones(COPY_BYTES // 4), torch.zeros(COPY_BYTES // 4)
     return 2 * COPY_BYTES / _least_s(lambda: target.copy_(source))
 
 
 def _staging() -> float:
-    """Bytes of weights a second into messages."""
+    """Measure the bytes of weights a second that are packed into messages."""
     weights = [(str(i), torch.ones(STAGED_BYTES // 16)) for i in range(4)]
     return STAGED_BYTES / _least_s(lambda: stage_updates(weights, 0), 3)
 
 
 def _collectives() -> tuple[float, float]:
-    """Bytes a second that a rank sends in a sum of two ranks, and seconds of a sum of nearly nothing."""
+    """Measure the bytes a second that a rank sends in a sum of two ranks, and the seconds of a sum of few bytes."""
     with TemporaryFolder("mopd-probe-") as folder:
         other = multiprocessing.get_context("spawn").Process(target=_sums, args=(1, str(folder)), daemon=True)
         other.start()
@@ -274,7 +268,7 @@ def _collectives() -> tuple[float, float]:
 
 
 def _sums(number: int, folder: str) -> tuple[float, float]:
-    """Seconds of a large and of a small sum, as one of two processes."""
+    """Measure the seconds of a large and of a small sum, as one of two processes."""
     gloo: Any = ProcessGroupGloo  # torch's stubs leave out most of it
     options = gloo._Options()
     options._timeout = timedelta(seconds=TIMEOUT_S)

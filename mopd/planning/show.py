@@ -1,4 +1,4 @@
-"""A plan as tables, and as plain values for ``--json``."""
+"""Output of a plan: tables, and plain values for ``--json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from mopd.config.machine.places import STUDENT, Places, Tenant
 from mopd.config.reading.tree import dotted
 from mopd.planning.devices import GIB, SHARES, Rates
-from mopd.planning.measured import Beside
+from mopd.planning.measured import PlannedAndMeasured
 from mopd.planning.plan import RunPlan
 from mopd.planning.suggest import Suggestion
 from mopd.planning.vision import TowerPlan
@@ -21,7 +21,7 @@ UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
-    """Plain values, every number in bytes or seconds."""
+    """Return the plan as plain values, every number in bytes or seconds."""
     return {
         "cluster": dataclasses.asdict(plan.cluster),
         "samples": dataclasses.asdict(plan.work),
@@ -37,13 +37,12 @@ def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
         "lm_head": [dataclasses.asdict(head) for head in plan.heads],
         "rates": None if rates is None else dataclasses.asdict(rates),
         "shares": {name: dataclasses.asdict(share) for name, share in SHARES.items()},
-        "times": _times(plan),
-        "alternatives": [dataclasses.asdict(one) for one in plan.alternatives],
+        "times": _plain_times(plan),
         "problems": [{"key": dotted(path), "problem": text} for path, text in plan.problems],
     }
 
 
-def _times(plan: RunPlan) -> dict[str, Any] | None:
+def _plain_times(plan: RunPlan) -> dict[str, Any] | None:
     times = plan.times
     if times is None:
         return None
@@ -58,15 +57,11 @@ def _times(plan: RunPlan) -> dict[str, Any] | None:
 
 
 def plain_suggestions(found: Sequence[Suggestion]) -> list[dict[str, Any]]:
-    """Plain values, the fastest first."""
+    """Return suggestions as plain values, the fastest first."""
+    times = [one.split.times for one in found]
     return [
-        {
-            "keys": one.keys,
-            "gpus": one.split.gpus,
-            "step_s": one.split.times.step_s,
-            "bound_by": one.split.times.bound_by,
-        }
-        for one in found
+        {"keys": one.keys, "gpus": one.split.gpus, "step_s": own.step_s, "bound_by": own.bound_by}
+        for one, own in zip(found, times, strict=True)
     ]
 
 
@@ -90,17 +85,19 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
         console.print("no times: --gpu names GPUs of the table, --probe measures this machine", highlight=False)
         return
     console.print(_stage_table(plan))
-    for line in _lines(plan):
-        console.print(line, highlight=False)
+    times = plan.times
+    kind = f"max_staleness {times.max_staleness}" if times.max_staleness else "synchronous"
+    bound = times.bound_by.replace("_", " ")
+    console.print(f"step  {times.step_s:.3g} s ({kind}), bound by {bound}", highlight=False)
     if rates is not None:
         console.print(f"rates  {rates.source}", highlight=False)
 
 
 def _tower_line(tower: TowerPlan, image_tokens: float) -> str:
-    told = f"{image_tokens:.0f} image tokens a sample" if image_tokens else "no images counted: give --image-length"
+    images = f"{image_tokens:.0f} image tokens a sample" if image_tokens else "no images counted: give --image-length"
     return (
         f"vision tower: {tower.weights / 1e6:.4g} M weights, {tower.trained / 1e6:.4g} M of them trained, "
-        f"{tower.flops_per_token / 1e9:.3g} GFLOP an image token ({told})"
+        f"{tower.flops_per_token / 1e9:.3g} GFLOP an image token ({images})"
     )
 
 
@@ -133,12 +130,8 @@ def _memory_table(plan: RunPlan) -> Table:
         own = sum(rank.parts.values())
         table.add_row(name, f"{own / GIB:.2f}", limit, _parts(rank.parts))
         if rank.rollout_turn:
-            table.add_row(
-                f"{name}, rollout's turn",
-                f"{sum(rank.rollout_turn.values()) / GIB:.2f}",
-                limit,
-                _parts(rank.rollout_turn),
-            )
+            turn = sum(rank.rollout_turn.values())
+            table.add_row(f"{name}, rollout's turn", f"{turn / GIB:.2f}", limit, _parts(rank.rollout_turn))
         if rank.shared:
             table.add_row("rank 0 with engines", f"{rank.num_bytes / GIB:.2f}", limit, _parts(rank.shared))
     for key, one in plan.replicas.items():
@@ -196,19 +189,8 @@ def _stage_table(plan: RunPlan) -> Table:
     return table
 
 
-def _lines(plan: RunPlan) -> list[str]:
-    assert plan.times is not None
-    times = plan.times
-    kind = f"max_staleness {times.max_staleness}" if times.max_staleness else "synchronous"
-    lines = [f"step  {times.step_s:.3g} s ({kind}), bound by {times.bound_by.replace('_', ' ')}"]
-    if plan.alternatives:
-        texts = [f"{one.change}: {one.step_s:.3g} s on {one.gpus} GPUs" for one in plan.alternatives]
-        lines.append(f"alternatives  {'; '.join(texts)}")
-    return lines
-
-
-def show_beside(rows: Sequence[Beside], bound_planned: str | None, bound_measured: str) -> None:
-    """Plan and run."""
+def show_comparison(rows: Sequence[PlannedAndMeasured], bound_planned: str | None, bound_measured: str) -> None:
+    """Print the numbers of plan and run side by side."""
     console = Terminal()
     table = Table("plan beside the run", "planned", "measured", "ratio")
     for row in rows:
@@ -221,7 +203,7 @@ def show_beside(rows: Sequence[Beside], bound_planned: str | None, bound_measure
 
 
 def show_suggestions(found: Sequence[Suggestion], keys: str) -> None:
-    """The best with its keys, the others behind it."""
+    """Print the suggestions, and the ``keys`` that the first one sets."""
     console = Terminal()
     table = Table("student", "GPUs", "replicas", "step, s", "bound by")
     for one in found:
@@ -240,7 +222,7 @@ def show_suggestions(found: Sequence[Suggestion], keys: str) -> None:
 
 
 def _digits(value: float) -> str:
-    """Two behind the point, or as many as show anything."""
+    """Return a number with two digits behind the point, or the first digit that is not 0."""
     return f"{value:.2f}" if value >= 0.01 else f"{value:.1g}"
 
 

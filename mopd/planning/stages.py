@@ -31,9 +31,9 @@ from mopd.planning.memory.shards import (
     own_layers,
     shard,
     tensor_bytes,
+    total_weights,
     tower_weights,
     update_bytes,
-    whole,
 )
 from mopd.planning.vision import slowest_stage, tower_flops, trained_tower_flops
 from mopd.planning.workload import Workload
@@ -46,42 +46,45 @@ LOCAL_CALLS_PER_LAYER = 130
 """Operations of one of Megatron's local layers, forward and backward, counted likewise."""
 TENSORS_PER_LAYER = 8
 COLLECTIVES_PER_LAYER = 4
-"""Tensor-parallel ones, forward and backward; embedding, head and loss have about as many as a layer."""
+"""Tensor-parallel collectives of a layer, forward and backward; embedding, head and loss have about as many as a
+layer."""
 GATHERS = 2
 """Collectives by which rank 0 gets one tensor of the others."""
 HOST_PASSES = 3
-"""Over states in host memory: they are read and written, gradients (a third of them) likewise, weights sent back."""
+"""Passes over states in host memory: they are read and written, gradients (a third of them) likewise, weights sent
+back."""
 BUCKET_PASSES = 3
-"""Over the memory of the weights until they are in buckets: read, written, looked through for values that are none."""
+"""Passes over the memory of the weights until they are in buckets: read, written, searched for NaN."""
 RECEIVER_PASSES = 6
-"""For each replica that they are broadcast to: into a socket, out of it and into its model, read and written."""
+"""Passes for each replica that they are broadcast to: into a socket, out of it and into its model, read and written."""
 MAPPED_PASSES = 2
-"""For each replica that reads them in rank 0's memory: read there, written into its model."""
+"""Passes for each replica that reads them in rank 0's memory: read there, written into its model."""
 SCORE_PASSES = 3
-"""Over the logits, for log-sum-exp, top-k and the look-up of ids."""
+"""Passes over the logits, for log-sum-exp, top-k and the look-up of ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTime:
-    """One stage."""
+    """Time of one stage."""
 
     capacity_s: float
-    """For a step's samples, when it never lacks work."""
+    """Seconds for a step's samples, when it never lacks work."""
     step_s: float
-    """For one step's samples alone, the longest response included."""
+    """Seconds for one step's samples alone, the longest response included."""
     bound: str
-    """What takes the time: operations, memory, calls, links."""
+    """Resource that takes the time: operations, memory, calls, links."""
 
 
 def forward_flops(dims: ModelDims, *, tokens: float, context: float, rows: float) -> float:
-    """Operations of a forward pass over ``tokens`` that see ``context`` tokens on average, with ``rows`` of logits."""
+    """Return the operations of a forward pass over ``tokens`` that see ``context`` tokens on average, with ``rows`` of
+    logits."""
     q = dims.num_attention_heads * dims.head_dim
     layers = 2.0 * active(dims) * tokens + 4.0 * q * context * dims.num_layers * tokens
     return layers + 2.0 * dims.vocab_size * dims.hidden_size * rows
 
 
 def head_layers(dims: ModelDims, work: Workload) -> float:
-    """Layers that take as long as the LM head does for a step's samples, without padding."""
+    """Return the number of layers that take as long as the LM head does for a step's samples, without padding."""
     layers = forward_flops(dims, tokens=work.tokens, context=work.length / 2, rows=0)
     return forward_flops(dims, tokens=0, context=0, rows=work.rows) / layers * dims.num_layers
 
@@ -89,7 +92,7 @@ def head_layers(dims: ModelDims, work: Workload) -> float:
 def training_time(
     recipe: Recipe, dims: ModelDims, work: Workload, batch: MicroBatchSize, rates: Rates, per_node: int
 ) -> dict[str, float]:
-    """Seconds of the parts of a step of the trainer."""
+    """Return the seconds of the parts of a step of the trainer."""
     student = recipe.student
     parallel = student.parallel
     tp, pp, dp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.data_parallel_size
@@ -135,9 +138,9 @@ def training_time(
 
 
 def drawing_time(
-    group: EngineGroupConfig, dims: ModelDims, work: Workload, own: ReplicaPlan, replicas: int, rates: Rates
+    group: EngineGroupConfig, dims: ModelDims, work: Workload, own: ReplicaPlan, rates: Rates, replicas: int
 ) -> StageTime:
-    """Of ``replicas`` that share a step's samples evenly."""
+    """Return the time of ``replicas`` that share the drawing of a step's samples evenly."""
     samples, size = work.samples / replicas, BYTES[group.engine.dtype]
     at_once = max(1.0, min(samples, own.sequences))
     context = work.prompt_tokens + work.response_tokens / 2
@@ -173,25 +176,22 @@ def scoring_time(
     group: EngineGroupConfig,
     dims: ModelDims,
     work: Workload,
-    share: float,
     own: ReplicaPlan,
-    replicas: int,
     rates: Rates,
+    share: float,
+    replicas: int,
 ) -> StageTime:
-    """Of one teacher's share of a step's samples, on ``replicas``."""
+    """Return the time of scoring one teacher's ``share`` of a step's samples on so many ``replicas``."""
     samples = work.samples * share / replicas
     rows = samples * work.response_tokens
     flops = forward_flops(dims, tokens=samples * work.length, context=work.length / 2, rows=rows)
     flops += samples * tower_flops(dims, work.image_tokens)
     logits = rows * dims.vocab_size * (VLLM_BYTES_PER_LOGIT if isinstance(group.engine, VllmEngineConfig) else 4)
     batches = max(1.0, samples * work.length / _tokens_per_batch(group))
+    read = batches * _read_weights(dims, samples * work.length) * BYTES[group.engine.dtype]
     times = {
         "operations": flops / (own.gpus * rates.prefill) + SCORE_PASSES * logits / rates.bandwidth,
-        "memory": batches
-        * _read_weights(dims, samples * work.length)
-        * BYTES[group.engine.dtype]
-        / rates.bandwidth
-        / own.gpus,
+        "memory": read / rates.bandwidth / own.gpus,
         "calls": batches * _step_cost(group, dims, own.gpus, rates),
     }
     seconds = max(times.values())
@@ -199,7 +199,8 @@ def scoring_time(
 
 
 def staging_s(recipe: Recipe, dims: ModelDims, rates: Rates) -> float:
-    """Until the student goes on: its weights are in host memory, in the engine of its own process, or in buckets."""
+    """Return the seconds until the student goes on: its weights are in host memory, in the engine of its own process,
+    or in buckets."""
     size = update_bytes(dims, recipe.student)
     gathered = GATHERS if recipe.student.parallel.tensor_model_parallel_size > 1 else 0
     each = num_tensors(dims, 1) * (STEP_CALLS * rates.call_s + gathered * rates.collective_s)
@@ -211,7 +212,7 @@ def staging_s(recipe: Recipe, dims: ModelDims, rates: Rates) -> float:
 
 
 def sending_s(recipe: Recipe, dims: ModelDims, replicas: int, rates: Rates) -> float:
-    """Until every replica has them."""
+    """Return the seconds until every replica has the weights."""
     if isinstance(recipe.rollout.placement, InProcessConfig):
         return 0.0
     size = update_bytes(dims, recipe.student)
@@ -222,16 +223,16 @@ def sending_s(recipe: Recipe, dims: ModelDims, replicas: int, rates: Rates) -> f
 
 
 def _step_cost(group: EngineGroupConfig, dims: ModelDims, gpus: int, rates: Rates) -> float:
-    """Of a forward pass over nearly nothing."""
+    """Return the seconds of calls and collectives in a forward pass over few tokens."""
     is_graph = isinstance(group.engine, VllmEngineConfig) and not group.engine.enforce_eager
     calls = 0.0 if is_graph else (dims.num_layers * TORCH_CALLS_PER_LAYER + STEP_CALLS) * rates.call_s
     return calls + (2 * dims.num_layers * rates.collective_s if gpus > 1 else 0.0)
 
 
 def _read_weights(dims: ModelDims, tokens: float) -> float:
-    """Weights that a pass over ``tokens`` of text reads: of experts those that some token goes to, if they choose
-    evenly."""
-    total = whole(dims) - tower_weights(dims)
+    """Return the weights that a pass over ``tokens`` of text reads: of experts those that some token goes to, if they
+    choose evenly."""
+    total = total_weights(dims) - tower_weights(dims)
     if dims.moe is None:
         return float(total)
     experts = expert_weights(dims)
@@ -246,5 +247,5 @@ def _tokens_per_batch(group: EngineGroupConfig) -> int:
 
 
 def num_tensors(dims: ModelDims, stages: int) -> int:
-    """Parameter tensors of a rank, about."""
+    """Return about how many parameter tensors a rank has."""
     return dims.num_layers // stages * TENSORS_PER_LAYER + 3

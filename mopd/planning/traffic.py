@@ -1,9 +1,9 @@
-"""Bytes that a step moves, link by link, reckoned from the forms in which they travel (``engines/wire/messages.py``,
-the fields of ``data_plane``), not from what anybody measured."""
+"""Bytes that a step moves, link by link, computed from the forms in which they travel (``engines/wire/messages.py``,
+the fields of ``data_plane``), not measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mopd.config.groups import EngineGroupConfig
@@ -14,25 +14,25 @@ from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, own_layers, shard
 from mopd.planning.workload import ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES, Workload, sample_bytes
 
 REQUEST_HEAD, ANSWER_HEAD = 180, 170
-"""msgpack around the arrays of one request for scores, of one answer."""
+"""Bytes of msgpack around the arrays of one request for scores, and of one answer."""
 RESPONSE_HEAD = 175
-"""Of one response that a rollout server tells."""
+"""Bytes of msgpack around one response of a rollout server."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """What goes over one kind of link in one step."""
+    """Bytes over one kind of link in one step."""
 
     name: str
     num_bytes: int
-    """Of a step, over all that share the name."""
+    """Bytes of a step, over all replicas or ranks."""
     each: str
-    """``replica``, ``rank``, …: whose share ``bytes_each`` is."""
+    """Owner of the share ``bytes_each``: ``replica`` or ``rank``."""
     bytes_each: int
 
 
 def score_bytes(samples: float, work: Workload, top_k: int, *, samples_per_request: float) -> int:
-    """Requests and answers of one teacher: what its ``payload_bytes`` counts."""
+    """Return the bytes of one teacher's requests and answers, as its ``payload_bytes`` counts them."""
     requests = samples / samples_per_request
     request = samples * (ID_BYTES * work.length + 2 * ID_BYTES) + requests * REQUEST_HEAD
     row = top_k * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
@@ -40,13 +40,13 @@ def score_bytes(samples: float, work: Workload, top_k: int, *, samples_per_reque
 
 
 def draw_bytes(samples: float, work: Workload, *, samples_per_request: float) -> int:
-    """Requests and responses of the rollout."""
+    """Return the bytes of the rollout's requests and responses."""
     request = samples * (ID_BYTES * work.prompt_tokens + 12) + samples / samples_per_request * REQUEST_HEAD
     return round(request + samples * (work.response_tokens * (2 * ID_BYTES + LOGPROB_BYTES) + RESPONSE_HEAD))
 
 
 def last_stage_bytes(recipe: Recipe, work: Workload) -> int:
-    """Of one sample, what the ranks of the last stage read; the first stage reads the tokens alone."""
+    """Return the bytes of one sample that ranks of the last stage read; the first stage reads the tokens alone."""
     unread = ID_BYTES  # token_versions
     correction = getattr(recipe.loss, "correction", None)
     if correction is None and getattr(recipe.loss, "old_logprobs", "") != "rollout":
@@ -55,15 +55,13 @@ def last_stage_bytes(recipe: Recipe, work: Workload) -> int:
 
 
 def links(
-    recipe: Recipe,
-    groups: Mapping[str, EngineGroupConfig],
-    dims: ModelDims,
-    work: Workload,
-    *,
-    tokens: int,
+    recipe: Recipe, groups: Mapping[str, EngineGroupConfig], dims: ModelDims, work: Workload, *, tokens: int
 ) -> list[Flow]:
-    """All of a step. ``tokens``: of one data-parallel rank, padding included."""
-    found = [*_of_engines(recipe, groups, work), *_of_weights(recipe, dims, groups["rollout"])]
+    """Return all flows of a step. ``tokens``: those of one data-parallel rank, padding included."""
+    found = list(_flows_of_engines(recipe, groups, work))
+    rollout, each = groups["rollout"], update_bytes(dims, recipe.student) // recipe.schedule.sync_every_steps
+    total = each * (1 if isinstance(rollout.placement, InProcessConfig) else rollout.num_replicas)
+    found.append(Flow(name="weights to rollout", num_bytes=total, each="replica", bytes_each=each))
     dp = recipe.student.parallel.data_parallel_size
     first, last = round(TOKEN_BYTES * work.length * work.samples), last_stage_bytes(recipe, work) * work.samples
     if recipe.student.parallel.pipeline_model_parallel_size > 1:
@@ -72,52 +70,32 @@ def links(
     return found + _between_ranks(recipe, dims, tokens=tokens)
 
 
-def _of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], work: Workload) -> list[Flow]:
-    found = []
+def _flows_of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], work: Workload) -> Iterator[Flow]:
     for key, group in groups.items():
         if isinstance(group.placement, InProcessConfig):
             continue
-        joined = max(1.0, group.routing.max_tokens_per_request / work.length)
         if key == "rollout":
+            what = "prompts and responses"
             per_request = max(1.0, group.routing.max_tokens_per_request / work.prompt_tokens)
             total = draw_bytes(work.samples, work, samples_per_request=min(per_request, work.samples))
         else:
-            samples = work.samples * work.teacher_shares[key.removeprefix("teachers.")]
+            what, samples = "tokens and scores", work.samples * work.teacher_shares[key.removeprefix("teachers.")]
             if samples == 0:
                 continue
             # A request is sent as soon as a replica is free: as many samples as came by then, some prompts'.
+            joined = max(1.0, group.routing.max_tokens_per_request / work.length)
             per_request = min(joined, max(1.0, float(recipe.rollout.samples_per_prompt)))
             total = score_bytes(samples, work, recipe.loss.top_k, samples_per_request=per_request)
-        name = "prompts and responses" if key == "rollout" else "tokens and scores"
-        found.append(
-            Flow(
-                name=f"{key}: {name}",
-                num_bytes=total,
-                each="replica",
-                bytes_each=total // group.num_replicas,
-            )
-        )
-    return found
-
-
-def _of_weights(recipe: Recipe, dims: ModelDims, rollout: EngineGroupConfig) -> list[Flow]:
-    per_step = update_bytes(dims, recipe.student) // recipe.schedule.sync_every_steps
-    if isinstance(rollout.placement, InProcessConfig):
-        return [Flow(name="weights to rollout", num_bytes=per_step, each="replica", bytes_each=per_step)]
-    total = per_step * rollout.num_replicas
-    return [Flow(name="weights to rollout", num_bytes=total, each="replica", bytes_each=per_step)]
+        yield Flow(name=f"{key}: {what}", num_bytes=total, each="replica", bytes_each=total // group.num_replicas)
 
 
 def _between_ranks(recipe: Recipe, dims: ModelDims, *, tokens: int) -> list[Flow]:
-    """Collectives of Megatron, sent by the busiest rank: rings move (n - 1) / n of what they reduce or gather."""
-    student = recipe.student
-    parallel, size = student.parallel, BYTES[student.dtype]
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
-    world, layers = parallel.world_size, max(map(len, own_layers(dims, parallel)))
+    """Return what the busiest rank sends in Megatron's collectives: rings move (n - 1) / n of what they reduce or
+    gather."""
+    student, parallel, size = recipe.student, recipe.student.parallel, BYTES[recipe.student.dtype]
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp, world = parallel.context_parallel_size, parallel.world_size
+    layers = max(map(len, own_layers(dims, parallel)))
     found = []
 
     def add(name: str, each: float) -> None:
@@ -151,7 +129,7 @@ def _between_ranks(recipe: Recipe, dims: ModelDims, *, tokens: int) -> list[Flow
 
 
 def _key_width(dims: ModelDims) -> int:
-    """Channels of all heads' keys; values are as wide, or padded to it."""
+    """Return the width of all heads' keys; values are as wide, or padded to it."""
     if dims.mla is None:
         return dims.num_query_groups * dims.head_dim
     return dims.num_attention_heads * (dims.mla.qk_nope_head_dim + dims.mla.qk_rope_head_dim)

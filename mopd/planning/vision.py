@@ -1,4 +1,4 @@
-"""What images cost: operations of a vision tower, and what it adds to the first pipeline stage.
+"""Cost of images: operations of a vision tower, and what it adds to the first pipeline stage.
 
 forward      2 operations a weight for every patch (mergers: every merged patch, which is an image token), 4 h a patch
              of context for attention: those of a window, or of the image; a sample's tokens are one image's
@@ -16,17 +16,17 @@ from mopd.planning.memory.shards import own_layers, shard
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerPlan:
-    """The student's vision tower."""
+    """Plan of the student's vision tower."""
 
     weights: int
     trained: int
-    """Of them."""
+    """Weights that are trained."""
     flops_per_token: float
-    """Of a forward pass, for each image token."""
+    """Operations of a forward pass, for each image token."""
 
 
 def plan_tower(student: StudentConfig, dims: ModelDims, image_tokens: float) -> TowerPlan | None:
-    """None for a model of text. ``image_tokens``: mean of a sample, 0 where nobody tells."""
+    """Plan the tower; ``None`` for a model of text. ``image_tokens``: mean of a sample, 0 where it is not given."""
     if dims.vision is None:
         return None
     own = shard(dims, ParallelConfig(), 0)
@@ -38,12 +38,13 @@ def plan_tower(student: StudentConfig, dims: ModelDims, image_tokens: float) -> 
 
 
 def tower_flops(dims: ModelDims, image_tokens: float) -> float:
-    """Operations of a forward pass over one sample's images."""
+    """Return the operations of a forward pass over one sample's images."""
     return 0.0 if dims.vision is None else sum(_flops_per_token(dims, dims.vision, image_tokens)) * image_tokens
 
 
 def trained_tower_flops(student: StudentConfig, dims: ModelDims, image_tokens: float, *, repeats: int) -> float:
-    """Operations of a step for one sample's images; what is trained runs ``repeats`` forward passes' worth."""
+    """Return the operations of a step for one sample's images; what is trained runs ``repeats`` forward passes'
+    worth."""
     if dims.vision is None:
         return 0.0
     tower, mergers = _flops_per_token(dims, dims.vision, image_tokens)
@@ -55,7 +56,7 @@ def trained_tower_flops(student: StudentConfig, dims: ModelDims, image_tokens: f
 def slowest_stage(
     dims: ModelDims, parallel: ParallelConfig, *, tower_layers: float, head_layers: float
 ) -> tuple[float, float]:
-    """Work of the pipeline stage that has most, in layers: its own with the LM head, which takes as long as
+    """Return the work of the pipeline stage that has most, in layers: its own with the LM head, which takes as long as
     ``head_layers`` of the last stage, and a tower's, as long as ``tower_layers`` of the first."""
     work = [float(len(layers)) for layers in own_layers(dims, parallel)]
     work[-1] += head_layers
@@ -64,7 +65,7 @@ def slowest_stage(
 
 
 def _flops_per_token(dims: ModelDims, vision: VisionDims, image_tokens: float) -> tuple[float, float]:
-    """Of tower and mergers."""
+    """Return the operations of tower and mergers for each image token."""
     own, patches = shard(dims, ParallelConfig(), 0), vision.spatial_merge_size**2
     whole = image_tokens * patches
     contexts = [whole] * vision.depth

@@ -1,4 +1,4 @@
-"""What a step's samples are like: how many, how long, and which teacher gets which share of them."""
+"""Size of a step's samples: how many, how long, and which teacher gets which share of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mopd.config.schema import Recipe
 ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES = 4, 4, 8
 """int32 ids and fp32 log-probs on the wire and in the data plane; int64 tokens in the data plane."""
 ASSUMED_SHARE = 0.5
-"""Mean length of prompts and responses over the longest that the recipe lets through, where nobody says more."""
+"""Mean length of prompts and responses over the longest that the recipe lets through, where none is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,23 +23,23 @@ class Workload:
 
     samples: int
     prompt_tokens: float
-    """Mean of a sample."""
+    """Mean prompt tokens of a sample."""
     response_tokens: float
-    """Mean of a sample."""
+    """Mean response tokens of a sample."""
     longest_response: int
     max_tokens: int
-    """Of the longest sample that the recipe lets through."""
+    """Tokens of the longest sample that the recipe lets through."""
     teacher_shares: Mapping[str, float]
-    """Of the samples, by teacher; they add up to more than 1 where ensembles score."""
+    """Teacher -> its share of the samples; they add up to more than 1 where ensembles score."""
     max_teachers: int
     """D: most teachers of one domain."""
     source: str
     image_tokens: float
-    """Mean of a sample, among its prompt's."""
+    """Mean image tokens of a sample, part of its prompt's."""
 
     @property
     def tokens(self) -> float:
-        """Of a step, prompts and responses."""
+        """Tokens of a step, prompts and responses."""
         return self.samples * (self.prompt_tokens + self.response_tokens)
 
     @property
@@ -48,8 +48,8 @@ class Workload:
         return self.samples * self.response_tokens
 
     def response_lengths(self) -> list[int]:
-        """Of a step's samples, ascending: evenly spaced quantiles of the distribution that knows the mean and the
-        longest alone (exponential, cut off at the longest; uniform where the mean is half of it or more)."""
+        """Return the response lengths of a step's samples, ascending: evenly spaced quantiles of a distribution with
+        this mean and longest (exponential, cut off at the longest; uniform where the mean is half of it or more)."""
         mean, longest = self.response_tokens, float(self.longest_response)
         marks = [(i + 0.5) / self.samples for i in range(self.samples)]
         if mean >= longest / 2:
@@ -66,7 +66,7 @@ class Workload:
 
 
 def _rate(mean: float, longest: float) -> float:
-    """Of the exponential distribution on [0, longest] with this mean, which is below the middle."""
+    """Return the rate of the exponential distribution on [0, longest] with this mean, which is below the middle."""
     low, high = 1e-9 / longest, 50 / mean
     for _ in range(60):
         rate = (low + high) / 2
@@ -82,8 +82,8 @@ def expected(
     response_tokens: float | None = None,
     image_tokens: float = 0.0,
 ) -> Workload:
-    """From the recipe, with mean lengths that the user gives or that are assumed. Domains share the stream by
-    ``data.domain_weights``, else equally.
+    """Return the samples that the recipe lets expect, with mean lengths that are given or assumed. Domains share the
+    stream by ``data.domain_weights``, else equally.
 
     Raises:
         UserError: a mean above the longest.
@@ -94,28 +94,24 @@ def expected(
     for what, mean in means.items():
         if mean is not None and not 1 <= mean <= longest[what]:
             raise UserError(f"--{what}-length is {mean:g}: set 1 to {keys[what]} {longest[what]}")
-    told = [what for what, mean in means.items() if mean is not None]
     half = [keys[what] for what, mean in means.items() if mean is None]
-    texts = [f"mean {what} length as given" for what in told]
+    texts = [f"mean {what} length as given" for what, mean in means.items() if mean is not None]
     texts += [f"mean length assumed half of {' and '.join(half)}"] if half else []
-    return Workload(
-        samples=recipe.samples_per_step,
+    return _workload(
+        recipe,
+        domain_shares(recipe),
         prompt_tokens=prompt_tokens or max(1.0, ASSUMED_SHARE * longest["prompt"]),
         response_tokens=response_tokens or max(1.0, ASSUMED_SHARE * longest["response"]),
-        longest_response=longest["response"],
-        max_tokens=sum(longest.values()),
-        teacher_shares=_shares(recipe, domain_shares(recipe)),
-        max_teachers=recipe.assignment.max_teachers,
-        source="; ".join(texts),
         image_tokens=image_tokens,
+        source="; ".join(texts),
     )
 
 
 def measured(recipe: Recipe, steps: Sequence[Mapping[str, Any]], *, image_tokens: float = 0.0) -> Workload:
-    """As the records of a run's steps say, but ``image_tokens``, which they do not tell.
+    """Return the samples that the records of a run's steps describe, except ``image_tokens``, which records lack.
 
     Raises:
-        UserError: no record tells lengths.
+        UserError: no record has lengths.
     """
     samples: dict[str, float] = defaultdict(float)
     responses = tokens = 0.0
@@ -129,39 +125,44 @@ def measured(recipe: Recipe, steps: Sequence[Mapping[str, Any]], *, image_tokens
     total = sum(samples.values())
     if not total or not responses or tokens <= responses:
         raise UserError("--measured: the run's metrics.jsonl tells no lengths yet: wait for its first steps")
-    return Workload(
-        samples=recipe.samples_per_step,
+    return _workload(
+        recipe,
+        {domain: count / total for domain, count in samples.items()},
         prompt_tokens=(tokens - responses) / total,
         response_tokens=responses / total,
+        image_tokens=image_tokens,
+        source="lengths and domains of the measured run",
+    )
+
+
+def _workload(recipe: Recipe, domains: Mapping[str, float], **lengths: Any) -> Workload:
+    """Return the workload of samples that ``domains`` share so; an ensemble's teachers each score all of a domain's."""
+    shares = dict.fromkeys(recipe.teachers, 0.0)
+    for domain, share in domains.items():
+        for name in recipe.assignment.teachers_of(domain):
+            shares[name] += share
+    return Workload(
+        samples=recipe.samples_per_step,
         longest_response=recipe.rollout.max_response_length,
         max_tokens=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
-        teacher_shares=_shares(recipe, {domain: count / total for domain, count in samples.items()}),
+        teacher_shares=shares,
         max_teachers=recipe.assignment.max_teachers,
-        source="lengths and domains of the measured run",
-        image_tokens=image_tokens,
+        **lengths,
     )
 
 
 def sample_bytes(recipe: Recipe, work: Workload) -> int:
-    """One sample's tensors in the data plane, all of its fields."""
+    """Return the bytes of one sample's tensors in the data plane, all of its fields."""
     teacher = work.max_teachers * recipe.loss.top_k * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
     row = 1 + LOGPROB_BYTES + ID_BYTES + teacher + (LOGPROB_BYTES if recipe.needs_task_advantage else 0)
     return round(TOKEN_BYTES * work.length + row * work.response_tokens)
 
 
 def domain_shares(recipe: Recipe) -> dict[str, float]:
-    """Of the stream, by domain; the teacher of domains that nobody names counts as one domain more."""
+    """Return each domain's share of the stream; the domains of a default teacher that names none count as one."""
     weights = dict(recipe.data.domain_weights)
     if not weights:
         weights = dict.fromkeys(recipe.assignment.by_domain, 1.0)
         if recipe.assignment.default is not None and not recipe.teachers[recipe.assignment.default].domains:
             weights["others"] = 1.0
     return {domain: weight / sum(weights.values()) for domain, weight in weights.items()}
-
-
-def _shares(recipe: Recipe, domains: Mapping[str, float]) -> dict[str, float]:
-    shares = dict.fromkeys(recipe.teachers, 0.0)
-    for domain, share in domains.items():
-        for name in recipe.assignment.teachers_of(domain):
-            shares[name] += share
-    return shares

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,12 @@ GIB = 2**30
 MAX_CALLS = 2_000_000
 REAL = [path for path in RECIPES if "\n# command: mopd plan" in path.read_text(encoding="utf-8")]
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 33,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 128,
+    "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 33, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "tie_word_embeddings": True,
-}
-"""Of the quickstart's models, which are made when they are needed."""
+}  # fmt: skip
+"""Config of the quickstart's models, which are made when they are needed."""
 VISION_CONFIG = changed(
     QWEN2_5_VL_3B,
     {
@@ -47,10 +38,10 @@ VISION_CONFIG = changed(
         "vision_config.out_hidden_size": 128, "vision_config.fullatt_block_indexes": [7],
     },
 )  # fmt: skip
-"""Of the toy's models that see images."""
+"""Config of the toy's models that see images."""
 PROGRAM = """
 import sys
-from mopd.cli import main
+from mopd.cli.main import main
 calls = 0
 def count(frame, event, value):
     global calls
@@ -78,13 +69,13 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command_of(path: Path) -> list[str]:
-    """What the header says to run; for a machine without GPUs where it says nothing."""
+    """Return what the header says to run; a plan of a machine without GPUs where it says nothing."""
     line = re.search(r"^# command: mopd (plan .*)$", path.read_text(encoding="utf-8"), re.M)
     return shlex.split(line[1]) if line else ["plan", str(path.relative_to(ROOT))]
 
 
 def planned(path: Path, configs: Path) -> tuple[dict[str, Any], int]:
-    """What ``--json`` prints, and the calls of functions that it took."""
+    """Return what ``--json`` prints, and the number of function calls that it took."""
     command = [sys.executable, "-c", PROGRAM, *command_of(path), "--configs", str(configs), "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
@@ -127,7 +118,7 @@ def test_there_are_recipes_for_real_models() -> None:
 
 
 def test_the_readme_shows_a_plan() -> None:
-    """As it is printed: where somebody changes what a plan says, the page is made anew."""
+    """The page shows the plan as it is printed: a change of what a plan prints changes the page."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```text\n(┏.*?)```", text, re.S)
     path = next(path for path in REAL if path.stem == "qwen3_8b_math_code_h100")
@@ -154,10 +145,6 @@ def test_the_published_case_needs_no_tensor_parallelism(configs: Path) -> None:
     heads = {plan.tensor_model_parallel_size: plan for plan in head_plans(recipe, dims, expected(recipe), shared, {})}
     assert {degree: head.fits_eager for degree, head in heads.items()} == {1: False, 2: False, 4: True, 8: True}
     assert heads[1].fits
-    whole = head_plans(recipe, dims, expected(recipe), Cluster(**{**vars_of(shared), "memory_bytes": 10**12}), {})
+    whole = head_plans(recipe, dims, expected(recipe), replace(shared, memory_bytes=10**12), {})
     assert whole[0].eager_bytes == 24_576 * 151_936 * 14
     assert whole[0].ours_bytes <= recipe.student.lm_head_memory_budget_mib * 2**20 + 16 * 2**20
-
-
-def vars_of(cluster: Any) -> dict[str, Any]:
-    return {key: getattr(cluster, key) for key in ("name", "nodes", "gpus_per_node", "memory_bytes")}

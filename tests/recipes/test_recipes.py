@@ -19,10 +19,6 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_there_are_recipes() -> None:
-    assert RECIPES
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=name)
 def test_recipe_resolves(path: Path, tmp_path: Path) -> None:
     """Model folders and data files need not exist here."""

@@ -1,4 +1,4 @@
-"""Are a teacher's scores those of the rows that were asked about, when no second model can say so?
+"""Check that a teacher's scores are those of the rows that were asked about, where no second model can say so.
 
 The teacher continues contexts greedily, and its generation reports the log-prob of every token that it drew. The same
 continuations are then scored, by the way that training takes. Scores and reports have to agree, and every mistake that
@@ -6,9 +6,9 @@ is made on that way has to disagree by far: rows one position off, a prompt with
 prompt that lost its left half. Contexts of four tokens are among them, where one token more or less changes everything
 even in a low-precision engine.
 
-Two more looks catch what both ways would do alike. Another first token has to change the scores, or somebody cuts on
-the left. And one token repeated gives the same distribution at every place (attention over equal values is that value),
-in every model whose positions are rotary: something put before each prompt shows as a difference.
+Two more checks catch what both ways would do alike. Another first token has to change the scores, or the server cuts
+prompts on the left. And one token repeated gives the same distribution at every place (attention over equal values is
+that value), in every model whose positions are rotary: something put before each prompt shows as a difference.
 
 A teacher that sees images is asked about prompts that hold some; a black image in their place has to change its scores.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from PIL import Image
@@ -33,24 +33,23 @@ from mopd.engines.vision import EngineSight
 from mopd.orchestrator.teachers import TeacherGroup
 
 NUM_TOKENS = 8
-"""Of a continuation."""
+"""Tokens of a continuation."""
 NUM_PIECE_TOKENS = 3
-"""Of a short context, beside its first token."""
+"""Tokens of a short context, beside its first token."""
 PIECES_PER_PROBE = 2
 FARTHER = 10.0
-"""How many times as far as the right reading every other one has to be."""
-MIN_EFFECT = {"float32": 1e-5}
-"""Least mean |log-prob difference| that another first token of a long prompt makes, by the engine's dtype."""
-LEAST_EFFECT = 1e-4
-"""In any other dtype."""
+"""Factor by which every other reading has to be farther off than the right one."""
+MIN_EFFECT, MIN_EFFECT_FLOAT32 = 1e-4, 1e-5
+"""Least mean |log-prob difference| that another first token of a long prompt makes, in most dtypes and in float32."""
 NOISE = 3.0
-"""How many times an engine's difference from itself that is."""
+"""Factor by which such an effect has to exceed an engine's difference from itself."""
 NUM_TEXT_TOKENS = 64
-"""Of a response that is scored after a whole prompt."""
+"""Tokens of a response that is scored after a whole prompt."""
 REPEATS = 4
 NUM_REPEATED = 8
 MAX_REPEATED_SHARE = 0.2
-"""Of what a known first token does to a repeated token: more, and something unknown stands before it."""
+"""Most that a repeated token's rows may differ, as a share of their difference behind a known first token: beyond it
+something unknown stands before the prompt."""
 NUM_BEST = 4
 """Most probable tokens of a row that are compared."""
 
@@ -67,7 +66,7 @@ OTHER_READINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alignment:
-    """What was measured."""
+    """Outcome of the check."""
 
     difference: float
     """Mean |log-prob difference| between scoring and generating, of the worse of short and long contexts."""
@@ -80,12 +79,12 @@ class Alignment:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A probe: what a domain's prompt and the student's response to it are made of."""
+    """A probe: tokens of a domain's prompt and of the student's response to it."""
 
     tokens: tuple[int, ...]
     prompt_length: int
     images: tuple[PromptImage, ...] = ()
-    """Those of the prompt."""
+    """Images of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +96,12 @@ class Continued:
     images: tuple[PromptImage, ...] = ()
 
     def scored_after(self, context: Sequence[int]) -> tuple[Tensor, int]:
-        """What to score, and where the response begins, were ``context`` the prompt."""
+        """Return the tokens to score, and where the response begins, with ``context`` as the prompt."""
         return torch.cat([torch.tensor(context, dtype=torch.int64), self.drawn.tokens]), len(context)
 
 
 class AlignmentCheck:
-    """Asks one teacher. Scores travel through its router; nothing is kept."""
+    """Asks one teacher, by way of its router; nothing is kept."""
 
     def __init__(
         self,
@@ -114,16 +113,17 @@ class AlignmentCheck:
         dtype: str,
         sight: EngineSight | None = None,
     ) -> None:
-        """``longest`` is the longest sequence that a replica need take, ``limit`` the largest mean difference between
-        the log-probs of scoring and generating, ``dtype`` the engine's, ``sight`` the teacher's where probes may have
-        images."""
+        """Set up. ``longest`` is the longest sequence that a replica need take, ``limit`` the largest mean difference
+        between the log-probs of scoring and generating, ``dtype`` the engine's, ``sight`` the teacher's where probes
+        may have images."""
         self._group, self._sight = group, sight
         self._vision_ids = frozenset(() if sight is None else sight.dims.token_ids)
         self._top_k, self._longest, self._limit, self._dtype = top_k, longest, limit, dtype
+        self._min_effect = MIN_EFFECT_FLOAT32 if dtype == "float32" else MIN_EFFECT
 
     async def run(self, probes: Sequence[Text], *, has_rotary_positions: bool) -> Alignment:
-        """``has_rotary_positions``: the teacher's positions are rotary and its attention plain, so that a repeated
-        token is a test. ``SampleFailed`` where a replica does not answer."""
+        """Compare scores of ``probes``. ``has_rotary_positions``: the teacher's positions are rotary and its attention
+        plain, so that a repeated token is a test. ``SampleFailed`` where a replica does not answer."""
         size = max(1, min(NUM_PIECE_TOKENS, self._longest - 4))
         texts = [self._without_images(probe) for probe in probes]
         short = await self._continue(_short_contexts(texts, size), room=1)
@@ -131,13 +131,13 @@ class AlignmentCheck:
         right = [await self._score([(one, one.context) for one in kind]) for kind in (short, long)]
         kinds = zip((short, long), right, strict=True)
         difference = max(_difference(kind, rows, self._vision_ids) for kind, rows in kinds)
-        others = await self._others(short, long, right)
+        others = await self._others(short, long, [*right[0], *right[1]])
         problem = (
-            self._wrong(difference, others)
-            or await self._deaf(short, right[0], difference)
-            or await self._deaf_on_the_left(probes)
-            or await self._blind(probes)
-            or (await self._prefixed(texts) if has_rotary_positions else "")
+            self._find_misreading(difference, others)
+            or await self._find_lost_first_token(short, right[0], difference)
+            or await self._find_cut_prompt(probes)
+            or await self._find_lost_image(probes)
+            or (await self._find_prefix(texts) if has_rotary_positions else "")
         )
         return Alignment(
             difference=difference,
@@ -147,16 +147,17 @@ class AlignmentCheck:
         )
 
     async def _others(
-        self, short: Sequence[Continued], long: Sequence[Continued], right: Sequence[Sequence[Scores]]
+        self, short: Sequence[Continued], long: Sequence[Continued], right: Sequence[Scores]
     ) -> dict[str, tuple[float, float]]:
-        """Wrong reading -> its mean distance from what was generated: where it is farthest, and over all contexts.
+        """Return each wrong reading's mean distance from what was generated: where it is farthest, and over all
+        contexts.
 
         One context that speaks against a reading is enough, where a continuation repeats itself none can.
         """
+        pairs = list(zip([*short, *long], right, strict=True))
         distances: dict[str, list[Tensor]] = {}
         """[2, N] each: by whatever speaks against the reading, and how well it fits."""
         for name, shift in (("later", 1), ("earlier", -1)):
-            pairs = zip([*short, *long], [*right[0], *right[1]], strict=True)
             distances[name] = [_shifted_distance(one, rows, shift) for one, rows in pairs if len(rows.ids) > 1]
         asked = {
             "dropped": [(one, one.context[1:]) for one in short],
@@ -165,7 +166,7 @@ class AlignmentCheck:
                 (one, one.context[len(one.context) // 2 :]) for one in long if len(one.context) > 1 and not one.images
             ],
         }
-        known = {one.context: rows for one, rows in zip([*short, *long], [*right[0], *right[1]], strict=True)}
+        known = {one.context: rows for one, rows in pairs}
         for name, questions in asked.items():
             answers = await self._score(questions)
             distances[name] = [
@@ -178,7 +179,7 @@ class AlignmentCheck:
             if found
         }
 
-    def _wrong(self, difference: float, others: dict[str, tuple[float, float]]) -> str:
+    def _find_misreading(self, difference: float, others: dict[str, tuple[float, float]]) -> str:
         nearest = min(others, key=lambda name: others[name][1])
         if not difference <= self._limit:
             fits = others[nearest][1] <= max(self._limit, difference / FARTHER)
@@ -195,52 +196,53 @@ class AlignmentCheck:
                 )
         return ""
 
-    async def _deaf(self, short: Sequence[Continued], rows: Sequence[Scores], difference: float) -> str:
-        """Another first token of a short context has to change everything."""
+    async def _find_lost_first_token(
+        self, short: Sequence[Continued], rows: Sequence[Scores], difference: float
+    ) -> str:
+        """Check that another first token of a short context changes everything."""
         changed = await self._score([(one, _other_first(one.context)) for one in short])
         effect = max(_change(one, other) for one, other in zip(rows, changed, strict=True))
         if effect > max(self._limit, FARTHER * difference):
             return ""
         return f"another first token does not change them (by {effect:.1e}): does the server drop it?"
 
-    async def _deaf_on_the_left(self, probes: Sequence[Text]) -> str:
-        """Another first token of a whole prompt has to be heard above the engine's own noise."""
-        texts = [probe.tokens[: min(self._longest, probe.prompt_length + NUM_TEXT_TOKENS)] for probe in probes]
-        starts = [probe.prompt_length for probe in probes]
-        plain = [(torch.tensor(text), start) for text, start in zip(texts, starts, strict=True)]
-        barred = self._vision_ids
-        other = [(torch.tensor(_other_first(text, barred)), start) for text, start in zip(texts, starts, strict=True)]
-        images = [probe.images for probe in probes]
-        first, again = await self._ask(plain, images), await self._ask(plain, images)
-        changed = await self._ask(other, images)
-        least = MIN_EFFECT.get(self._dtype, LEAST_EFFECT)
-        for start, one, same, unlike in zip(starts, first, again, changed, strict=True):
-            effect = _change(one, unlike)
-            if not effect > max(least, NOISE * _change(one, same)):
+    async def _find_cut_prompt(self, probes: Sequence[Text]) -> str:
+        """Check that another first token of each whole prompt changes its scores above the engine's own noise."""
+        lengths = [min(self._longest, probe.prompt_length + NUM_TEXT_TOKENS) for probe in probes]
+        plain = [replace(probe, tokens=probe.tokens[:length]) for probe, length in zip(probes, lengths, strict=True)]
+        other = [replace(text, tokens=_other_first(text.tokens, self._vision_ids)) for text in plain]
+        for text, (effect, noise) in zip(plain, await self._effects(plain, other), strict=True):
+            if not effect > max(self._min_effect, NOISE * noise):
                 return (
-                    f"another first token of a prompt of {start} tokens does not change them (by {effect:.1e}): does "
-                    "the server cut prompts on the left?"
+                    f"another first token of a prompt of {text.prompt_length} tokens does not change them (by "
+                    f"{effect:.1e}): does the server cut prompts on the left?"
                 )
         return ""
 
-    async def _blind(self, probes: Sequence[Text]) -> str:
-        """A black image in place of a prompt's has to be seen, above the engine's own noise."""
-        seen = [probe for probe in probes if probe.images]
+    async def _find_lost_image(self, probes: Sequence[Text]) -> str:
+        """Check that a black image in place of a prompt's changes scores above the engine's own noise."""
+        seen = [replace(probe, tokens=probe.tokens[: self._longest]) for probe in probes if probe.images]
         if not seen:
             return ""
-        texts = [(torch.tensor(probe.tokens[: self._longest]), probe.prompt_length) for probe in seen]
-        images = [probe.images for probe in seen]
-        black = [[self._black(image) for image in own] for own in images]
-        first, again = await self._ask(texts, images), await self._ask(texts, images)
-        changed = await self._ask(texts, black)
-        least = MIN_EFFECT.get(self._dtype, LEAST_EFFECT)
-        effect = max(_change(one, unlike) for one, unlike in zip(first, changed, strict=True))
-        if effect > max(least, NOISE * max(_change(one, same) for one, same in zip(first, again, strict=True))):
+        black = [replace(probe, images=tuple(map(self._black, probe.images))) for probe in seen]
+        effects, noises = zip(*await self._effects(seen, black), strict=True)
+        if max(effects) > max(self._min_effect, NOISE * max(noises)):
             return ""
-        return f"another image does not change them (by {effect:.1e}): does the server drop images?"
+        return f"another image does not change them (by {max(effects):.1e}): does the server drop images?"
+
+    async def _effects(self, plain: Sequence[Text], other: Sequence[Text]) -> list[tuple[float, float]]:
+        """Return how far each text's scores are from those of the other one, and from a second answer to the first."""
+        first, again, changed = [
+            await self._ask(
+                [(torch.tensor(text.tokens), text.prompt_length) for text in texts], [text.images for text in texts]
+            )
+            for texts in (plain, plain, other)
+        ]
+        answers = zip(first, again, changed, strict=True)
+        return [(_change(one, unlike), _change(one, same)) for one, same, unlike in answers]
 
     def _black(self, image: PromptImage) -> PromptImage:
-        """Of the same grid."""
+        """Return a black image of the same grid."""
         assert self._sight is not None, "a probe has images where the teacher sees them"
         side, (_, height, width) = self._sight.processing.patch_size, image.grid
         stream = io.BytesIO()
@@ -249,7 +251,7 @@ class AlignmentCheck:
         return PromptImage(digest=digest_of(content), grid=image.grid, load=lambda: content)
 
     def _without_images(self, probe: Text) -> Text:
-        """Its text alone."""
+        """Return the probe's text alone."""
         if not self._vision_ids:
             return probe
         kept = [place for place, token in enumerate(probe.tokens) if token not in self._vision_ids]
@@ -257,23 +259,19 @@ class AlignmentCheck:
         return Text(tuple(probe.tokens[place] for place in kept), length)
 
     def _long_contexts(self, probes: Sequence[Text]) -> list[Context]:
-        """Most of each prompt, where few teachers are certain of what comes next; all of it; and half of the response.
-        No image is cut: contexts begin after the last."""
+        """Return most of each prompt, where few teachers are certain of what comes next; all of it; and the prompt with
+        half of the response. No image is cut: contexts end after the last one."""
         contexts: dict[Hashable, Context] = {}
         for probe in probes:
-            seen = [place + 1 for place, token in enumerate(probe.tokens) if token in self._vision_ids]
-            least = seen[-1] if seen else 1
-            for end in (
-                3 * probe.prompt_length // 4,
-                probe.prompt_length,
-                (probe.prompt_length + len(probe.tokens)) // 2,
-            ):
+            least = max((i + 1 for i, token in enumerate(probe.tokens) if token in self._vision_ids), default=1)
+            prompt = probe.prompt_length
+            for end in (3 * prompt // 4, prompt, (prompt + len(probe.tokens)) // 2):
                 context = probe.tokens[: min(max(end, least), self._longest - 1)]
                 contexts[context, tuple(image.digest for image in probe.images)] = context, probe.images
         return [*contexts.values()]
 
-    async def _prefixed(self, probes: Sequence[Text]) -> str:
-        """A token repeated has to give one distribution at every place."""
+    async def _find_prefix(self, probes: Sequence[Text]) -> str:
+        """Check that a repeated token gives one distribution at every place."""
         count = min(REPEATS, self._longest - 1)
         first = probes[0].tokens[0]
         seen = dict.fromkeys(token for probe in probes for token in probe.tokens if token != first)
@@ -295,7 +293,7 @@ class AlignmentCheck:
         )
 
     async def _continue(self, contexts: Sequence[Context], *, room: int) -> list[Continued]:
-        """With their greedy continuations; ``room`` tokens stay free for longer prompts."""
+        """Return the contexts with their greedy continuations; ``room`` tokens stay free for longer prompts."""
         tokens, images = [context for context, _ in contexts], [own for _, own in contexts]
         count = max(1, min(NUM_TOKENS, self._longest - room - max(map(len, tokens))))
         sampling = SamplingParams(max_new_tokens=count, temperature=0.0)
@@ -314,7 +312,7 @@ class AlignmentCheck:
 
 
 def _short_contexts(probes: Sequence[Text], size: int) -> list[Context]:
-    """A prompt's first token and ``size`` tokens of its text."""
+    """Return contexts of a prompt's first token and ``size`` tokens of its text."""
     contexts: list[Context] = []
     for probe in probes:
         text = probe.tokens[1:]
@@ -325,7 +323,7 @@ def _short_contexts(probes: Sequence[Text], size: int) -> list[Context]:
 
 
 def _other_first(context: tuple[int, ...], barred: Collection[int] = ()) -> tuple[int, ...]:
-    """With another token in the first place: one of its own, which every vocabulary has, and none that is barred."""
+    """Return the context with another token of its own, which every vocabulary has and is not barred, in front."""
     first = context[0]
     own = (token for token in reversed(context) if token != first and token not in barred)
     other = next(own, first - 1 if first else 1)
@@ -333,21 +331,23 @@ def _other_first(context: tuple[int, ...], barred: Collection[int] = ()) -> tupl
 
 
 def _change(one: Scores, other: Scores) -> float:
-    """Mean |difference| of two scores of one response: of its tokens, and of what the rows list, by rank."""
+    """Return the mean |difference| of two scores of one response: of its tokens, and of what the rows list, by rank."""
     tokens = (one.token_logprobs - other.token_logprobs).abs()
     listed = (one.logprobs - other.logprobs).abs().nan_to_num(0.0)  # -inf may be listed
     return torch.cat([tokens, listed.flatten()]).mean().item()
 
 
 def _best(rows: Scores, barred: Collection[int], *, otherwise: Tensor) -> Tensor:
-    """[N] largest log-prob of each row but those of ``barred`` ids, or ``otherwise`` where a row lists nothing else."""
+    """Return the largest log-prob [N] of each row, ``barred`` ids left out, or ``otherwise`` where no other is
+    listed."""
     is_barred = torch.isin(rows.ids, torch.tensor([*barred], dtype=rows.ids.dtype))
     return torch.where(is_barred.all(1), otherwise, rows.logprobs.masked_fill(is_barred, -torch.inf).amax(1))
 
 
 def _difference(continued: Sequence[Continued], scores: Sequence[Scores], barred: Collection[int]) -> float:
-    """Mean distance between scored and generated, by whichever says more: the tokens' own log-probs, the rows' best (a
-    greedy token is it, where ``barred`` ids are left out), or how far below its best a row has the token."""
+    """Return the mean distance between scored and generated, by whichever says more: the tokens' own log-probs, the
+    rows' best (a greedy token is it, where ``barred`` ids are left out), or how far below its best a row has the
+    token."""
     distances = []
     for one, rows in zip(continued, scores, strict=True):
         expected = one.drawn.logprobs
@@ -358,7 +358,8 @@ def _difference(continued: Sequence[Continued], scores: Sequence[Scores], barred
 
 
 def _shifted_distance(one: Continued, rows: Scores, shift: int) -> Tensor:
-    """[2, N - 1] distances from the rows ``shift`` positions further on: by token or by value, and by token alone."""
+    """Return distances [2, N - 1] from the rows ``shift`` positions further on: by token or by value, and by token
+    alone."""
     keep = slice(0, -1) if shift > 0 else slice(1, None)
     taken = slice(1, None) if shift > 0 else slice(0, -1)
     other = Scores(ids=rows.ids[taken], logprobs=rows.logprobs[taken], token_logprobs=rows.token_logprobs[taken])
@@ -369,20 +370,21 @@ def _shifted_distance(one: Continued, rows: Scores, shift: int) -> Tensor:
 
 
 def _other_distance(one: Continued, right: Scores, other: Scores) -> Tensor:
-    """[2, N] distances of the rows after another prompt: from what was generated or, where a teacher is certain of its
-    tokens whatever stands before them, from all that the right rows list; and from what was generated alone."""
+    """Return distances [2, N] of the rows after another prompt: from what was generated or, where a teacher is certain
+    of its tokens whatever stands before them, from all that the right rows list; and from what was generated alone."""
     tokens = (other.token_logprobs - one.drawn.logprobs).abs()
     rows = (other.logprobs - right.logprobs).abs().nan_to_num(0.0).mean(1)  # -inf may be listed
     return torch.stack([torch.maximum(tokens, rows), tokens])
 
 
 def _listed(rows: Scores, tokens: Tensor, *, otherwise: Tensor) -> Tensor:
-    """[N] log-probs that the rows list for ``tokens`` [N], ``otherwise`` [N] for those that are not listed."""
+    """Return the log-probs [N] that the rows list for ``tokens`` [N], ``otherwise`` [N] for those that are not
+    listed."""
     is_own = rows.ids == tokens[:, None]
     return torch.where(is_own.any(1), torch.where(is_own, rows.logprobs, 0.0).sum(1), otherwise)
 
 
 def _spread(rows: Scores) -> Tensor:
-    """Mean |difference| of the best log-probs between the first row and the others."""
+    """Return the mean |difference| of the best log-probs between the first row and the others."""
     best = rows.logprobs[:, :NUM_BEST]
     return (best[1:] - best[:1]).abs().mean()

@@ -1,4 +1,4 @@
-"""Does a teacher, asked through router, wire and engine, say what its own folder says?
+"""Check that a teacher, asked through router, wire and engine, says what its own folder says.
 
 The reference is the plainest computation there is: each probe prefix alone through a transformers forward, no padding,
 no cache, no batch, and the last position's logits. It knows nothing of rows and shifts, so it tells a score of the
@@ -40,12 +40,12 @@ class Probe:
     token_logprobs: Tensor | None
     """[R] fp32; ``None`` where an ensemble has merged them."""
     images: Sequence[PromptImage] = ()
-    """Of the prompt."""
+    """Images of the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parity:
-    """How far a teacher's scores are from its folder's."""
+    """Distance of a teacher's scores from its folder's."""
 
     kl: float
     """Mean KL(scores || folder) on the top-k and their tail, in nats: the floor of every KL measured with it."""
@@ -59,21 +59,21 @@ class Reference:
     """A teacher's folder under transformers, on the CPU."""
 
     def __init__(self, folder: str, dtype: str, max_pixels: int | None = None) -> None:
-        """``dtype`` is the engine's, so that rounding of weights is no difference; ``max_pixels`` of an image as in
-        ``read_image_processing``. ``UserError`` if it cannot load."""
+        """Load the folder. ``dtype`` is the engine's, so that rounding of weights is no difference; ``max_pixels`` of
+        an image as in ``read_image_processing``. ``UserError`` if it cannot be loaded."""
         chosen = dtype if dtype in REFERENCE_DTYPES else "float32"
         self._model = load_model(Path(folder), chosen, torch.device("cpu")).eval()
         self._sight = read_sight(Path(folder), max_pixels)
 
     def logits(self, tokens: Tensor, images: Sequence[PromptImage] = ()) -> Tensor:
-        """[V] fp32 logits of what follows ``tokens`` [L], in which the placeholders of ``images`` stand."""
+        """Return the logits [V] fp32 of what follows ``tokens`` [L], which hold the placeholders of ``images``."""
         seen = self._seen(tokens, images) if images else {}
         with torch.inference_mode():
             logits: Tensor = self._model(input_ids=tokens[None], use_cache=False, **seen).logits[0, -1]
         return logits.float().clone()
 
     def _seen(self, tokens: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
-        """As transformers takes images; it finds their places and positions itself."""
+        """Return the images as arguments of transformers, which finds their places and positions itself."""
         assert self._sight is not None, "a teacher without vision gets no images"
         patches, grids = ImageProcessor(self._sight.processing).patches([image.load() for image in images])
         is_image = (tokens == self._sight.dims.image_token_id).long()
@@ -81,7 +81,7 @@ class Reference:
         return {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": is_image[None]}
 
     def compare(self, probes: Sequence[Probe], *, temperature: float) -> Parity:
-        """All probes, at up to ``MAX_PROBE_POSITIONS`` response positions each, the first and the last among them."""
+        """Compare all probes, at up to ``MAX_PROBE_POSITIONS`` response positions each, with the first and the last."""
         kls, differences = zip(*(self._compare(probe, temperature) for probe in probes), strict=True)
         kl, difference = torch.cat(kls), torch.cat(differences)
         return Parity(
@@ -92,7 +92,7 @@ class Reference:
         )
 
     def _compare(self, probe: Probe, temperature: float) -> tuple[Tensor, Tensor]:
-        """KL [P] and all |differences|, flat."""
+        """Return the KL [P] and all |differences|, flat."""
         last = len(probe.tokens) - probe.prompt_length - 1
         positions = sorted({round(i * last / (MAX_PROBE_POSITIONS - 1)) for i in range(MAX_PROBE_POSITIONS)})
         logits_PV = torch.stack([self.logits(probe.tokens[: probe.prompt_length + p], probe.images) for p in positions])

@@ -1,4 +1,4 @@
-"""Does every replica of the rollout say what the student says, with the weights that a run sends first?
+"""Check that every replica of the rollout says what the student says, with the weights that a run sends first.
 
 An engine that kept a weight of its own, or put one into the wrong place, would draw from another model than the one
 that learns, and nothing later would say so. Engines begin without the student's weights: what did not arrive shows.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,24 +21,14 @@ from mopd.engines.interface import CorruptAnswer, EngineError, EngineInfo, Gener
 from mopd.engines.replicas.interface import Replica
 from mopd.launch.checks.inputs import Check
 from mopd.orchestrator.preflight.vision import probe_rows
+from mopd.orchestrator.student import StudentGroup
 from mopd.orchestrator.workers import Workers
 from mopd.placement.interface import ROLLOUT
 
 MAX_TOKENS = 64
-"""Of the response that each of several replicas draws alone: a wrong weight shows in every one."""
+"""Tokens of the response that each of several replicas draws alone: a wrong weight shows in every one."""
 FIRST_ID = 2**62 + 2**61
 """Sample ids of these, far from the training stream's and from the other probes'."""
-
-
-class AskedStudent(Protocol):
-    """What is asked of the student."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Without padding."""
-
-    async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
-        """[R] fp32 of each sample's response tokens."""
 
 
 class CheckedReplica:
@@ -51,7 +41,7 @@ class CheckedReplica:
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int], **more: Any
     ) -> list[Generation]:
-        """``CorruptAnswer`` for responses that cannot have been drawn."""
+        """Draw responses; raise ``CorruptAnswer`` for responses that cannot have been drawn."""
         drawn = await self._engine.generate(prompts, sampling, seeds, **more)
         try:
             check_generations(drawn, max_new_tokens=sampling.max_new_tokens, vocab_size=self._vocab_size)
@@ -63,11 +53,11 @@ class CheckedReplica:
 class RolloutCheck:
     """Compares log-probs at equal weights."""
 
-    def __init__(self, recipe: Recipe, workers: Workers, student: AskedStudent) -> None:
+    def __init__(self, recipe: Recipe, workers: Workers, student: StudentGroup) -> None:
         self._recipe, self._workers, self._student = recipe, workers, student
 
     async def judge(self, samples: Sequence[SampleMeta], info: EngineInfo) -> Check:
-        """``samples`` were drawn through the router, by whichever replicas; of several each draws one more.
+        """Compare ``samples``, which were drawn through the router by any replicas; of several each draws one more.
 
         Raises:
             UserError: a replica does not draw it.
@@ -89,9 +79,8 @@ class RolloutCheck:
         return Check(title, "ok", detail)
 
     async def _each(self, replicas: Sequence[Replica]) -> dict[str, float]:
-        """By name, of a response that each draws to the same prompt."""
-        workers = self._workers
-        sampling = workers.rollout.sampling
+        """Return the mean difference of a response that each replica draws to the same prompt, by its name."""
+        workers, sampling = self._workers, self._workers.rollout.sampling
         alone = replace(
             workers.rollout,
             sampling=replace(sampling, max_new_tokens=min(MAX_TOKENS, sampling.max_new_tokens)),
@@ -117,7 +106,7 @@ class RolloutCheck:
         return {replica.name: rows.mean().item() for replica, rows in zip(replicas, apart, strict=True)}
 
     async def _apart(self, samples: Sequence[SampleMeta]) -> list[Tensor]:
-        """Absolute differences, [R] fp32 of each sample."""
+        """Return the absolute differences between student and rollout, [R] fp32 of each sample."""
         ids = [sample.sample_id for sample in samples]
         student = await self._student.logprobs(samples, temperature=self._recipe.rollout.temperature)
         rollout = (await self._workers.plane.get(ids, ("rollout_logprobs",)))["rollout_logprobs"]

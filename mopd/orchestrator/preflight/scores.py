@@ -1,4 +1,4 @@
-"""Is what a teacher says, through router, wire and engine, what its model says? One look per teacher, before step 1.
+"""Comparison of a teacher's scores, got by way of router, wire and engine, with what its model says, before step 1.
 
 The better proof is a transformers forward of the teacher's own folder (``parity``). Where it does not fit into memory,
 or the folder holds no weights, the teacher is held against its own greedy continuations (``alignment``).
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
@@ -21,11 +19,10 @@ from mopd.config.machine.auto import compares_with_transformers
 from mopd.config.schema import Recipe
 from mopd.conversion.models.families import FAMILIES
 from mopd.data.image_refs import refs_from_tensor
-from mopd.data.images import ImageStore
-from mopd.engines.interface import EngineInfo
 from mopd.engines.replicas.interface import SampleFailed
 from mopd.engines.torch.loading import read_config
 from mopd.engines.vision import read_sight
+from mopd.launch.checks.inputs import Check
 from mopd.launch.preparing import weights_bytes
 from mopd.orchestrator.preflight.alignment import AlignmentCheck, Text
 from mopd.orchestrator.preflight.parity import Parity, Probe, Reference
@@ -33,94 +30,87 @@ from mopd.orchestrator.workers import Workers
 from mopd.run.manifests import has_own_weights
 
 CURE = "the scores are not this teacher's; check teachers.{name}.engine and placement, or widen {keys}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement:
-    """Of one teacher's scores."""
-
-    status: Literal["ok", "failed"]
-    detail: str
-    parity: Parity | None = None
-    """Against its folder, where that was compared and is right."""
+Outcome = tuple[bool, str]
+"""Whether the scores are right, and what was measured."""
 
 
 class ScoresCheck:
-    """Looks at probe samples that are in the data plane, scored."""
+    """Judges one teacher by probe samples that are in the data plane, scored. ``dtype`` is its engine's."""
 
-    def __init__(self, recipe: Recipe, workers: Workers) -> None:
-        self._recipe, self._workers = recipe, workers
+    def __init__(self, recipe: Recipe, workers: Workers, name: str, dtype: str) -> None:
+        self._recipe, self._workers, self._name, self._dtype = recipe, workers, name, dtype
+        self._images = workers.dataset.images if workers.teacher_groups[name].sees_images else None
+        """Store of the probes' images, if the teacher sees any."""
+        self.parity: Parity | None = None
+        """Distance from the teacher's folder, where that was compared and is right."""
 
-    async def judge(self, name: str, samples: Sequence[SampleMeta], info: EngineInfo) -> Judgement:
-        """``samples`` are those of the teacher's domains, at least one."""
-        teacher = self._recipe.teachers[name]
-        compared, why = compares_with_transformers(
+    async def judge(self, samples: Sequence[SampleMeta]) -> Check:
+        """Judge the scores of ``samples`` of the teacher's domains, at least one."""
+        teacher = self._recipe.teachers[self._name]
+        is_compared, why = compares_with_transformers(
             self._recipe.preflight.compare_with_transformers,
             weights_bytes=weights_bytes(Path(teacher.model)) if has_own_weights(teacher) else None,
             free_memory_bytes=free_memory_bytes(),
         )
-        if compared:
-            return await self._against_folder(name, samples, info.dtype)
-        return await self._against_itself(name, samples, info.dtype, why)
+        judging = self._against_folder(samples) if is_compared else self._against_itself(samples, why)
+        is_right, detail = await judging
+        return Check(f"scores of {self._name}", "ok" if is_right else "failed", detail)
 
-    async def _against_folder(self, name: str, samples: Sequence[SampleMeta], dtype: str) -> Judgement:
-        cfg, folder = self._recipe.preflight, self._recipe.teachers[name].model
-        probes = await self._probes_of(name, samples)
-        parity = await asyncio.to_thread(_compare, folder, dtype, probes, self._recipe)
-        kl_limit, limit = cfg.self_kl_limit(dtype), cfg.logprob_limit(dtype)
+    async def _against_folder(self, samples: Sequence[SampleMeta]) -> Outcome:
+        recipe, cfg, probes = self._recipe, self._recipe.preflight, await self._probes_of(samples)
+
+        def compare() -> Parity:
+            reference = Reference(recipe.teachers[self._name].model, self._dtype, recipe.data.max_pixels)
+            return reference.compare(probes, temperature=recipe.loss.temperature)
+
+        parity = await asyncio.to_thread(compare)
+        kl_limit, limit = cfg.self_kl_limit(self._dtype), cfg.logprob_limit(self._dtype)
         detail = (
             f"mean KL to a transformers forward {parity.kl:.2e} nats over {parity.num_positions} tokens (limit "
             f"{kl_limit:g}), |log-prob difference| mean {parity.mean_difference:.2e} (limit {limit:g}), max "
             f"{parity.max_difference:.2e}"
         )
         if abs(parity.kl) <= kl_limit and parity.mean_difference <= limit:
-            return Judgement(status="ok", detail=detail, parity=parity)
+            self.parity = parity
+            return True, detail
         keys = "preflight.max_self_kl and max_logprob_difference for a low-precision engine"
-        return Judgement(status="failed", detail=f"{detail}: {CURE.format(name=name, keys=keys)}")
+        return False, f"{detail}: {CURE.format(name=self._name, keys=keys)}"
 
-    async def _against_itself(self, name: str, samples: Sequence[SampleMeta], dtype: str, why: str) -> Judgement:
-        recipe = self._recipe
-        folder = Path(recipe.teachers[name].model)
-        names = ("tokens", "images") if self._store(name) is not None else ("tokens",)
-        fields = await self._workers.plane.get([sample.sample_id for sample in samples], names)
+    async def _against_itself(self, samples: Sequence[SampleMeta], why: str) -> Outcome:
+        recipe, name, folder = self._recipe, self._name, Path(self._recipe.teachers[self._name].model)
+        fields = await self._fields_of(samples, "tokens")
         texts = [
-            Text(tuple(fields["tokens"][i].tolist()), sample.prompt_length, self._images(name, fields, i))
+            Text(tuple(fields["tokens"][i].tolist()), sample.prompt_length, self._images_of(fields, i))
             for i, sample in enumerate(samples)
         ]
         check = AlignmentCheck(
             self._workers.teacher_groups[name],
             top_k=recipe.loss.top_k,
             longest=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
-            limit=recipe.preflight.logprob_limit(dtype),
-            dtype=dtype,
-            sight=None if self._store(name) is None else read_sight(folder, recipe.data.max_pixels),
+            limit=recipe.preflight.logprob_limit(self._dtype),
+            dtype=self._dtype,
+            sight=None if self._images is None else read_sight(folder, recipe.data.max_pixels),
         )
-        config = read_config(folder)
         try:
-            found = await check.run(texts, has_rotary_positions=config.model_type in FAMILIES)
+            found = await check.run(texts, has_rotary_positions=read_config(folder).model_type in FAMILIES)
         except SampleFailed as error:
-            detail = f"teachers.{name} did not continue a probe: {one_line(error)}: see its logs"
-            return Judgement(status="failed", detail=detail)
+            return False, f"teachers.{name} did not continue a probe: {one_line(error)}: see its logs"
         if found.problem:
             cure = CURE.format(name=name, keys="preflight.max_logprob_difference for a low-precision engine")
-            return Judgement(status="failed", detail=f"teachers.{name}: its scores: {found.problem}: {cure}")
-        detail = (
+            return False, f"teachers.{name}: its scores: {found.problem}: {cure}"
+        return True, (
             f"equal what its own greedy continuations report ({found.difference:.1e} over {found.num_tokens} tokens), "
             f"every other reading is off by {found.nearest:.1e} or more; not compared with transformers: {why}"
         )
-        return Judgement(status="ok", detail=detail)
 
-    async def _probes_of(self, name: str, samples: Sequence[SampleMeta]) -> list[Probe]:
-        names = ["tokens", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs"]
-        if self._store(name) is not None:
-            names.append("images")
-        fields = await self._workers.plane.get([sample.sample_id for sample in samples], names)
-        probes = []
+    async def _probes_of(self, samples: Sequence[SampleMeta]) -> list[Probe]:
+        fields = await self._fields_of(samples, "tokens", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs")
+        assignment, probes = self._recipe.assignment, []
         for i, sample in enumerate(samples):
             ids, logprobs = fields["teacher_ids"][i], fields["teacher_logprobs"][i]
-            teachers = self._recipe.assignment.teachers_of(sample.domain)
-            if self._recipe.assignment.max_teachers > 1:
-                place = teachers.index(name)
+            teachers = assignment.teachers_of(sample.domain)
+            if assignment.max_teachers > 1:
+                place = teachers.index(self._name)
                 ids, logprobs = ids[:, place], logprobs[:, place]
             probes.append(
                 Probe(
@@ -129,19 +119,17 @@ class ScoresCheck:
                     ids=ids,
                     logprobs=logprobs,
                     token_logprobs=fields["teacher_token_logprobs"][i] if len(teachers) == 1 else None,
-                    images=self._images(name, fields, i),
+                    images=self._images_of(fields, i),
                 )
             )
         return probes
 
-    def _store(self, name: str) -> ImageStore | None:
-        return self._workers.dataset.images if self._workers.teacher_groups[name].sees_images else None
+    async def _fields_of(self, samples: Sequence[SampleMeta], *names: str) -> dict[str, list[Tensor]]:
+        """Read fields of the samples, and their images where the teacher sees them."""
+        wanted = names if self._images is None else (*names, "images")
+        return await self._workers.plane.get([sample.sample_id for sample in samples], wanted)
 
-    def _images(self, name: str, fields: Mapping[str, Sequence[Tensor]], i: int) -> tuple[PromptImage, ...]:
-        """Those of sample ``i``, as far as the teacher ``name`` sees them."""
-        store = self._store(name)
+    def _images_of(self, fields: Mapping[str, Sequence[Tensor]], i: int) -> tuple[PromptImage, ...]:
+        """Return the images of sample ``i``, as far as the teacher sees them."""
+        store = self._images
         return () if store is None else tuple(map(store.prompt_image, refs_from_tensor(fields["images"][i])))
-
-
-def _compare(folder: str, dtype: str, probes: Sequence[Probe], recipe: Recipe) -> Parity:
-    return Reference(folder, dtype, recipe.data.max_pixels).compare(probes, temperature=recipe.loss.temperature)

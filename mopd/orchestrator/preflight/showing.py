@@ -1,4 +1,4 @@
-"""Outcomes of checks on the terminal."""
+"""Output of checks on the terminal."""
 
 from __future__ import annotations
 

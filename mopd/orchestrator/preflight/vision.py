@@ -1,4 +1,4 @@
-"""Checks of prompts with images: are the files sound, and do student and teachers mean the same by their tokens?"""
+"""Checks of prompts with images: sound files, and the same tokens for student and teachers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mopd.launch.checks.inputs import Check
 from mopd.orchestrator.workers import Inputs
 
 NUM_DECODED = 64
-"""Images of each split, spread over it."""
+"""Number of images of each split that are decoded, spread over it."""
 
 
 def check_images(inputs: Inputs) -> Check:
-    """A sample of the images can be decoded; training decodes them all, one by one."""
+    """Check that a sample of the images can be decoded; training decodes them all, one by one."""
     num_rows, num_decoded = 0, 0
     for dataset in (inputs.train, inputs.validation):
         if dataset is None or dataset.images is None:
@@ -35,13 +35,12 @@ def check_images(inputs: Inputs) -> Check:
 
 
 def tokenizer_differences(inputs: Inputs, model: str, vocab_size: int) -> list[str]:
-    """Between the student and the teacher ``model``, see ``compare_tokenizers``; ids that stand for images included,
-    but where the teacher sees none, as its rows then hold none. ``vocab_size`` is the student's."""
+    """Return what differs between the tokenizers of the student and of the teacher ``model`` (``compare_tokenizers``).
+    Ids that stand for images count only where the teacher sees images. ``vocab_size`` is the student's."""
     theirs, vision = load_tokenizer(model), inputs.vision
-    if vision is None:
-        return compare_tokenizers(inputs.tokenizer, theirs, vocab_size)
-    if not sees_images(model):
-        return compare_tokenizers(inputs.tokenizer, theirs, vocab_size, vision.token_ids)
+    if vision is None or not sees_images(model):
+        unneeded = () if vision is None else vision.token_ids
+        return compare_tokenizers(inputs.tokenizer, theirs, vocab_size, unneeded)
     differences = compare_tokenizers(inputs.tokenizer, theirs, vocab_size)
     dims = read_dims(Path(model)).vision
     assert dims is not None, "it sees images"
@@ -54,7 +53,7 @@ def tokenizer_differences(inputs: Inputs, model: str, vocab_size: int) -> list[s
 
 
 def probe_rows(dataset: PromptDataset, domains: Sequence[str], most: int) -> list[tuple[str, int]]:
-    """The first rows of ``domains`` with their domains, one with images among them where there is one."""
+    """Return the first rows of ``domains`` with their domains, one with images among them where there is one."""
     rows_by_domain = dataset.rows_by_domain
     own = [(domain, row) for domain in domains for row in rows_by_domain[domain]]
     chosen = own[:most]

@@ -1,4 +1,4 @@
-"""What a training step holds beside weights, gradients and states: activations and the LM head.
+"""Memory of a training step beside weights, gradients and states: activations and the LM head.
 
 Activations are counted as in Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"),
 tensor by tensor for our layers: gated MLP, grouped queries, no dropout, a bias nowhere. Kept for the way back are:
@@ -39,7 +39,8 @@ from mopd.planning.memory.shards import BYTES
 from mopd.planning.workload import Workload
 
 SCRATCH_ELEMENTS = 1 << 20
-"""Of the largest buffer of a pass over logits on a CPU (``losses/chunked/blocks.py``); kernels on GPUs have none."""
+"""Elements of the largest buffer of a pass over logits on a CPU (``losses/chunked/blocks.py``); kernels on GPUs have
+none."""
 _BLOCK = "blocks.{number}."
 SUM_BYTES = 4
 """Hidden gradients of the LM head where several ranks add up to them."""
@@ -50,24 +51,24 @@ class MicroBatchSize:
     """The micro-batches of one data-parallel rank."""
 
     sequences: int
-    """Of the largest, of samples that are all as long as they may be."""
+    """Sequences of the largest micro-batch, if samples are as long as they may be."""
     tokens: int
-    """Of the largest; shorter samples may fill it up."""
+    """Tokens of the largest micro-batch; shorter samples may fill it up."""
     in_step: int
     """Micro-batches of a step with samples of usual lengths."""
     padded_tokens: int
-    """Of a step, padding included, on the busiest rank."""
+    """Tokens of a step on the busiest rank, padding included."""
     image_tokens: float
-    """Of the largest, whose prompts have as large a part of them as all have."""
+    """Image tokens of the largest micro-batch, whose prompts have as large a part of them as all have."""
 
     @property
     def length(self) -> int:
-        """Of the largest one's longest sequence."""
+        """Length of the largest micro-batch's longest sequence."""
         return self.tokens // self.sequences
 
 
 def micro_batches(recipe: Recipe, dims: ModelDims, work: Workload) -> MicroBatchSize:
-    """As a step packs them, but for the sizes that packs are rounded to on a GPU.
+    """Return the micro-batches as a step packs them, except that packs are rounded up to certain sizes on a GPU.
 
     Raises:
         UserError: samples of such lengths cannot be shared out evenly.
@@ -92,7 +93,7 @@ def micro_batches(recipe: Recipe, dims: ModelDims, work: Workload) -> MicroBatch
 
 @lru_cache(maxsize=256)
 def _packed(lengths: tuple[int, ...], prompt: int, dp_size: int, rules: PackingRules) -> tuple[int, int]:
-    """Micro-batches of a rank, and padded tokens of the busiest one."""
+    """Return the micro-batches of a rank, and padded tokens of the busiest one."""
     samples = [
         SampleMeta(
             sample_id=number,
@@ -110,7 +111,7 @@ def _packed(lengths: tuple[int, ...], prompt: int, dp_size: int, rules: PackingR
 
 
 def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bool) -> float:
-    """Elements that one layer keeps for each token of a micro-batch, on one rank."""
+    """Return the elements that one layer keeps for each token of a micro-batch, on one rank."""
     tp, others = parallel.tensor_model_parallel_size, parallel.context_parallel_size - 1
     hidden = dims.hidden_size / (tp if parallel.sequence_parallel else 1)
     if dims.mla is None:
@@ -130,7 +131,7 @@ def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bo
 
 
 def tower_bytes(dims: ModelDims, student: StudentConfig, image_tokens: float) -> float:
-    """What a trained part of the vision tower keeps of a micro-batch with so many image tokens."""
+    """Return the bytes that a trained part of the vision tower keeps of a micro-batch with so many image tokens."""
     vision, freeze, size = dims.vision, student.vision.freeze, BYTES[student.dtype]
     if vision is None or freeze == "tower_and_merger":
         return 0.0
@@ -149,7 +150,7 @@ def tower_bytes(dims: ModelDims, student: StudentConfig, image_tokens: float) ->
 
 
 def activation_bytes(dims: ModelDims, student: StudentConfig, batch: MicroBatchSize, *, stage: int) -> int:
-    """Of one rank of a pipeline stage, when its first micro-batch comes back."""
+    """Return the activations of one rank of a pipeline stage, in bytes, when its first micro-batch comes back."""
     parallel, size = student.parallel, BYTES[student.dtype]
     tp = parallel.tensor_model_parallel_size
     chunks = [list(map(dims.is_moe_layer, layers)) for layers in stages_of(parallel).layers(dims.num_layers)[stage]]
@@ -168,8 +169,9 @@ def activation_bytes(dims: ModelDims, student: StudentConfig, batch: MicroBatchS
 
 
 def chunks_under_way(parallel: ParallelConfig, stage: int, in_step: int) -> list[int]:
-    """Micro-batches that each chunk of a stage has begun when the first comes back. Stage i of p begins p - i; with v
-    chunks, which take p micro-batches in turn, 2 (p - i - 1) + (v - 1) p + 1 of all of them (Megatron's schedules)."""
+    """Return the micro-batches that each chunk of a stage has begun when the first comes back. Stage i of p begins p -
+    i; with v chunks, which take p micro-batches in turn, 2 (p - i - 1) + (v - 1) p + 1 of all of them (Megatron's
+    schedules)."""
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     begun = stages - stage if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
     counts = Counter(number // stages % chunks for number in range(min(begun, in_step * chunks)))
@@ -181,22 +183,22 @@ class HeadShape:
     """The LM head and the loss on one rank of the last stage."""
 
     rows: int
-    """Of logits: response tokens of a micro-batch."""
+    """Rows of logits: response tokens of a micro-batch."""
     tokens: int
-    """Of the micro-batch."""
+    """Tokens of the micro-batch."""
     hidden: int
     columns: int
-    """Of the vocabulary, on this rank."""
+    """Columns of the vocabulary on this rank."""
     element: int
-    """Bytes of one number."""
+    """Bytes of one element."""
     ranks: int
-    """That share the vocabulary."""
+    """Ranks that share the vocabulary."""
     splits_sequence: bool
     copies: bool = False
-    """Logits are no fp32 numbers, padded, or divided by a temperature: what looks at them copies them first."""
+    """Whether logits are not fp32, padded, or divided by a temperature: what looks at them copies them first."""
 
     def rows_at_once(self, budget: int) -> int:
-        """Rows whose logits exist at a time: all, or what ``lm_head_memory_budget_mib`` lets through
+        """Return the rows whose logits exist at a time: all, or what ``lm_head_memory_budget_mib`` lets through
         (``LinearHead.rows_within``); 0 where not one fits."""
         row = self.columns * self.element
         if self.rows * row <= budget:
@@ -204,7 +206,7 @@ class HeadShape:
         return max(0, min(self.rows, (budget - self._beside()) // row))
 
     def peak(self, budget: int) -> int:
-        """Most bytes at one moment, above what goes in and comes out."""
+        """Return the most bytes at one moment, above what goes in and comes out."""
         at_once = self.rows_at_once(budget)
         logits = at_once * self.columns * self.element + self._scratch(at_once)
         if at_once < self.rows:
@@ -212,11 +214,11 @@ class HeadShape:
         return logits + max(self._gathered(), self._summed())
 
     def eager(self, bytes_per_logit: float) -> int:
-        """Of a loss that needs so many bytes for each of the micro-batch's logits."""
+        """Return the bytes of a loss that needs so many for each of the micro-batch's logits."""
         return round(self.tokens * self.columns * bytes_per_logit)
 
     def _scratch(self, rows: int) -> int:
-        """Of the passes over the logits: a block in fp32, and one more where they are copied."""
+        """Return the scratch of the passes over the logits: a block in fp32, and one more where they are copied."""
         block = min(rows, max(1, SCRATCH_ELEMENTS // self.columns)) * self.columns * SUM_BYTES
         return 2 * block if self.copies else block
 
@@ -225,12 +227,12 @@ class HeadShape:
         return SUM_BYTES if self.ranks > 1 else self.element
 
     def _gathered(self) -> int:
-        """Rows that are chosen, from a whole sequence that is gathered first."""
+        """Return the bytes of the chosen rows, which come from a whole sequence that is gathered first."""
         chosen = self.rows * self.hidden * self.element if self.rows < self.tokens else 0
         return chosen + (self.tokens * self.hidden * self.element if self.splits_sequence else 0)
 
     def _summed(self) -> int:
-        """The hidden gradient on its way to the sequence's form."""
+        """Return the bytes of the hidden gradient on its way to the sequence's form."""
         partial = self.rows * self.hidden * self._sum
         is_result = self._sum == self.element and self.rows == self.tokens and not self.splits_sequence
         if is_result:

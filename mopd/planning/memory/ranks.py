@@ -21,20 +21,20 @@ from mopd.planning.memory.shards import (
     own_layers,
     shard,
     tensor_bytes,
-    whole,
+    total_weights,
 )
 from mopd.planning.workload import Workload, sample_bytes
 
 MIB = 2**20
 EAGER_BYTES = 12
-"""Of each logit, beside it: a loss in eager PyTorch over all logits of a micro-batch holds three fp32 copies of them
-(a published vocabulary-parallel loss, measured; docs/planning.md)."""
+"""Bytes for each logit, beside it: a loss in eager PyTorch over all logits of a micro-batch holds three fp32 copies of
+them (a published vocabulary-parallel loss, measured; docs/planning.md)."""
 HEAD_DEGREES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlan:
-    """Every rank of one pipeline stage."""
+    """Plan of every rank of one pipeline stage."""
 
     stage: int
     num_layers: int
@@ -42,11 +42,11 @@ class RankPlan:
     shared: Mapping[str, int]
     """Engines in rank 0's process, by group: they take its memory too."""
     rollout_turn: Mapping[str, int] = field(default_factory=dict)
-    """What is on its GPU while a rollout that shares it draws; then ``parts`` are those of the student's turn."""
+    """Parts on its GPU while a rollout that shares it draws; then ``parts`` are those of the student's turn."""
 
     @property
     def training_bytes(self) -> int:
-        """While the student works."""
+        """Bytes while the student works."""
         return sum(self.parts.values()) + sum(self.shared.values())
 
     @property
@@ -56,20 +56,20 @@ class RankPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadPlan:
-    """The LM head at one tensor-parallel degree, on as many ranks in all."""
+    """Plan of the LM head at one tensor-parallel degree, on as many ranks in all."""
 
     tensor_model_parallel_size: int
     ours_bytes: int
     eager_bytes: int
-    """Logits, and what an eager loss holds beside them."""
+    """Bytes of the logits, and of what an eager loss holds beside them."""
     rank_bytes: int
-    """Of the fullest rank, with ours."""
+    """Bytes of the fullest rank, with our head."""
     fits: bool
     fits_eager: bool
 
 
 def head_shape(recipe: Recipe, dims: ModelDims, batch: MicroBatchSize) -> HeadShape:
-    """Of the largest micro-batch, all of whose tokens may be responses."""
+    """Return the shape of the largest micro-batch's head; all of its tokens may be responses."""
     parallel = recipe.student.parallel
     tp = parallel.tensor_model_parallel_size
     responses = batch.sequences * recipe.rollout.max_response_length
@@ -91,7 +91,7 @@ def head_shape(recipe: Recipe, dims: ModelDims, batch: MicroBatchSize) -> HeadSh
 def plan_ranks(
     recipe: Recipe, dims: ModelDims, work: Workload, cluster: Cluster, replicas: Mapping[str, ReplicaPlan]
 ) -> list[RankPlan]:
-    """One for each pipeline stage; the first is rank 0's, whose process some engines may share."""
+    """Plan the ranks of each pipeline stage; the first is rank 0's, whose process some engines may share."""
     groups = engine_groups(recipe)
     batch, student = micro_batches(recipe, dims, work), recipe.student
     head = head_shape(recipe, dims, batch)
@@ -125,7 +125,7 @@ def plan_ranks(
 def head_plans(
     recipe: Recipe, dims: ModelDims, work: Workload, cluster: Cluster, replicas: Mapping[str, ReplicaPlan]
 ) -> list[HeadPlan]:
-    """Our head beside an eager loss, at every tensor-parallel degree that divides the model and the ranks."""
+    """Plan our head beside an eager loss, at every tensor-parallel degree that divides the model and the ranks."""
     plans = []
     degrees = recipe.student.parallel
     ranks = degrees.ranks_per_stage // degrees.context_parallel_size
@@ -157,10 +157,10 @@ def head_plans(
 
 
 def host_bytes(recipe: Recipe, dims: ModelDims, work: Workload) -> dict[str, int]:
-    """What processes hold in host memory beside GPUs, on the node of rank 0 and where a rollout replica is; ranks'
-    states and what they copy for a checkpoint are spread over their nodes."""
+    """Return what processes hold in host memory beside GPUs, on the node of rank 0 and where a rollout replica is;
+    ranks' states and what they copy for a checkpoint are spread over their nodes."""
     student, parallel = recipe.student, recipe.student.parallel
-    model = whole(dims) * BYTES[student.dtype]
+    model = total_weights(dims) * BYTES[student.dtype]
     in_flight = (recipe.schedule.max_staleness + 1) * work.samples
     found = {"data plane": in_flight * sample_bytes(recipe, work)}
     if student.optimizer.offload_fraction:

@@ -7,27 +7,28 @@ from dataclasses import dataclass, field
 
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.conversion.models.dims import ModelDims
-from mopd.planning.devices import SHARES
-from mopd.planning.memory.shards import BYTES, whole
+from mopd.planning.devices import SHARES, gib
+from mopd.planning.memory.shards import BYTES, total_weights
 from mopd.planning.workload import Workload
 
 VLLM_BYTES_PER_LOGIT = 6.5
 """vLLM's prompt log-probs hold [tokens, vocabulary] of bf16 logits and fp32 log-probs: 7.5 GiB at 8,192 tokens of a
 vocabulary of 152 k, seen with vLLM 0.32; it does not reserve them."""
 TORCH_ROWS = 1024
-"""Rows of logits that the torch engine scores at a time, in fp32: the logits, their exponentials and a chunk's copy."""
+"""Rows of logits that the torch engine scores at a time."""
 TORCH_BYTES_PER_LOGIT = 12
+"""Bytes of fp32 for each of them: the logit, its exponential and a chunk's copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaPlan:
-    """One replica; bytes are of each of its GPUs, or of its process without any."""
+    """Plan of one replica; bytes are those of each of its GPUs, or of its process without any."""
 
     gpus: int
     parts: Mapping[str, int]
     """weights, cache, reserve, scoring -> bytes."""
     sequences: int
-    """That it can work on at a time, at their mean length."""
+    """Sequences of mean length that it can work on at a time."""
     longest: int
     """Tokens of one sequence that the cache holds; below the recipe's longest it cannot work."""
     cache_tokens: int
@@ -40,7 +41,7 @@ class ReplicaPlan:
 
 
 def kv_bytes(dims: ModelDims, size: int) -> int:
-    """Of one token's keys and values in all layers; of latent attention what is compressed."""
+    """Return the bytes of one token's keys and values in all layers; of latent attention the compressed ones."""
     if dims.mla is not None:
         return dims.num_layers * (dims.mla.kv_lora_rank + dims.mla.qk_rope_head_dim) * size
     return 2 * dims.num_layers * dims.num_query_groups * dims.head_dim * size
@@ -49,12 +50,12 @@ def kv_bytes(dims: ModelDims, size: int) -> int:
 def plan_replica(
     group: EngineGroupConfig, dims: ModelDims, work: Workload, *, memory_bytes: int, scores: bool, samples: float
 ) -> ReplicaPlan:
-    """Of a group whose engine and dtype are settled.
+    """Plan one replica of a group whose engine and dtype are settled.
 
     Args:
-        memory_bytes: of one GPU; without GPUs what the host has.
-        scores: it is a teacher; else it draws.
-        samples: of a step that come to one replica.
+        memory_bytes: memory of one GPU; without GPUs that of the host.
+        scores: it is a teacher's; else it draws.
+        samples: samples of a step that come to one replica.
     """
     if isinstance(group.engine, VllmEngineConfig):
         return _vllm(group.engine, dims, work, memory_bytes=memory_bytes, scores=scores, samples=samples)
@@ -64,7 +65,7 @@ def plan_replica(
     layer = 4 * dims.hidden_size + 3 * max(dims.ffn_hidden_size, dims.head_dim * dims.num_attention_heads)
     rows = min(TORCH_ROWS, tokens) if scores else max(1, tokens // work.max_tokens)
     parts = {
-        "weights": whole(dims) * size,
+        "weights": total_weights(dims) * size,
         "cache": 0 if scores else tokens * kv_bytes(dims, size),
         "reserve": tokens * layer * size,
         "scoring" if scores else "logits": rows * dims.vocab_size * TORCH_BYTES_PER_LOGIT,
@@ -78,7 +79,7 @@ def _vllm(
 ) -> ReplicaPlan:
     """vLLM takes ``gpu_memory_utilization`` of a GPU, and what weights and reserve leave of it is the cache."""
     tp, size = engine.tensor_parallel_size, BYTES[engine.dtype]
-    weights, reserve = whole(dims) * size // tp, int(SHARES["vllm_reserve_bytes"].value)
+    weights, reserve = total_weights(dims) * size // tp, int(SHARES["vllm_reserve_bytes"].value)
     own = int(engine.gpu_memory_utilization * memory_bytes)
     each = max(1, kv_bytes(dims, size) // (tp if dims.mla is None else 1))
     if dims.mla is None and tp > dims.num_query_groups:
@@ -93,43 +94,25 @@ def _vllm(
         tokens = min(engine.max_scoring_tokens, max(1.0, samples) * work.max_tokens)
         scoring = int(tokens * dims.vocab_size * VLLM_BYTES_PER_LOGIT)
     parts = {"weights": weights, "cache": cache, "reserve": reserve, "scoring": scoring}
-    problems = []
+    problems, degree = [], "engine.tensor_parallel_size"
     if dims.num_attention_heads % tp:
-        problems.append(
-            (
-                "engine.tensor_parallel_size",
-                f"{tp} does not divide the model's {dims.num_attention_heads} attention heads: set a divisor of them",
-            )
-        )
+        heads = f"{tp} does not divide the model's {dims.num_attention_heads} attention heads"
+        problems.append((degree, f"{heads}: set a divisor of them"))
     if cache // each < longest:
-        problems.append(
-            (
-                "engine.tensor_parallel_size",
-                f"{tp}: weights ({_gib(weights)} on each GPU) and {_gib(reserve)} in reserve leave {_gib(cache)} of "
-                f"{engine.gpu_memory_utilization:g} x {_gib(memory_bytes)} for the cache, room for {cache // each} "
-                f"tokens where one sequence has {longest}: raise it, or gpu_memory_utilization",
-            )
+        left = (
+            f"{tp}: weights ({gib(weights)} on each GPU) and {gib(reserve)} in reserve leave {gib(cache)} of "
+            f"{engine.gpu_memory_utilization:g} x {gib(memory_bytes)} for the cache, room for {cache // each} "
+            f"tokens where one sequence has {longest}"
         )
+        problems.append((degree, f"{left}: raise it, or gpu_memory_utilization"))
     if scoring and weights + cache + reserve + scoring > memory_bytes:
-        problems.append(
-            (
-                "engine.gpu_memory_utilization",
-                f"{engine.gpu_memory_utilization:g} of {_gib(memory_bytes)} leaves "
-                f"{_gib(memory_bytes - weights - cache - reserve)}, and the prompt log-probs of max_scoring_tokens "
-                f"{engine.max_scoring_tokens} x {dims.vocab_size} take {_gib(scoring)} beside it: lower it, or "
-                "max_scoring_tokens",
-            )
+        taken = (
+            f"{engine.gpu_memory_utilization:g} of {gib(memory_bytes)} leaves "
+            f"{gib(memory_bytes - weights - cache - reserve)}, and the prompt log-probs of max_scoring_tokens "
+            f"{engine.max_scoring_tokens} x {dims.vocab_size} take {gib(scoring)} beside it"
         )
+        problems.append(("engine.gpu_memory_utilization", f"{taken}: lower it, or max_scoring_tokens"))
     room = max(1, min(engine.max_num_seqs, int(cache // each / work.length)))
     return ReplicaPlan(
-        gpus=tp,
-        parts=parts,
-        sequences=room,
-        longest=longest,
-        cache_tokens=cache // each,
-        problems=tuple(problems),
+        gpus=tp, parts=parts, sequences=room, longest=longest, cache_tokens=cache // each, problems=tuple(problems)
     )
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

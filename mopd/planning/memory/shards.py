@@ -19,11 +19,11 @@ from mopd.conversion.models.towers import is_merger
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES = 4
-"""``grad_reduce_in_fp32``: the buffers are fp32 whatever the model's dtype."""
+"""Bytes of one gradient: with ``grad_reduce_in_fp32`` the buffers are fp32 whatever the model's dtype."""
 MOMENT_BYTES = 8
-"""Adam's two, in fp32."""
+"""Bytes of Adam's two moments, in fp32."""
 MAIN_BYTES = 4
-"""The fp32 copy of weights that are not fp32 themselves."""
+"""Bytes of the fp32 copy of a weight that is not fp32 itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,34 +31,31 @@ class Shard:
     """Numbers of one rank's weights."""
 
     dense: int
-    """Outside the experts; copies of them on every data-parallel rank."""
+    """Weights outside the experts; copies of them are on every data-parallel rank."""
     experts: int
     constants: int
-    """Kept in fp32 and not trained by gradients (the routers' biases)."""
+    """Weights that are kept in fp32 and not trained by gradients (the routers' biases)."""
     tower: int
-    """Of the vision tower without its mergers, on the first stage, whole on each of its ranks."""
+    """Weights of the vision tower without its mergers, on the first stage, whole on each of its ranks."""
     mergers: int
-    """Of what turns its features into embeddings, likewise."""
+    """Weights of the mergers, which turn the tower's features into embeddings, likewise."""
 
     def trained_dense(self, freeze: Freeze) -> int:
-        """Outside the experts, with what ``student.vision.freeze`` leaves of the vision tower."""
+        """Return the weights outside the experts, with what ``student.vision.freeze`` leaves of the vision tower."""
         tower = {"none": self.tower + self.mergers, "tower": self.mergers, "tower_and_merger": 0}
         return self.dense + tower[freeze]
 
     @property
     def num_weights(self) -> int:
-        """In the model's dtype."""
+        """Number of weights in the model's dtype."""
         return self.dense + self.experts + self.tower + self.mergers
 
 
 @lru_cache(maxsize=4096)
 def shard(dims: ModelDims, parallel: ParallelConfig, stage: int) -> Shard:
-    """Of every rank of a pipeline stage (from 0)."""
-    tp, pp, layers = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        own_layers(dims, parallel),
-    )
+    """Return the shard of every rank of a pipeline stage (from 0)."""
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    layers = own_layers(dims, parallel)
     etp, ep = parallel.resolved_expert_tensor_parallel_size, parallel.expert_model_parallel_size
     sizes = families.sizes(dims)
     dense = experts = constants = 0
@@ -87,49 +84,49 @@ def shard(dims: ModelDims, parallel: ParallelConfig, stage: int) -> Shard:
 
 
 def own_layers(dims: ModelDims, parallel: ParallelConfig) -> list[list[int]]:
-    """The layers of every pipeline stage."""
+    """Return the layers of every pipeline stage."""
     stages = stages_of(parallel).layers(dims.num_layers)
     return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
 
 
-def whole(dims: ModelDims) -> int:
-    """Weights of the model, each once, without rows that pad the vocabulary."""
+def total_weights(dims: ModelDims) -> int:
+    """Return the weights of the model, each once, without rows that pad the vocabulary."""
     one = shard(dims, ParallelConfig(), 0)
     padding = _tables(dims, dims.padded_vocab_size(1)) - _tables(dims, dims.vocab_size)
     return one.num_weights + one.constants - padding
 
 
 def update_bytes(dims: ModelDims, student: StudentConfig) -> int:
-    """What a rollout replica that is up gets of a version of the weights: all but a frozen tower."""
+    """Return the bytes of an update of the weights for a rollout replica that is up: all but a frozen tower."""
     one = shard(dims, ParallelConfig(), 0)
-    moving = whole(dims) - tower_weights(dims) + one.trained_dense(student.vision.freeze) - one.dense
+    moving = total_weights(dims) - tower_weights(dims) + one.trained_dense(student.vision.freeze) - one.dense
     return moving * BYTES[student.dtype]
 
 
 def tower_weights(dims: ModelDims) -> int:
-    """Of the vision tower, mergers included; 0 for a model of text."""
+    """Return the weights of the vision tower, mergers included; 0 for a model of text."""
     return sum(_tower(dims))
 
 
 def expert_weights(dims: ModelDims) -> int:
-    """Of all experts."""
+    """Return the weights of all experts."""
     return shard(dims, ParallelConfig(), 0).experts
 
 
 def active(dims: ModelDims) -> int:
-    """Weights in the layers that one token meets: its own experts, no embedding and no head."""
+    """Return the weights in the layers that one token meets: its own experts, no embedding and no head."""
     one = shard(dims, ParallelConfig(), 0)
     of_token = 0 if dims.moe is None else one.experts * dims.moe.experts_per_token // dims.moe.num_experts
     return one.dense - _tables(dims, dims.padded_vocab_size(1)) + of_token
 
 
 def _tables(dims: ModelDims, rows: int) -> int:
-    """Weights of embedding and head, which have so many rows."""
+    """Return the weights of embedding and head, which have so many rows."""
     return (1 if dims.tied_embeddings else 2) * rows * dims.hidden_size
 
 
 def tensor_bytes(own: Shard, student: StudentConfig) -> dict[str, int]:
-    """Weights, gradients and optimizer states of one rank on its device, as Megatron allocates them."""
+    """Return weights, gradients and optimizer states of one rank on its device, as Megatron allocates them."""
     size, dense = BYTES[student.dtype], own.trained_dense(student.vision.freeze)
     state = MOMENT_BYTES + (MAIN_BYTES if size < 4 else 0)
     return {
@@ -140,14 +137,14 @@ def tensor_bytes(own: Shard, student: StudentConfig) -> dict[str, int]:
 
 
 def offloaded_bytes(own: Shard, student: StudentConfig) -> int:
-    """Of one rank's optimizer states, what ``offload_fraction`` keeps in host memory, and as many main weights: also of
-    a student in fp32, which has none elsewhere."""
+    """Return the bytes of one rank's optimizer states that ``offload_fraction`` keeps in host memory, and of as many
+    main weights: also of a student in fp32, which has none elsewhere."""
     return round(_num_stepped(own, student) * (MOMENT_BYTES + MAIN_BYTES) * student.optimizer.offload_fraction)
 
 
 def _num_stepped(own: Shard, student: StudentConfig) -> float:
-    """Weights whose states one rank keeps. With the distributed optimizer its share of them: over the data-parallel
-    ranks, and for experts over the ranks that hold copies of them."""
+    """Return the weights whose states one rank keeps. With the distributed optimizer its share of them: over the
+    data-parallel ranks, and for experts over the ranks that hold copies of them."""
     parallel, dense = student.parallel, own.trained_dense(student.vision.freeze)
     if not student.optimizer.use_distributed_optimizer:
         return dense + own.experts
@@ -155,8 +152,8 @@ def _num_stepped(own: Shard, student: StudentConfig) -> float:
 
 
 def checkpoint_bytes(dims: ModelDims, student: StudentConfig) -> int:
-    """Weights and optimizer states of the whole model, each once; the distributed optimizer also writes fp32 weights
-    as its own."""
+    """Return the bytes of weights and optimizer states of the whole model, each once; the distributed optimizer also
+    writes fp32 weights as its own."""
     alone = ParallelConfig()
     own = shard(dims, alone, 0)
     together = replace(student.optimizer, offload_fraction=0.0)
@@ -167,7 +164,7 @@ def checkpoint_bytes(dims: ModelDims, student: StudentConfig) -> int:
 
 
 def _tower(dims: ModelDims) -> tuple[int, int]:
-    """Weights of the vision tower's mergers, and of the rest of it."""
+    """Return the weights of the vision tower's mergers, and of the rest of it."""
     found = [0, 0]
     for placed in families.tower_params(dims):
         found[not is_merger(placed.megatron[0])] += math.prod(placed.hf_shapes[0])

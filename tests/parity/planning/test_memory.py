@@ -1,6 +1,5 @@
-"""What a plan says of the trainer's memory beside what real Megatron students hold, rank by rank, at seven layouts
-(interleaved and uneven stages and states in host memory among them), and with a vision tower frozen and trained beside
-fewer layers."""
+"""Planned memory of the trainer beside that of real Megatron students, rank by rank, at seven layouts (interleaved and
+uneven stages and states in host memory among them), and with a vision tower frozen and trained beside fewer layers."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.timeout(3600)  # more than a start of ranks may take
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "ffn_size": 256}
 VOCAB_SIZE = 24_001
-"""So large that logits outweigh everything else in the head, and no multiple of a tensor-parallel degree."""
+"""Size at which logits outweigh everything else in the head, and no multiple of a tensor-parallel degree."""
 MODELS = {
     "dense": {"family": "qwen3", "num_layers": 4, "tie_word_embeddings": False},
     "tied": {"family": "qwen3", "num_layers": 4, "tie_word_embeddings": True},

@@ -22,9 +22,10 @@ from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Pro
 from mopd.bench.stand_ins import Lengths, Scenario, make_recipe, make_stream
 from mopd.data.packing import PackingRules
 from mopd.orchestrator.controller import Controller
-from mopd.orchestrator.ledger import Ledger, Slot
+from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.rollout import derive_seed
 from tests.fixtures.token_clock import run_on_token_clock
+from tests.unit.orchestrator.groups import meta_of
 
 TOKENS_PER_S = 1000
 
@@ -43,7 +44,7 @@ class World:
     """Responses that are drawn at a time."""
     mean_s: float = 1.0
     sigma: float = 1.0
-    """Of the log-normal time of a response."""
+    """Deviation of the log-normal time of a response."""
     longest_s: float = 8.0
     train_s: float = 1.0
     score_s: float = 0.05
@@ -60,7 +61,7 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run did; lengths in seconds."""
+    """Record of a run; lengths in seconds."""
 
     step_s: np.ndarray
     drawn: np.ndarray
@@ -112,16 +113,9 @@ class _Sampler:
         self.drawn[sample_id, prompt.attempt] = seconds
         self.ended[sample_id] = asyncio.get_running_loop().time()
         num_tokens = max(1, round(seconds * TOKENS_PER_S))
-        return SampleMeta(
-            sample_id=sample_id,
-            domain=prompt.domain,
-            weight_version=began_with,
-            prompt_length=1,
-            response_length=num_tokens,
-            num_loss_tokens=num_tokens,
-            num_versions=ended_with - began_with + 1,
-            version_span=ended_with - began_with,
-        )
+        span = ended_with - began_with
+        more = {"response": num_tokens, "num_versions": span + 1, "version_span": span}
+        return meta_of(sample_id, prompt.domain, began_with, **more)
 
 
 @dataclass
@@ -176,9 +170,13 @@ class _Plane:
 
     ledger: Ledger
     discard_s: float
+    ready_at: dict[int, float] = field(default_factory=dict)
+    """Sample id -> seconds when its slot was ready."""
 
     async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
         known = {sample.sample_id: sample for slot in self.ledger.slots for sample in slot.samples}
+        ready = {sample.sample_id: slot.ready_at for slot in self.ledger.slots for sample in slot.samples}
+        self.ready_at |= {sample_id: ready[sample_id] for sample_id in sample_ids}
         return Batch(samples=tuple(known[sample_id] for sample_id in sample_ids))
 
     async def release(self, batch: Batch) -> None:
@@ -188,21 +186,8 @@ class _Plane:
         await asyncio.sleep(self.discard_s)
 
 
-class _TimedLedger(Ledger):
-    """Notes when slots are ready."""
-
-    ready_at: dict[int, float]
-    """Sample id -> seconds."""
-
-    def complete(self, slot: Slot, samples: Sequence[SampleMeta]) -> bool:
-        is_ready = super().complete(slot, samples)
-        if is_ready:
-            self.ready_at |= {sample.sample_id: asyncio.get_running_loop().time() for sample in samples}
-        return is_ready
-
-
 @dataclass
-class _Records:
+class Records:
     """Implements ``Observer``."""
 
     times: list[float] = field(default_factory=list)
@@ -238,7 +223,7 @@ def run(world: World) -> Outcome:
 
     async def work() -> Outcome:
         clock = asyncio.get_running_loop().time
-        ledger = _TimedLedger(
+        ledger = Ledger(
             prompts_per_step=world.prompts_per_step,
             max_staleness=world.max_staleness,
             step=0,
@@ -247,9 +232,8 @@ def run(world: World) -> Outcome:
             on_new_weights=world.on_new_weights,
             clock=clock,
         )
-        ledger.ready_at = {}
         sampler = _Sampler(world, asyncio.Semaphore(world.num_places))
-        student, records = _Student(world, sampler), _Records()
+        student, records, plane = _Student(world, sampler), Records(), _Plane(ledger, world.discard_s)
         controller = Controller(
             recipe=recipe,
             prompts=make_stream(world.seed),
@@ -257,7 +241,7 @@ def run(world: World) -> Outcome:
             teachers=_Teacher(world),
             rewards=None,
             student=student,
-            plane=_Plane(ledger, world.discard_s),
+            plane=plane,
             observer=records,
             ledger=ledger,
             stop=Stop(),
@@ -270,8 +254,8 @@ def run(world: World) -> Outcome:
             drawn=np.array([seconds for (_, attempt), seconds in sorted(sampler.drawn.items()) if attempt == 0]),
             trained=student.trained,
             ages=student.ages,
-            waits_s=np.array([at - sampler.ended[sample_id] for sample_id, at in ledger.ready_at.items()]),
-            num_refused=ledger.counts("refused").total(),
+            waits_s=np.array([at - sampler.ended[sample_id] for sample_id, at in plane.ready_at.items()]),
+            num_refused=sum(ledger.state_dict()["refused"].values()),
             values=records.values,
         )
 

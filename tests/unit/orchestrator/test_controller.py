@@ -1,4 +1,4 @@
-"""What the producer does with samples that cannot be scored: other prompts of their domains, a full batch, a count.
+"""The producer replaces samples that cannot be scored: other prompts of their domains, a full batch, a count.
 
 Real engine, router, data plane and stream; the student is not needed for it.
 """
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -20,47 +21,39 @@ from torch import Tensor
 from mopd.base.hardware import Hardware
 from mopd.base.tasks import Stop
 from mopd.base.types import LOSS_FIELDS, Batch, FailedSample, UserError
-from mopd.config.groups import Assignment, RoutingConfig, TorchEngineConfig
+from mopd.config.groups import Assignment, TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.data.packing import PackingRules
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.stream import PromptStream
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import EngineRejected, Images, SamplingParams, Scores
-from mopd.engines.replicas.interface import Replica
-from mopd.engines.replicas.router import Router
+from mopd.engines.interface import EngineRejected, SamplingParams, Scores
 from mopd.engines.torch.engine import TorchEngine
 from mopd.launch.preparing import settled
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger, Slot
 from mopd.orchestrator.rollout import RolloutWorker
-from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
+from mopd.orchestrator.teachers import TeacherWorker
 from tests.fixtures.recipe import RECIPE
-from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
+from tests.fixtures.tiny_models import make_hf_model
+from tests.unit.orchestrator.groups import teacher_of
 
 BAD_TOKEN = 40
-PACKING = PackingRules(is_packed=True, max_tokens=1024, micro_batch_size=None, square_cost=0.0)
 """The teacher refuses every sample whose prompt begins with it."""
+PACKING = PackingRules(is_packed=True, max_tokens=1024, micro_batch_size=None, square_cost=0.0)
 
 
+@dataclasses.dataclass
 class Picky:
     """A teacher that refuses some samples."""
 
-    def __init__(self, engine: TorchEngine, bad_token: int) -> None:
-        self.engine, self.bad_token = engine, bad_token
+    engine: TorchEngine
+    bad_token: int
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-    ) -> list[Scores]:
+    async def score(self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], **options: Any) -> list[Scores]:
         if any(int(sequence[0]) == self.bad_token for sequence in tokens):
             raise EngineRejected("math.0: I do not like it")
-        return await self.engine.score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)
+        return await self.engine.score(tokens, prompt_lengths, **options)
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +77,7 @@ def dataset(*, bad_share: int) -> PromptDataset:
 
 
 def produce(
-    engine: TorchEngine,
-    data: PromptDataset,
-    tmp_path: Path,
-    *,
-    samples_per_prompt: int = 1,
-    on_failure: str = "replace",
+    engine: TorchEngine, data: PromptDataset, tmp_path: Path, *, samples_per_prompt: int = 1
 ) -> tuple[Controller, Batch, LocalDataPlane]:
     """Let a controller make its first batch."""
     path = tmp_path / "recipe.yaml"
@@ -97,13 +85,14 @@ def produce(
     settings = [
         "schedule.prompts_per_step=8",
         f"rollout.samples_per_prompt={samples_per_prompt}",
-        f"on_failure={on_failure}",
+        "on_failure=replace",
         "teachers.math.domains=[math, code]",
         "loss.top_k=4",
     ]
     recipe = settled(load_recipe(path, settings), Hardware()).recipe
     plane = LocalDataPlane()
-    router = Router("math", [Replica(name="math.0", engine=Picky(engine, BAD_TOKEN))], RoutingConfig(), kind="teacher")
+    teacher = teacher_of("math", Picky(engine, BAD_TOKEN))
+    sampling = SamplingParams(max_new_tokens=3)
 
     async def expect_step() -> None:
         assert not controller._num_drawing
@@ -111,21 +100,9 @@ def produce(
     controller = Controller(
         recipe=recipe,
         prompts=PromptStream(data.rows_by_domain, {"math": 1, "code": 1}, 0),
-        rollout=RolloutWorker(
-            engine,
-            plane,
-            data,
-            sampling=SamplingParams(max_new_tokens=3),
-            seed=0,
-            samples_per_prompt=samples_per_prompt,
-        ),
+        rollout=RolloutWorker(engine, plane, data, sampling=sampling, seed=0, samples_per_prompt=samples_per_prompt),
         teachers=TeacherWorker(
-            {"math": TeacherGroup("math", router, vocab_size=VOCAB_SIZE)},
-            Assignment(recipe.teachers),
-            plane,
-            top_k=4,
-            temperature=1.0,
-            keep_going=on_failure == "replace",
+            {"math": teacher}, Assignment(recipe.teachers), plane, top_k=4, temperature=1.0, keep_going=True
         ),
         rewards=None,
         student=SimpleNamespace(dp_size=1, packing=PACKING, expect_step=expect_step),
@@ -174,14 +151,13 @@ def test_all_samples_of_a_prompt_go_together(engine: TorchEngine, tmp_path: Path
 
 
 def test_a_domain_that_always_fails_ends_the_run(engine: TorchEngine, tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"more than 8 prompts of one step .* by teachers.math \(domain 'math'\): .*not like"
-    ):
+    line = r"more than 8 prompts of one step .* by teachers.math \(domain 'math'\): .*not like"
+    with pytest.raises(UserError, match=line):
         produce(engine, dataset(bad_share=1), tmp_path)
 
 
 def test_replacements_are_counted_by_the_step_of_their_slots(engine: TorchEngine, tmp_path: Path) -> None:
-    """As many as a step has prompts, for each of two steps; one more of either ends the run."""
+    """Each of two steps may replace as many as it has prompts; one more of either ends the run."""
     controller, _, plane = produce(engine, dataset(bad_share=20), tmp_path)
     controller._num_replaced.clear()
     controller.ledger = Ledger(prompts_per_step=8, max_staleness=1, step=0)
@@ -205,13 +181,6 @@ def test_replacements_are_counted_by_the_step_of_their_slots(engine: TorchEngine
     assert plane.num_samples == 8 + 2  # those of the batch, and of the two that nobody replaced
 
 
-def test_stop_is_the_default(engine: TorchEngine, tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"teachers.math did not score samples \d+ of domain 'math': .*I do not like it"
-    ):
-        produce(engine, dataset(bad_share=2), tmp_path, on_failure="stop")
-
-
 def test_the_stored_state_holds_the_prompts_that_no_step_has_used(engine: TorchEngine, tmp_path: Path) -> None:
     """A run that goes on from here draws them again, those that replaced others included."""
     data = dataset(bad_share=2)
@@ -226,5 +195,5 @@ def test_the_stored_state_holds_the_prompts_that_no_step_has_used(engine: TorchE
     assert not ledger.has_room()
     assert ledger.state_dict() == controller.ledger.state_dict()
     resumed = dataclasses.replace(controller, ledger=ledger)
-    assert ledger.counts("replaced")["math"] > 0  # told by the steps before the checkpoint, and not once more
+    assert state["ledger"]["replaced"]["math"] > 0  # told by the steps before the checkpoint, and not once more
     assert resumed._batch_metrics(batch, [])["replaced_samples/math"] == 0

@@ -1,4 +1,4 @@
-"""``mopd generate``: prompts from the command line, answered by a Hugging Face folder or a converted checkpoint."""
+"""Answers of ``mopd generate`` to prompts from the command line, by a Hugging Face folder or a converted checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def answers(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[
 
 
 def greedy_continuation(model: Path, text: str, num_tokens: int) -> str:
-    """By transformers alone."""
+    """Return the greedy continuation by transformers alone."""
     tokenizer, causal = load_tokenizer(model), load_model(model, "float32", torch.device("cpu"))
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
     made = causal.generate(ids, max_new_tokens=num_tokens, do_sample=False)[0, ids.shape[1] :]
@@ -99,7 +99,7 @@ def test_a_prompt_from_standard_input_and_text_for_a_pipe(
 
 
 def greedy_of_images(folder: Path, ids: list[int], images: list[bytes], num_tokens: int) -> str:
-    """By transformers alone, one token after another."""
+    """Return the greedy continuation by transformers alone, one token after another."""
     reference, shown = Transformers(folder), [prompt_image(folder, image) for image in images]
     prompt, made = list(ids), []
     for _ in range(num_tokens):
@@ -111,7 +111,7 @@ def greedy_of_images(folder: Path, ids: list[int], images: list[bytes], num_toke
 
 
 def test_images_stand_where_their_marks_are(seeing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the order of the marks, over all prompts; a prompt without any beside them."""
+    """Images come in the order of the marks, over all prompts; one prompt has none."""
     contents = [image_bytes(56, 84), image_bytes(75, 101, 1, kind="JPEG"), image_bytes(56, 56, 2)]
     files = [tmp_path / f"{number}.img" for number in range(3)]
     for file, content in zip(files, contents, strict=True):

@@ -15,6 +15,8 @@ import pytest
 
 from mopd.base.types import Prompt, SampleMeta, UserError
 from mopd.orchestrator.ledger import Ledger, Slot
+from tests.fixtures.token_clock import run_on_token_clock
+from tests.unit.orchestrator.groups import meta_of
 
 DOMAINS = ("math", "math", "code", "math", "vision")
 P = 8
@@ -26,14 +28,7 @@ def prompt(sample_id: int) -> Prompt:
 
 
 def sample(slot: Slot, weight_version: int) -> SampleMeta:
-    return SampleMeta(
-        sample_id=slot.prompt.sample_id,
-        domain=slot.prompt.domain,
-        weight_version=weight_version,
-        prompt_length=1,
-        response_length=2,
-        num_loss_tokens=2,
-    )
+    return meta_of(slot.prompt.sample_id, slot.prompt.domain, weight_version)
 
 
 def take(ledger: Ledger) -> list[Slot]:
@@ -41,14 +36,10 @@ def take(ledger: Ledger) -> list[Slot]:
 
 
 def restored(ledger: Ledger) -> Ledger:
-    """What a killed run goes on with."""
+    """Return the ledger that a killed run goes on with."""
     state = json.loads(json.dumps(ledger.state_dict()))
-    again = Ledger(
-        prompts_per_step=P,
-        max_staleness=ledger.max_staleness,
-        step=ledger.step,
-        on_expiry="hold" if ledger._holds else "redraw",
-    )
+    on_expiry = "hold" if ledger._holds else "redraw"
+    again = Ledger(prompts_per_step=P, max_staleness=ledger.max_staleness, step=ledger.step, on_expiry=on_expiry)
     again.load_state_dict(state, lambda sample_id, domain, row: prompt(sample_id))
     return again
 
@@ -107,10 +98,9 @@ def test_random_orders_kills_and_failures(
         assert refused == 0
     elif every <= max_staleness:
         assert refused > 0  # else the other half of this test shows nothing
-    counts = ledger.counts
-    assert sum((counts(end) for end in ("trained", "refused", "replaced")), Counter()).total() + len(ledger.slots) == (
-        sum(ledger.state_dict()["admitted"].values())
-    )
+    state = ledger.state_dict()
+    ended = sum(sum(state[end].values()) for end in ("trained", "refused", "replaced"))
+    assert ended + len(ledger.slots) == sum(state["admitted"].values())
 
 
 def complete(ledger: Ledger, slots: Sequence[Slot], version: int = 0) -> None:
@@ -134,15 +124,14 @@ def overtaken(on_expiry: Literal["hold", "redraw"]) -> tuple[Ledger, Slot]:
 def test_a_step_waits_for_a_slot_that_would_become_too_old() -> None:
     ledger, late = overtaken("hold")
     # Steps 1 and 2 took others of weights 0; step 3 is the last one for those that are left, which is ``late``.
-    with pytest.raises(
-        UserError, match=r"step 3; ready by domain: 'math' 2 of 1; others of 'math' would become too old"
-    ):
+    line = r"step 3; ready by domain: 'math' 2 of 1; others of 'math' would become too old"
+    with pytest.raises(UserError, match=line):
         take(ledger)
     assert ledger.complete(late, [sample(late, 0)])
     assert take(ledger) == [late]
     ledger.trained([late])
     assert [slot.weight_version for slot in take(ledger)] == [1]
-    assert ledger.counts("refused") == {}
+    assert ledger.state_dict()["refused"] == {}
 
 
 def test_a_slot_whose_place_others_took_is_waited_for_before_it_is_the_last_one() -> None:
@@ -169,7 +158,7 @@ def test_an_overtaken_slot_is_drawn_again_with_a_count() -> None:
     assert ledger.is_stale([sample(late, 0)]) and not ledger.is_stale([sample(late, 1)])
     assert not ledger.complete(late, [sample(late, 0)])
     ledger.again(late)
-    assert late.prompt.attempt == 1 and ledger.counts("refused") == {"math": 1}
+    assert late.prompt.attempt == 1 and ledger.state_dict()["refused"] == {"math": 1}
     complete(ledger, [late], 3)
     assert [slot.weight_version for slot in take(ledger)] == [2]  # the oldest weights come first
 
@@ -271,14 +260,10 @@ def test_a_lost_prompt_is_noticed_at_the_next_step() -> None:
     "change",
     [
         {"open": [{"sample_id": 1, "domain": "math", "row": 1, "attempt": -1}]},
-        {"open": [{"sample_id": 1, "domain": "math", "row": 1}]},
-        {"open": []},
-        {"order": ["code"]},
-        {"admitted": {"math": 7}},
-        {"trained": {"math": 1.5}},
-        {"refused": None},
+        {"open": [{"sample_id": 1, "domain": "math", "row": 1}]}, {"open": []}, {"order": ["code"]},
+        {"admitted": {"math": 7}}, {"trained": {"math": 1.5}}, {"refused": None},
     ],
-)
+)  # fmt: skip
 def test_a_damaged_state_is_refused(change: dict[str, object]) -> None:
     ledger = Ledger(prompts_per_step=1, max_staleness=2, step=0)
     ledger.admit([prompt(1)])
@@ -298,4 +283,4 @@ def test_samples_that_come_one_by_one_may_take_longer_than_the_deadline_together
 
     ledger = Ledger(prompts_per_step=5, max_staleness=0, step=0)
     ledger.admit([prompt(i) for i in range(5)])
-    assert len(LOOP.run_until_complete(wait(ledger))) == 5
+    assert len(run_on_token_clock(wait(ledger))) == 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +14,18 @@ from transformers import PreTrainedTokenizerBase
 
 from mopd.base.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
 from mopd.config.data import ValidationConfig
-from mopd.config.groups import RoutingConfig, TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
 from mopd.config.rewards import CustomRewardConfig, ExactMatchConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import Generation, Generator, Images, SamplingParams, Told
-from mopd.engines.replicas.interface import Replica
-from mopd.engines.replicas.router import Router
+from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.rewards import RewardWorker
 from mopd.orchestrator.rollout import RolloutWorker, derive_seed
 from mopd.orchestrator.validation import ValidationResult, Validator
 from mopd.rewards.domains import build_rewards
 from tests.fixtures.tiny_models import EOS_ID, FP32_FORWARD_ATOL, make_hf_model, make_tokenizer
+from tests.unit.orchestrator.groups import router_of
 
 SAMPLING = SamplingParams(max_new_tokens=6)
 
@@ -56,28 +54,24 @@ def engine(folder: Path) -> TorchEngine:
 @pytest.fixture
 def dataset(tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
     texts = [("math", "1+1="), ("code", "ab?"), ("math", "2+2="), ("math", "9"), ("code", "cd?")]
-    rows = [
-        PromptRow(
-            domain=domain,
-            text=text,
-            tokens=tuple(tokenizer(text)["input_ids"]),
-            ground_truth="?",
-            extra_info=None,
-            place=f"file: row {i}",
-        )
-        for i, (domain, text) in enumerate(texts)
-    ]
-    return PromptDataset(rows)
+    more = {"ground_truth": "?", "extra_info": None, "place": "file: row"}
+    return PromptDataset(
+        [
+            PromptRow(domain=domain, text=text, tokens=tuple(tokenizer(text)["input_ids"]), **more)
+            for domain, text in texts
+        ]
+    )
 
 
 def prompts(dataset: PromptDataset) -> list[Prompt]:
     return [Prompt(sample_id=40 + i, domain=row.domain, row=i) for i, row in enumerate(dataset.rows)]
 
 
-def roll(
-    engine: Generator, dataset: PromptDataset, given: list[Prompt], **kwargs: object
-) -> tuple[list[SampleMeta], dict]:
-    async def run() -> tuple[list[SampleMeta], dict]:
+Rolled = tuple[list[SampleMeta], dict]
+
+
+def roll(engine: Generator, dataset: PromptDataset, given: list[Prompt], **kwargs: object) -> Rolled:
+    async def run() -> Rolled:
         plane = LocalDataPlane()
         worker = RolloutWorker(engine, plane, dataset, **{"sampling": SAMPLING, "seed": 1, **kwargs})
         metas = await worker.generate(given)
@@ -125,7 +119,7 @@ def test_every_complete_response_is_told_once_with_its_newest_weights(
 
 
 def test_a_rollout_without_replicas_names_samples_and_reason(engine: TorchEngine, dataset: PromptDataset) -> None:
-    router = Router("rollout", [Replica(name="rollout.0", engine=engine)], RoutingConfig(), kind="rollout")
+    router = router_of("rollout", engine, kind="rollout")
     router.set_weight_version(3)
     router.remove("rollout.0", reason="killed twice")
     with pytest.raises(UserError, match=r"rollout gave no response for samples 40, .* 'math': .*killed twice"):
@@ -141,15 +135,7 @@ class HandsBack:
         self.engine = engine
         self.asked: list[tuple[int, ...]] = []
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        told: Told | None = None,
-        images: Images = None,
-    ) -> list[Generation]:
+    async def generate(self, prompts: Any, sampling: SamplingParams, seeds: Any, **_: Any) -> list[Generation]:
         self.asked += map(tuple, prompts)
         whole = await self.engine.generate(prompts, sampling, seeds)
         version = len(self.asked)
@@ -227,19 +213,10 @@ def test_task_advantage_is_reward_minus_the_prompts_mean(
 
 
 def run_validation(
-    engine: TorchEngine,
-    dataset: PromptDataset,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    seed: int = 1,
-    domains: list[str] | None = None,
-    **validation: Any,
+    engine: TorchEngine, dataset: PromptDataset, tokenizer: Any, seed: int = 1, domains: Any = None, **validation: Any
 ) -> ValidationResult:
-    recipe: Any = SimpleNamespace(
-        seed=seed,
-        validation=ValidationConfig(**validation),
-        rollout=SimpleNamespace(max_response_length=SAMPLING.max_new_tokens),
-    )
+    rollout, cfg = SimpleNamespace(max_response_length=SAMPLING.max_new_tokens), ValidationConfig(**validation)
+    recipe: Any = SimpleNamespace(seed=seed, validation=cfg, rollout=rollout)
     rewards = build_rewards({"default": ExactMatchConfig(type="exact_match")})
     validator = Validator(recipe, dataset, tokenizer, rewards)
     return asyncio.run(validator.run(engine, domains=domains))

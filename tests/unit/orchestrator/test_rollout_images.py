@@ -14,20 +14,19 @@ import torch
 
 from mopd.base.types import ROLLOUT_FIELDS, TEACHER_FIELDS, Prompt
 from mopd.config.data import DataConfig
-from mopd.config.groups import Assignment, RoutingConfig, TeacherConfig, TorchEngineConfig
+from mopd.config.groups import Assignment, TeacherConfig, TorchEngineConfig
 from mopd.data.image_refs import refs_from_tensor
 from mopd.data.prompts import PromptDataset, load_prompts
 from mopd.data.tokenizer import load_tokenizer
 from mopd.data.vision_prompts import read_vision
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import SamplingParams
-from mopd.engines.replicas.interface import Replica
-from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.rollout import RolloutWorker
-from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
+from mopd.orchestrator.teachers import TeacherWorker
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, make_hf_model
 from tests.fixtures.vision import VISION_VOCAB_SIZE, image_bytes, make_vision_model
+from tests.unit.orchestrator.groups import teacher_of
 
 ENGINE = TorchEngineConfig(dtype="float32")
 TOP_K = 8
@@ -65,20 +64,12 @@ def test_teachers_see_what_the_student_saw(models: Path, tmp_path: Path) -> None
         for name, folder in (("eyes", "seeing"), ("reader", "text"))
     }
     groups = {
-        name: TeacherGroup(
-            name,
-            Router(name, [Replica(name=f"{name}.0", engine=engine)], RoutingConfig(), kind="teacher"),
-            vocab_size=VISION_VOCAB_SIZE,
-            sees_images=name == "eyes",
-        )
+        name: teacher_of(name, engine, vocab_size=VISION_VOCAB_SIZE, sees_images=name == "eyes")
         for name, engine in teachers.items()
     }
-    assignment = Assignment(
-        {
-            name: TeacherConfig(model="unread", domains=(domain,))
-            for name, domain in (("eyes", "read"), ("reader", "sort"))
-        }
-    )
+    domains = {"eyes": "read", "reader": "sort"}
+    configs = {name: TeacherConfig(model="unread", domains=(domain,)) for name, domain in domains.items()}
+    assignment = Assignment(configs)
     dataset, others = dataset_of(tmp_path, models, seed=0), dataset_of(tmp_path, models, seed=50)
     assert dataset.row(0).tokens == others.row(0).tokens and dataset.row(0).images != others.row(0).images
 

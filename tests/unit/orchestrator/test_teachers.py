@@ -6,22 +6,23 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from mopd.base.types import TEACHER_FIELDS, FailedSample, SampleMeta, UserError
-from mopd.config.groups import Assignment, RoutingConfig, TeacherConfig, TorchEngineConfig
+from mopd.config.groups import Assignment, TeacherConfig, TorchEngineConfig
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import EngineRejected, EngineUnavailable, Images, Scores
-from mopd.engines.replicas.interface import Replica, RouterLimits
-from mopd.engines.replicas.router import Router
+from mopd.engines.interface import EngineRejected, EngineUnavailable, Scores
+from mopd.engines.replicas.interface import RouterLimits
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
+from tests.unit.orchestrator.groups import meta_of, teacher_of
 
-ROUTING = RoutingConfig()
 LIMITS = RouterLimits(max_attempts=2, backoff_s=0.0, breaker_reset_s=0.0)
 
 
@@ -47,28 +48,18 @@ class Altered:
     """A scorer that answers through a real engine, with one sample's scores changed or refused."""
 
     def __init__(self, engine: TorchEngine, *, length: int, change: Callable[[Scores], Scores]) -> None:
-        """``change`` meets the sample of ``length`` tokens; it may raise."""
+        """Set up. ``change`` gets the sample of ``length`` tokens; it may raise."""
         self.engine, self.length, self.change = engine, length, change
         self.requests = 0
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-    ) -> list[Scores]:
+    async def score(self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], **options: Any) -> list[Scores]:
         self.requests += 1
         await asyncio.sleep(0)
-        scores = await self.engine.score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)
+        scores = await self.engine.score(tokens, prompt_lengths, **options)
         return [self.change(s) if len(t) == self.length else s for t, s in zip(tokens, scores, strict=True)]
 
 
-def group(name: str, scorer: object, routing: RoutingConfig = ROUTING) -> TeacherGroup:
-    router = Router(name, [Replica(name=f"{name}.0", engine=scorer)], routing, kind="teacher", limits=LIMITS)
-    return TeacherGroup(name, router, vocab_size=VOCAB_SIZE)
+group = partial(teacher_of, limits=LIMITS)
 
 
 def samples(*domains: str) -> tuple[list[SampleMeta], list[Tensor]]:
@@ -78,16 +69,7 @@ def samples(*domains: str) -> tuple[list[SampleMeta], list[Tensor]]:
     for i, domain in enumerate(domains):
         prompt_length, response_length = 2 + i, 3 + i % 2
         tokens.append(torch.randint(3, VOCAB_SIZE, (prompt_length + response_length,), generator=generator))
-        metas.append(
-            SampleMeta(
-                sample_id=70 + i,
-                domain=domain,
-                weight_version=0,
-                prompt_length=prompt_length,
-                response_length=response_length,
-                num_loss_tokens=response_length,
-            )
-        )
+        metas.append(meta_of(70 + i, domain, prompt=prompt_length, response=response_length))
     return metas, tokens
 
 
@@ -142,14 +124,6 @@ def test_an_ensemble_writes_every_view_and_the_weighted_mean(engines: dict[str, 
     torch.testing.assert_close(fields["teacher_token_logprobs"][1], only.token_logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
 
 
-def test_the_default_teacher_takes_what_nobody_names(engines: dict[str, TorchEngine]) -> None:
-    teachers = {"mathematician": teacher("math"), "coder": teacher(default=True)}
-    fields, _, _ = run_worker(teachers, {name: group(name, engines[name]) for name in teachers}, "law", "math")
-    metas, tokens = samples("law", "math")
-    assert torch.equal(fields["teacher_ids"][0], alone(engines["coder"], tokens[0], metas[0]).ids)
-    assert torch.equal(fields["teacher_ids"][1], alone(engines["mathematician"], tokens[1], metas[1]).ids)
-
-
 def test_unknown_domain_is_named_before_anything_is_scored(engines: dict[str, TorchEngine]) -> None:
     scorer = Altered(engines["coder"], length=0, change=lambda s: s)
     with pytest.raises(
@@ -178,12 +152,11 @@ def test_a_group_takes_its_turn_around_the_work(engines: dict[str, TorchEngine])
     assert seen == ["awake", "scored", "asleep"]
 
 
-def unavailable(scores: Scores) -> Scores:
-    raise EngineUnavailable("coder.0: no answer")
+def fail(error: Exception, scores: Scores) -> Scores:
+    raise error
 
 
-def rejected(scores: Scores) -> Scores:
-    raise EngineRejected("coder.0: too long for me")
+rejected = partial(fail, EngineRejected("coder.0: too long for me"))
 
 
 def test_a_failure_ends_the_run_with_sample_domain_teacher_and_last_error(engines: dict[str, TorchEngine]) -> None:
@@ -218,36 +191,26 @@ def test_a_sample_of_an_ensemble_needs_all_its_teachers(engines: dict[str, Torch
 def test_a_teacher_without_replicas_ends_even_a_run_that_replaces(engines: dict[str, TorchEngine]) -> None:
     groups = {"coder": group("coder", engines["coder"])}
     groups["coder"].router.remove("coder.0", reason="killed three times")
-    with pytest.raises(
-        UserError, match=r"teachers.coder did not score samples 70 of domain 'code': .*killed three times"
-    ):
+    line = r"teachers.coder did not score samples 70 of domain 'code': .*killed three times"
+    with pytest.raises(UserError, match=line):
         run_worker({"coder": teacher("code")}, groups, "code", keep_going=True)
 
 
 def test_one_dead_teacher_ends_the_others_work(engines: dict[str, TorchEngine]) -> None:
-    """Nothing is left behind: asyncio would warn of a task that nobody awaited, and the tests forbid warnings."""
-    scorers = {
-        "coder": Altered(engines["coder"], length=5, change=unavailable),
-        "mathematician": engines["mathematician"],
-    }
+    """Nothing is left behind: asyncio would warn of a task that is never awaited, and the tests forbid warnings."""
+    unavailable = partial(fail, EngineUnavailable("coder.0: no answer"))
+    coder = Altered(engines["coder"], length=5, change=unavailable)
+    scorers = {"coder": coder, "mathematician": engines["mathematician"]}
     with pytest.raises(UserError, match=r"2 attempts on coder\.0, coder\.0"):
         run_worker(ONE_EACH, {name: group(name, scorer) for name, scorer in scorers.items()}, "code", "math")
 
 
-BAD_SCORES: dict[str, Callable[[Scores], Scores]] = {  # all of them stand in tests/unit/engines/test_answers.py
-    "ids is torch.int64": lambda s: replace(s, ids=s.ids.long()),
-    "an id is outside the vocabulary of": lambda s: replace(s, ids=s.ids + VOCAB_SIZE),
-    "an id stands twice in one row": lambda s: replace(s, ids=s.ids[:, :1].expand(-1, 5).contiguous()),
-    "add up to more than 1": lambda s: replace(s, logprobs=s.logprobs.clamp(min=-1.0)),
-}
-
-
-@pytest.mark.parametrize("message", BAD_SCORES)
-def test_bad_scores_name_sample_domain_teacher_and_replica(engines: dict[str, TorchEngine], message: str) -> None:
-    groups = {"coder": group("coder", Altered(engines["coder"], length=5, change=BAD_SCORES[message]))}
+def test_bad_scores_name_sample_domain_teacher_and_replica(engines: dict[str, TorchEngine]) -> None:
+    """The change is one of those that ``tests/unit/engines/test_answers.py`` lists."""
+    change = Altered(engines["coder"], length=5, change=lambda scores: replace(scores, ids=scores.ids + VOCAB_SIZE))
     expected = (
-        rf"teachers.coder did not score samples 70 of domain .code.: .*2 attempts .*coder\.0: corrupt .*{message}"
+        r"teachers.coder did not score samples 70 of domain .code.: .*2 attempts .*coder\.0: corrupt .*outside the"
     )
     with pytest.raises(UserError, match=expected) as caught:
-        run_worker({"coder": teacher("code")}, groups, "code")
+        run_worker({"coder": teacher("code")}, {"coder": group("coder", change)}, "code")
     assert "\n" not in str(caught.value)

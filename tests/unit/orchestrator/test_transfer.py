@@ -23,7 +23,6 @@ from mopd.engines.replicas.router import Router
 from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.transfer import Transfer
-from mopd.placement.weights import GroupWeightSync
 from mopd.weights.group import TransferGroup
 from tests.fixtures.linked import Sending
 from tests.fixtures.servers import RunningServer, running_server
@@ -35,7 +34,7 @@ DEADLINE_S = 600.0
 COLLECTIVE = CollectiveConfig(type="collective", bucket_mib=1, timeout_s=DEADLINE_S)
 IPC = IpcConfig(type="ipc", bucket_mib=1, timeout_s=DEADLINE_S)
 IMPATIENT = CollectiveConfig(type="collective", bucket_mib=1, timeout_s=10.0)
-"""Where a member waits until it has passed for another that has gone."""
+"""Way with a short deadline, for tests in which a member waits for another that has gone."""
 Weights = dict[str, Tensor]
 
 
@@ -78,12 +77,10 @@ class Sender:
             await engine.close()
 
 
-def run(
-    servers: list[RunningServer],
-    weights: Weights,
-    action: Callable[[Sender], Awaitable[None]],
-    way: BucketsConfig = COLLECTIVE,
-) -> None:
+Action = Callable[[Sender], Awaitable[None]]
+
+
+def run(servers: list[RunningServer], weights: Weights, action: Action, way: BucketsConfig = COLLECTIVE) -> None:
     async def work() -> None:
         sender = Sender(servers, weights, way)
         try:
@@ -116,10 +113,7 @@ def test_every_replica_gets_every_bit_and_the_version(
 
 
 def test_what_a_stranger_writes_costs_an_attempt_and_changes_nothing(
-    servers: list[RunningServer],
-    weights: Weights,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    servers: list[RunningServer], weights: Weights, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any user of the machine may write into the group's store. The next group has another one."""
     join, spoiled = TransferTargets.join, []
@@ -138,18 +132,6 @@ def test_what_a_stranger_writes_costs_an_attempt_and_changes_nothing(
     run(servers, weights, action, IMPATIENT)
     assert f"{spoiled[0]}/verdict' is not signed with this run's secret" in caplog.text
     assert "Traceback" not in caplog.text
-
-
-def test_as_an_http_update_of_the_same_weights(servers: list[RunningServer], weights: Weights) -> None:
-    async def action(sender: Sender) -> None:
-        await sender.publish(weights, 1)
-        by_group = [s.detach().clone() for s in servers[0].engine.weight_slots.values()]
-        await GroupWeightSync(sender.router).publish(weights.items(), 2)
-        assert all(map(torch.equal, by_group, servers[0].engine.weight_slots.values()))
-        await sender.publish(weights, 3)  # and back again
-        assert [engine.weight_version for engine in sender.engines] == [3, 3]
-
-    run(servers, weights, action)
 
 
 def test_a_server_with_another_model_is_one_line(servers: list[RunningServer], weights: Weights) -> None:
@@ -205,7 +187,8 @@ def test_a_flipped_bit_is_seen_and_sent_again(
 def test_a_replica_that_goes_is_left_behind_and_comes_again(
     servers: list[RunningServer], weights: Weights, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stops to answer in one phase; the other gets the weights within the deadlines, it when it answers again."""
+    """A replica stops answering in one phase: the other gets the weights within the deadlines, the lost one when it
+    answers again."""
 
     async def action(sender: Sender) -> None:
         await sender.publish(weights, 1)

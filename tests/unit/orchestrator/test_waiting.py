@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from mopd.base.types import Prompt, SampleMeta, UserError
+from mopd.base.types import Prompt, UserError
 from mopd.engines.interface import EngineUnavailable
 from mopd.engines.replicas.interface import SampleFailed
 from mopd.engines.replicas.router import Router
 from mopd.orchestrator.ledger import Ledger, Slot
-from mopd.orchestrator.training import put_off_its_deadline
+from mopd.orchestrator.training import extend_wait_for_batch
 from mopd.rewards.domains import DomainRewards
 from mopd.rewards.interface import Graded, RewardItem
 from tests.unit.engines.replicas.stand_in import StandIn, make_router, run, samples, score
+from tests.unit.orchestrator.groups import meta_of
 
 DEADLINE_S = 15.0
 """Longer than one attempt (10 s), shorter than two."""
@@ -27,7 +28,7 @@ def ledger_of(router: Router, rewards: Any = None) -> Ledger:
     ledger = Ledger(prompts_per_step=1, max_staleness=0, step=0)
     ledger.admit([Prompt(sample_id=0, domain="math", row=0)])
     workers: Any = SimpleNamespace(routers={"rollout": router}, inputs=SimpleNamespace(rewards=rewards), plane=None)
-    put_off_its_deadline(ledger, workers)
+    extend_wait_for_batch(ledger, workers)
     return ledger
 
 
@@ -36,10 +37,7 @@ async def taken_while(ledger: Ledger, work: Callable[[], Awaitable[Any]]) -> tup
 
     async def sample() -> None:
         await work()
-        meta = SampleMeta(
-            sample_id=0, domain="math", weight_version=0, prompt_length=1, response_length=2, num_loss_tokens=2
-        )
-        assert ledger.complete(ledger.slots[0], [meta])
+        assert ledger.complete(ledger.slots[0], [meta_of(0, "math")])
 
     task = asyncio.ensure_future(sample())
     try:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mopd.base.metrics import StepMetrics
 from mopd.base.tasks import Stop
-from mopd.base.types import DomainSums, MicroBatchPlan
+from mopd.bench.pipeline import SleepingStudent, UnpackedWeights
 from mopd.bench.stand_ins import (
     PROMPT_LENGTH,
     SHARES,
@@ -29,7 +27,6 @@ from mopd.bench.stand_ins import (
     make_recipe,
     make_stream,
 )
-from mopd.data.packing import PackingRules
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineLimits, SamplingParams
 from mopd.engines.replicas.interface import Replica
@@ -37,37 +34,38 @@ from mopd.engines.replicas.router import Router
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.rollout import RolloutWorker
-from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
-from mopd.placement.weights import GroupWeightSync
+from mopd.orchestrator.teachers import TeacherWorker
 from mopd.planning.balance import GroupLoad, TrainerLoad, ranked
 from mopd.planning.stages import StageTime
 from tests.fixtures.token_clock import run_on_token_clock
+from tests.unit.orchestrator.async_world import Records
+from tests.unit.orchestrator.groups import teacher_of
 
 NUM_GPUS = 7
 TRAINER_GPUS = (1, 2, 3)
 SEQUENCES = 4
-"""That a rollout replica draws at a time."""
+"""Sequences that a rollout replica draws at a time."""
 WARM_UP, STEPS = 1, 2
 
 
 @dataclass(frozen=True)
 class World:
-    """How fast everything is, on one GPU each."""
+    """Speed of every stage, on one GPU each."""
 
     scenario: Scenario
     max_staleness: int
     train_s: float
     draw_s: float
-    """Of a token of each of the responses that a replica draws at a time."""
+    """Seconds of a token of each of the responses that a replica draws at a time."""
     score_s: Mapping[str, float]
-    """Of a token, by domain."""
+    """Seconds of a token, by domain."""
 
     @property
     def length(self) -> int:
         return self.scenario.lengths.mean
 
     def loads(self) -> tuple[list[TrainerLoad], list[GroupLoad]]:
-        """As a plan of this world sees it."""
+        """Return the loads as a plan of this world sees them."""
         samples, longest = self.scenario.num_samples, self.scenario.max_response_length
 
         def draw(replicas: int) -> StageTime:
@@ -85,7 +83,7 @@ class World:
             for domain in SHARES
         ]
         trainers = [
-            TrainerLoad(gpus=gpus, seconds=self.train_s / gpus, sending_s=lambda replicas: self.scenario.send_s)
+            TrainerLoad(gpus=gpus, parts={"all": self.train_s / gpus}, sending_s=lambda replicas: self.scenario.send_s)
             for gpus in TRAINER_GPUS
         ]
         return trainers, groups
@@ -135,72 +133,23 @@ def reached(seed: int) -> tuple[float, tuple[int, ...]]:
     return least / own, (best.trainer.gpus, *best.replicas.values())
 
 
-class _Student:
-    dp_size = 1
-    packing = PackingRules(is_packed=True, max_tokens=1 << 20, micro_batch_size=None, square_cost=0.0)
-
-    def __init__(self, world: World, gpus: int, sync: GroupWeightSync) -> None:
-        self._seconds, self._sync, self._send_s = world.train_s / gpus, sync, world.scenario.send_s
-        self._version = 0
-
-    async def expect_step(self) -> None:
-        pass
-
-    async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
-        await asyncio.sleep(self._seconds)
-        domains = {sample.domain for rank in plan.micro_batches for batch in rank for sample in batch}
-        return {domain: DomainSums(num_tokens=1, sums={"weighted_loss": 0.0}) for domain in domains}
-
-    async def optim_step(self) -> dict[str, float]:
-        return {}
-
-    async def stage(self, weight_version: int) -> None:
-        self._version = weight_version
-
-    async def send(self) -> None:
-        version = self._version
-        await asyncio.sleep(self._send_s)
-        await self._sync.publish([], version)
-
-
-class _Times:
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def needs_weights(self, step: int) -> bool:
-        return False
-
-    async def log(self, metrics: StepMetrics) -> None:
-        self.ends.append(asyncio.get_running_loop().time())
-
-    async def after_step(self, step: int, state: Mapping[str, Any]) -> None:
-        pass
-
-    async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
-        raise AssertionError("nobody asked")
-
-
 def step_s(world: World, gpus: int, replicas: Mapping[str, int]) -> float:
     """Simulated seconds of a step, the mean of ``STEPS`` behind ``WARM_UP``."""
-    recipe = make_recipe(world.scenario, max_staleness=world.max_staleness, steps=WARM_UP + STEPS + world.max_staleness)
+    scenario = replace(world.scenario, train_s=world.train_s / gpus, stage_s=0.0)
+    recipe = make_recipe(scenario, max_staleness=world.max_staleness, steps=WARM_UP + STEPS + world.max_staleness)
 
     async def work() -> Sequence[float]:
-        plane, times = LocalDataPlane(), _Times()
-        engines = [
-            SleepingGenerator(world.scenario.lengths, max_sequences=SEQUENCES, s_per_token=world.draw_s, swap_s=0.0)
-            for _ in range(replicas["rollout"])
-        ]
-        limits = EngineLimits(max_sequences=SEQUENCES)
+        plane, records, limits = LocalDataPlane(), Records(), EngineLimits(max_sequences=SEQUENCES)
+        drawing = {"max_sequences": SEQUENCES, "s_per_token": world.draw_s, "swap_s": 0.0}
+        engines = [SleepingGenerator(scenario.lengths, **drawing) for _ in range(replicas["rollout"])]
         members = [Replica(name=f"rollout.{i}", engine=engine, limits=limits) for i, engine in enumerate(engines)]
         rollout = Router("rollout", members, recipe.rollout.routing, kind="rollout")
-        sync = GroupWeightSync(rollout, on_running=recipe.on_new_weights)
-        await sync.publish([], 0)
+        sync = UnpackedWeights(rollout, recipe, {})
+        await sync.ask_for(0)
         groups = {}
         for domain in SHARES:
             scorers = [SleepingScorer(s_per_token=world.score_s[domain]) for _ in range(replicas[f"teachers/{domain}"])]
-            own = [Replica(name=f"{domain}.{i}", engine=engine) for i, engine in enumerate(scorers)]
-            router = Router(domain, own, recipe.teachers[domain].routing, kind="teacher")
-            groups[domain] = TeacherGroup(domain, router, vocab_size=VOCAB_SIZE)
+            groups[domain] = teacher_of(domain, *scorers, vocab_size=VOCAB_SIZE)
         sampling = SamplingParams(max_new_tokens=recipe.rollout.max_response_length)
         await Controller(
             recipe=recipe,
@@ -208,9 +157,9 @@ def step_s(world: World, gpus: int, replicas: Mapping[str, int]) -> float:
             rollout=RolloutWorker(rollout, plane, make_dataset(), sampling=sampling, seed=recipe.seed),
             teachers=TeacherWorker(groups, recipe.assignment, plane, top_k=1, temperature=1.0),
             rewards=None,
-            student=_Student(world, gpus, sync),
+            student=SleepingStudent(scenario, sync),
             plane=plane,
-            observer=times,
+            observer=records,
             ledger=Ledger(
                 prompts_per_step=world.scenario.num_prompts,
                 max_staleness=world.max_staleness,
@@ -221,7 +170,7 @@ def step_s(world: World, gpus: int, replicas: Mapping[str, int]) -> float:
             stop=Stop(),
             unit=1,
         ).run()
-        return times.ends
+        return records.times
 
     ends = run_on_token_clock(work())
     return (ends[WARM_UP + STEPS - 1] - ends[WARM_UP - 1]) / STEPS

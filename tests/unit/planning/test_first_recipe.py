@@ -1,4 +1,4 @@
-"""``mopd init``: the recipe that it writes loads, names the domains of the data, and passes the static checks."""
+"""The recipe that ``mopd init`` writes loads, names the domains of the data, and passes the static checks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,33 +62,23 @@ def names(*, teachers: Sequence[str] = ("math=m", "code=c"), domains: Sequence[s
 def test_the_recipe_loads_and_names_what_the_data_have() -> None:
     assert cli.main(["init", *ARGUMENTS, "--output", "mine.yaml"]) == 0
     recipe = load_recipe("mine.yaml").recipe
-    assert {name: teacher.domains for name, teacher in recipe.teachers.items()} == {
-        "math": ("gsm8k",),
-        "code": ("mbpp",),
-    }
+    domains = {name: teacher.domains for name, teacher in recipe.teachers.items()}
+    assert domains == {"math": ("gsm8k",), "code": ("mbpp",)}
     assert {domain: reward.type for domain, reward in recipe.rewards.items()} == {"gsm8k": "math", "mbpp": "code"}
-    assert [(file.columns, file.domain) for file in recipe.data.files(recipe.data.train)] == [
-        ("gsm8k", "gsm8k"),
-        ("mbpp", "mbpp"),
-    ]
+    files = [(file.columns, file.domain) for file in recipe.data.files(recipe.data.train)]
+    assert files == [("gsm8k", "gsm8k"), ("mbpp", "mbpp")]
     assert recipe.validation is not None
 
 
 def test_init_into_check_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     """The two commands in a pipe, as a user types them; few modules are loaded, with room."""
     code = "import sys; from mopd.cli import main as cli; code = cli.main(sys.argv[1:]); "
-    code += (
-        "print(sorted({'torch', 'transformers', 'megatron'} & set(sys.modules)), len(sys.modules), file=sys.stderr); "
-    )
-    code += "sys.exit(code)"
-    first = subprocess.run(
-        [sys.executable, "-c", code, "init", *ARGUMENTS], capture_output=True, text=True, timeout=60, check=True
-    )
-    second = subprocess.run(
-        [sys.executable, "-c", code, "check", "--static"],
-        input=first.stdout, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert second.returncode == 0, second.stdout + second.stderr
+    code += "heavy = {'torch', 'transformers', 'megatron'} & set(sys.modules); "
+    code += "print(sorted(heavy), len(sys.modules), file=sys.stderr); sys.exit(code)"
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=60)
+    first = run([sys.executable, "-c", code, "init", *ARGUMENTS])
+    second = run([sys.executable, "-c", code, "check", "--static"], input=first.stdout)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stdout + second.stderr
     for done in (first, second):
         heavy, num_modules = done.stderr.split()
         assert heavy == "[]" and int(num_modules) < 800

@@ -12,10 +12,8 @@ import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
 from mopd.cli.main import main
-from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.student import ParallelConfig
 from mopd.planning.memory.activations import chunks_under_way
-from mopd.planning.stages import _step_cost
 
 ROOT = Path(__file__).parents[3]
 RECIPE, EXPERTS = (
@@ -27,7 +25,7 @@ PIPELINE = (f"{KEY}pipeline_model_parallel_size=2", f"{KEY}data_parallel_size=2"
 
 @pytest.mark.parametrize(("stages", "chunks", "in_step"), [(2, 2, 8), (4, 3, 8), (4, 2, 4), (4, 1, 8), (4, 1, 2)])
 def test_micro_batches_under_way_are_megatrons(stages: int, chunks: int, in_step: int) -> None:
-    """Those of its warm-up and the one after it, by chunk, from its own tables."""
+    """The plan's number is that of Megatron's warm-up and the one after it, by chunk, from its own tables."""
     parallel = ParallelConfig(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=chunks)
     for stage in range(stages):
         group = SimpleNamespace(size=lambda: stages, rank=lambda stage=stage: stage)
@@ -37,22 +35,6 @@ def test_micro_batches_under_way_are_megatrons(stages: int, chunks: int, in_step
         table = get_schedule_table(in_step, chunks, stages)[: warm_up + min(1, remaining)]
         counts = Counter(chunk for _, chunk in table)
         assert chunks_under_way(parallel, stage, in_step) == [counts[chunk] for chunk in range(chunks)]
-
-
-@pytest.mark.parametrize(
-    ("engine", "is_called"),
-    [
-        (TorchEngineConfig(), True),
-        (VllmEngineConfig(type="vllm", enforce_eager=True), True),
-        (VllmEngineConfig(type="vllm", enforce_eager=False), False),
-    ],
-)
-def test_a_captured_graph_is_launched_as_one(engine: TorchEngineConfig | VllmEngineConfig, is_called: bool) -> None:
-    group: Any = SimpleNamespace(engine=engine)
-    dims: Any = SimpleNamespace(num_layers=2)
-    rates: Any = SimpleNamespace(call_s=1.0, collective_s=100.0)
-    alone, shared = (_step_cost(group, dims, gpus, rates) for gpus in (1, 2))
-    assert (alone > 0) is is_called and shared == alone + 2 * 2 * 100.0
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str, recipe: str = RECIPE, nodes: int = 4) -> Any:
@@ -81,14 +63,10 @@ def test_what_interleaving_and_a_shorter_last_stage_change(capsys: pytest.Captur
 
 
 NAMES = {
-    "TP": "tensor_model_parallel_size",
-    "PP": "pipeline_model_parallel_size",
-    "VP": "virtual_pipeline_model_parallel_size",
-    "first": "num_layers_in_first_pipeline_stage",
-    "last": "num_layers_in_last_pipeline_stage",
-    "DP": "data_parallel_size",
-    "EP": "expert_model_parallel_size",
-}
+    "TP": "tensor_model_parallel_size", "PP": "pipeline_model_parallel_size", "DP": "data_parallel_size",
+    "VP": "virtual_pipeline_model_parallel_size", "EP": "expert_model_parallel_size",
+    "first": "num_layers_in_first_pipeline_stage", "last": "num_layers_in_last_pipeline_stage",
+}  # fmt: skip
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8").splitlines()
@@ -106,13 +84,8 @@ def test_the_page_says_what_the_plan_says(row: list[str], capsys: pytest.Capture
     if "EP" in degrees:
         keys["expert_tensor_parallel_size"] = "1"
     arguments = [f"student.model=Qwen/{student}", f"student.recompute={recompute}"]
-    found = plan(
-        capsys,
-        *arguments,
-        *(f"{KEY}{key}={value}" for key, value in keys.items()),
-        recipe=EXPERTS if "EP" in degrees else RECIPE,
-        nodes=64,
-    )
+    arguments += [f"{KEY}{key}={value}" for key, value in keys.items()]
+    found = plan(capsys, *arguments, recipe=EXPERTS if "EP" in degrees else RECIPE, nodes=64)
     times = found["times"]["trainer"]
     ranks = degrees["TP"] * degrees["PP"] * degrees["DP"]
     planned = (max(rank["num_bytes"] for rank in found["ranks"]) / 2**30, sum(times.values()), times["bubble"])
@@ -121,7 +94,7 @@ def test_the_page_says_what_the_plan_says(row: list[str], capsys: pytest.Capture
 
 
 def test_the_search_shortens_a_last_stage_that_the_head_makes_the_slowest(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 64 layers; 32 and 32 are there too, and no others."""
+    """Of 64 layers the search tries 32 and 32, a shorter last stage, and no others."""
     found = plan(capsys, "--suggest", "student.model=Qwen/Qwen3-32B", nodes=8)
     seconds: dict[int | None, float] = {}
     for one in found:

@@ -34,16 +34,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
 def workload(*, responses: tuple[int, ...] = RESPONSES) -> Workload:
     num = len(PROMPTS)
     return Workload(
-        samples=num,
-        prompt_tokens=sum(PROMPTS) / num,
-        response_tokens=sum(responses) / num,
-        longest_response=max(responses),
-        max_tokens=100,
-        teacher_shares={"math": 1.0},
-        max_teachers=1,
-        source="",
-        image_tokens=0.0,
-    )
+        samples=num, prompt_tokens=sum(PROMPTS) / num, response_tokens=sum(responses) / num, source="", max_teachers=1,
+        longest_response=max(responses), max_tokens=100, teacher_shares={"math": 1.0}, image_tokens=0.0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("per_request", [1, 4])

@@ -1,4 +1,4 @@
-"""What a plan says of a vision tower: its weights, its operations, and what fewer layers beside it save."""
+"""Plan of a vision tower: its weights, its operations, and what fewer layers beside it save."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_is_frozen_has_weights_alone(folder: Path, freeze: Freeze) -> None:
 
 
 def kept_bytes(tower: Any, patches: torch.Tensor, grid: torch.Tensor) -> int:
-    """What autograd keeps of a forward pass, each piece of memory once, weights left out."""
+    """Return the bytes that autograd keeps of a forward pass, each piece of memory once, weights left out."""
     seen = {parameter.untyped_storage().data_ptr(): 0 for parameter in tower.parameters()}
     kept = []
 
@@ -150,7 +150,6 @@ def test_what_is_told_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     ):
         assert plan(tmp_path, *PIPELINE, *arguments) == 2
         assert problem in capsys.readouterr().err
-    assert (
-        main(["plan", RECIPE, "--gpu", "h100", "--configs", str(ROOT / "recipes/models"), "--image-length", "9"]) == 2
-    )
+    blind = ["plan", RECIPE, "--gpu", "h100", "--configs", str(ROOT / "recipes/models"), "--image-length", "9"]
+    assert main(blind) == 2
     assert "--image-length: the student sees no images" in capsys.readouterr().err

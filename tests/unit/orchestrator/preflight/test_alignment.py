@@ -12,19 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.config.groups import RoutingConfig, TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
 from mopd.config.schema import PreflightConfig
-from mopd.engines.replicas.interface import Replica
-from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.torch.sight import Eyes
 from mopd.engines.vision import read_sight
 from mopd.orchestrator.preflight.alignment import Alignment, AlignmentCheck, Text
-from mopd.orchestrator.teachers import TeacherGroup
 from tests.fixtures.misreadings import PROMPTS, SHIFTS, Misread
 from tests.fixtures.seen import placeholders, prompt_image, prompts_with_images
 from tests.fixtures.tiny_models import BOS_ID, VOCAB_SIZE, make_hf_model
 from tests.fixtures.vision import VISION_VOCAB_SIZE, image_bytes, make_vision_model
+from tests.unit.orchestrator.groups import teacher_of
 
 NUM_TEACHERS = 20
 FAMILIES = ("qwen3", "llama", "qwen2", "mistral", "deepseek_v3")
@@ -58,15 +56,8 @@ def probes(seed: int) -> list[Text]:
 
 def look(*engines: Any, seed: int = 0, dtype: str = "float32", top_k: int = 8, longest: int = 64) -> Alignment:
     """The check by way of a router."""
-    replicas = [Replica(name=f"t.{i}", engine=engine) for i, engine in enumerate(engines)]
-    router = Router("t", replicas, RoutingConfig(), kind="teacher")
-    check = AlignmentCheck(
-        TeacherGroup("t", router, vocab_size=VOCAB_SIZE),
-        top_k=top_k,
-        longest=longest,
-        limit=PreflightConfig().logprob_limit(dtype),
-        dtype=dtype,
-    )
+    limit = PreflightConfig().logprob_limit(dtype)
+    check = AlignmentCheck(teacher_of("t", *engines), top_k=top_k, longest=longest, limit=limit, dtype=dtype)
     texts = [Text(text.tokens[:longest], min(text.prompt_length, longest - 2)) for text in probes(seed)]
     return asyncio.run(check.run(texts, has_rotary_positions=True))
 
@@ -131,10 +122,7 @@ def test_short_sequences_and_one_log_prob_suffice(teacher: Make, longest: int, t
 def test_one_wrong_replica_of_several(teacher: Make) -> None:
     assert look(teacher(3), Misread(teacher(3), "none")).problem == ""
     assert look(teacher(3), Misread(teacher(3), "one later")).problem
-
-
-def test_another_model_on_one_replica(teacher: Make) -> None:
-    assert look(teacher(3), teacher(8)).problem
+    assert look(teacher(3), teacher(8)).problem, "another model"
 
 
 def test_a_teacher_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,15 +137,9 @@ def test_a_teacher_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     text = Text((*placeholders(texts[0].images[0]), *range(3, 20)), 20, texts[0].images)
 
     def run() -> Alignment:
-        router = Router("t", [Replica(name="t.0", engine=engine)], RoutingConfig(), kind="teacher")
-        check = AlignmentCheck(
-            TeacherGroup("t", router, vocab_size=VISION_VOCAB_SIZE, sees_images=True),
-            top_k=8,
-            longest=64,
-            limit=PreflightConfig().logprob_limit("float32"),
-            dtype="float32",
-            sight=read_sight(folder, None),
-        )
+        group = teacher_of("t", engine, vocab_size=VISION_VOCAB_SIZE, sees_images=True)
+        options = {"limit": PreflightConfig().logprob_limit("float32"), "sight": read_sight(folder, None)}
+        check = AlignmentCheck(group, top_k=8, longest=64, dtype="float32", **options)
         return asyncio.run(check.run([*texts, text], has_rotary_positions=True))
 
     right = run()

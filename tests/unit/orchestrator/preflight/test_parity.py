@@ -59,7 +59,7 @@ def test_right_scores_pass(folders: dict[str, Path], temperature: float) -> None
 
 @pytest.mark.parametrize("mistake", [*MISTAKES, "swapped"])
 def test_each_mistake_fails_both_limits(folders: dict[str, Path], mistake: str) -> None:
-    """By far, so that the wider limits of 16-bit engines catch it too."""
+    """A mistake exceeds the limits by far, so that the wider ones of 16-bit engines catch it too."""
     engine = MistakenEngine.from_pretrained(
         folders["other" if mistake == "swapped" else "own"], TorchEngineConfig(dtype="float32")
     )

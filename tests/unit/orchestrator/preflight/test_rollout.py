@@ -13,13 +13,12 @@ import pytest
 from torch import Tensor
 
 from mopd.base.types import Prompt, SampleMeta, UserError
-from mopd.config.groups import RoutingConfig, TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import Generation, SamplingParams
-from mopd.engines.replicas.interface import Replica
-from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.launch.checks.inputs import Check
 from mopd.orchestrator.preflight.rollout import RolloutCheck
@@ -27,6 +26,7 @@ from mopd.orchestrator.rollout import RolloutWorker
 from mopd.placement.weights import GroupWeightSync
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
+from tests.unit.orchestrator.groups import router_of
 
 FLOAT32 = TorchEngineConfig(dtype="float32")
 ROWS = [
@@ -35,7 +35,7 @@ ROWS = [
 
 
 class Student:
-    """What the student says is what an engine with its weights says."""
+    """Student whose log-probs are those of an engine with its weights."""
 
     vocab_size = VOCAB_SIZE
 
@@ -71,8 +71,7 @@ def check(folder: Path, engines: Sequence[Any], tmp_path: Path) -> tuple[Check, 
     plane, dataset = LocalDataPlane(), PromptDataset(ROWS)
 
     async def work() -> Check:
-        members = [Replica(name=f"rollout.{i}", engine=engine) for i, engine in enumerate(engines)]
-        router = Router("rollout", members, RoutingConfig(), kind="rollout")
+        router = router_of("rollout", *engines, kind="rollout")
         sampling = SamplingParams(max_new_tokens=8)
         rollout = RolloutWorker(router, plane, dataset, sampling=sampling, seed=1, samples_per_prompt=2)
         workers: Any = SimpleNamespace(
@@ -129,9 +128,6 @@ def test_a_replica_that_draws_what_nobody_can_is_named(
 
 
 def test_a_replica_that_does_not_answer_is_named(folder: Path, engines: list[TorchEngine], tmp_path: Path) -> None:
-    """It has no weights."""
-    from mopd.engines.clients.remote import RemoteEngine
-
     gone = RemoteEngine("http://127.0.0.1:1", timeout_s=1.0, name="rollout.1")
     with pytest.raises(UserError, match=r"rollout\.1 did not draw a probe: .*: see its log"):
         check(folder, [engines[0], gone], tmp_path)

@@ -36,7 +36,7 @@ PICTURE = image_bytes()
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``student``, ``seeing`` and ``text``, a text model whose tokenizer has the ids of vision."""
+    """Make ``student``, ``seeing`` and ``text``, a text model whose tokenizer has the ids of vision."""
     folder = tmp_path_factory.mktemp("models")
     make_vision_model(folder / "student", seed=0)
     make_vision_model(folder / "seeing", seed=1)
