@@ -15,48 +15,53 @@ def short_ids(ids: Sequence[int]) -> str:
     return str(listed) if len(listed) <= 8 else f"{listed[:8]} and {len(listed) - 8} more"
 
 
-def check_new(ids: Sequence[int], held: Collection[int]) -> None:
-    """Raise ``KeyError`` for ids that are held already, or given twice."""
+def check_put(ids: Sequence[int], fields: Mapping[str, Sequence[Any]], held: Collection[int]) -> None:
+    """Raise ``KeyError`` for ids that are held already or given twice, ``ValueError`` for a field with another number
+    of tensors than ids."""
+    _check_lengths(ids, fields)
     existing = sorted({i for i in ids if i in held} | {i for i, n in Counter(ids).items() if n > 1})
-    if existing:
-        raise KeyError(f"samples {short_ids(existing)} are put a second time")
+    _refuse(existing, "samples {} are put a second time")
+
+
+def check_update(ids: Sequence[int], fields: Mapping[str, Sequence[Any]], held: Mapping[int, Collection[str]]) -> None:
+    """Raise ``KeyError`` for unknown ids and for a field that a sample already has, ``ValueError`` as ``check_put``."""
+    _check_lengths(ids, fields)
+    check_known(ids, held)
+    for name in fields:
+        _refuse([i for i in ids if name in held[i]], "field {name!r} of samples {} is written a second time", name)
 
 
 def check_known(ids: Sequence[int], held: Collection[int]) -> None:
     """Raise ``KeyError`` for ids that are not held."""
-    unknown = [i for i in ids if i not in held]
-    if unknown:
-        raise KeyError(f"samples {short_ids(unknown)} are unknown")
+    _refuse([i for i in ids if i not in held], "samples {} are unknown")
 
 
-def check_unwritten(ids: Sequence[int], names: Collection[str], held: Mapping[int, Collection[str]]) -> None:
-    """Raise ``KeyError`` for a field that a sample already has."""
+def check_read(ids: Sequence[int], names: Collection[str], held: Mapping[int, Collection[str]]) -> None:
+    """Raise ``KeyError`` for unknown ids and for a field that a sample lacks."""
+    check_known(ids, held)
     for name in names:
-        written = [i for i in ids if name in held[i]]
-        if written:
-            raise KeyError(f"field {name!r} of samples {short_ids(written)} is written a second time")
+        _refuse([i for i in ids if name not in held[i]], "field {name!r} does not exist for samples {}", name)
 
 
-def check_written(ids: Sequence[int], names: Collection[str], held: Mapping[int, Collection[str]]) -> None:
-    """Raise ``KeyError`` for a field that a sample lacks."""
-    for name in names:
-        missing = [i for i in ids if name not in held[i]]
-        if missing:
-            raise KeyError(f"field {name!r} does not exist for samples {short_ids(missing)}")
+def check_unclaimed(ids: Sequence[int], claimed: Collection[int], *, doing: str) -> None:
+    """Raise ``KeyError`` for claimed ids; ``doing`` completes the message."""
+    _refuse([i for i in ids if i in claimed], f"samples {{}} are {doing}")
 
 
-def check_claims(ids: Sequence[int], claimed: Collection[int], *, wanted: bool, what: str) -> None:
-    """Raise ``KeyError`` for ids whose claim is not as ``wanted``; ``what`` completes the message."""
-    wrong = [i for i in ids if (i in claimed) is not wanted]
-    if wrong:
-        raise KeyError(f"samples {short_ids(wrong)} are {what}")
+def check_claimed(ids: Sequence[int], claimed: Collection[int]) -> None:
+    """Raise ``KeyError`` for ids that are released without a claim."""
+    _refuse([i for i in ids if i not in claimed], "samples {} are released but not claimed")
 
 
-def check_lengths(ids: Sequence[int], fields: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ``ValueError`` unless every field has one tensor for each sample."""
+def _check_lengths(ids: Sequence[int], fields: Mapping[str, Sequence[Any]]) -> None:
     for name, values in fields.items():
         if len(values) != len(ids):
             raise ValueError(f"field {name!r} has {len(values)} tensors for {len(ids)} samples")
+
+
+def _refuse(ids: Sequence[int], problem: str, name: str = "") -> None:
+    if ids:
+        raise KeyError(problem.format(short_ids(ids), name=name))
 
 
 def kept(values: Sequence[Tensor]) -> list[Tensor]:

@@ -9,15 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mopd.base.types import Batch, SampleMeta
-from mopd.data_plane.ids import (
-    check_claims,
-    check_known,
-    check_lengths,
-    check_new,
-    check_unwritten,
-    check_written,
-    kept,
-)
+from mopd.data_plane.ids import check_claimed, check_known, check_put, check_read, check_unclaimed, check_update, kept
 from mopd.data_plane.reading import DirectReader
 from mopd.data_plane.server import SampleServer
 
@@ -44,8 +36,7 @@ class LocalDataPlane:
     @property
     def address(self) -> dict[str, Any]:
         """Address of the server that ``serve`` has started."""
-        if self._server is None:
-            raise RuntimeError("the local plane has no address before serve()")
+        assert self._server is not None, "serve() has been called"
         return self._server.address
 
     def reader(self) -> DirectReader:
@@ -60,8 +51,7 @@ class LocalDataPlane:
     async def put(self, metas: Sequence[SampleMeta], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """Write fields of new samples."""
         ids = [meta.sample_id for meta in metas]
-        check_lengths(ids, fields)
-        check_new(ids, self._metas)
+        check_put(ids, fields, self._metas)
         tensors = {name: kept(values) for name, values in fields.items()}
         # Readers in other threads see a sample with all its fields or not at all.
         with self._writing:
@@ -71,9 +61,7 @@ class LocalDataPlane:
 
     async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """Add fields to samples that exist."""
-        check_lengths(sample_ids, fields)
-        check_known(sample_ids, self._metas)
-        check_unwritten(sample_ids, fields, self._fields)
+        check_update(sample_ids, fields, self._fields)
         tensors = {name: kept(values) for name, values in fields.items()}
         with self._writing:
             for name, values in tensors.items():
@@ -86,22 +74,21 @@ class LocalDataPlane:
 
     async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
         """Claim samples that have all ``fields``."""
-        check_known(sample_ids, self._metas)
-        check_written(sample_ids, fields, self._fields)
-        check_claims(sample_ids, self._claimed, wanted=False, what="claimed a second time")
+        check_read(sample_ids, fields, self._fields)
+        check_unclaimed(sample_ids, self._claimed, doing="claimed a second time")
         self._claimed.update(sample_ids)
         return Batch(samples=tuple(self._metas[i] for i in sorted(sample_ids)))
 
     async def release(self, batch: Batch) -> None:
         """Forget a claimed batch."""
-        check_claims(batch.sample_ids, self._claimed, wanted=True, what="released but not claimed")
+        check_claimed(batch.sample_ids, self._claimed)
         self._claimed.difference_update(batch.sample_ids)
         self._forget(batch.sample_ids)
 
     async def discard(self, sample_ids: Sequence[int]) -> None:
         """Forget samples that are not claimed."""
         check_known(sample_ids, self._metas)
-        check_claims(sample_ids, self._claimed, wanted=False, what="discarded but claimed")
+        check_unclaimed(sample_ids, self._claimed, doing="discarded but claimed")
         self._forget(sample_ids)
 
     async def close(self) -> None:
@@ -115,8 +102,7 @@ class LocalDataPlane:
     def _read(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
         """Return fields; called from any thread."""
         with self._writing:
-            check_known(sample_ids, self._metas)
-            check_written(sample_ids, fields, self._fields)
+            check_read(sample_ids, fields, self._fields)
             return {name: [self._fields[i][name] for i in sample_ids] for name in fields}
 
     def _forget(self, sample_ids: Sequence[int]) -> None:

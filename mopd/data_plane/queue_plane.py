@@ -17,12 +17,12 @@ from mopd.base.files.writing import write_json, writing
 from mopd.base.types import Batch, SampleMeta, UserError
 from mopd.conversion.job import sha256_of
 from mopd.data_plane.ids import (
-    check_claims,
+    check_claimed,
     check_known,
-    check_lengths,
-    check_new,
-    check_unwritten,
-    check_written,
+    check_put,
+    check_read,
+    check_unclaimed,
+    check_update,
     kept,
 )
 from mopd.data_plane.transfer_queue import QueueClient
@@ -62,8 +62,7 @@ class QueuePlane:
     async def put(self, metas: Sequence[SampleMeta], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """Write fields of new samples, with their metas as tags."""
         ids = [meta.sample_id for meta in metas]
-        check_lengths(ids, fields)
-        check_new(ids, self._held)
+        check_put(ids, fields, self._held)
         if not ids:
             return
         tensors = {name: kept(fields[name]) for name in fields}
@@ -75,9 +74,7 @@ class QueuePlane:
 
     async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """Add fields to samples that exist."""
-        check_lengths(sample_ids, fields)
-        check_known(sample_ids, self._held)
-        check_unwritten(sample_ids, fields, self._held)
+        check_update(sample_ids, fields, self._held)
         if not sample_ids:
             return
         tensors = {name: kept(fields[name]) for name in fields}
@@ -93,9 +90,8 @@ class QueuePlane:
 
     async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
         """Claim samples that have all ``fields`` in the controller actor's view; its tags are the samples' metas."""
-        check_known(sample_ids, self._held)
-        check_written(sample_ids, fields, self._held)
-        check_claims(sample_ids, self._claimed, wanted=False, what="claimed a second time")
+        check_read(sample_ids, fields, self._held)
+        check_unclaimed(sample_ids, self._claimed, doing="claimed a second time")
         batch = await _retrieve(self._client, sample_ids, fields)
         self._claimed.update(sample_ids)
         metas = [SampleMeta(**tag) for tag in batch.custom_meta]
@@ -103,14 +99,14 @@ class QueuePlane:
 
     async def release(self, batch: Batch) -> None:
         """Forget a claimed batch."""
-        check_claims(batch.sample_ids, self._claimed, wanted=True, what="released but not claimed")
+        check_claimed(batch.sample_ids, self._claimed)
         await self._forget(batch.sample_ids)
         self._claimed.difference_update(batch.sample_ids)
 
     async def discard(self, sample_ids: Sequence[int]) -> None:
         """Forget samples that are not claimed."""
         check_known(sample_ids, self._held)
-        check_claims(sample_ids, self._claimed, wanted=False, what="discarded but claimed")
+        check_unclaimed(sample_ids, self._claimed, doing="discarded but claimed")
         await self._forget(sample_ids)
 
     async def save(self, folder: Path) -> str:
@@ -206,7 +202,7 @@ async def _retrieve(client: QueueClient, sample_ids: Sequence[int], fields: Sequ
     check_known(sample_ids, {tag["sample_id"] for tag in batch.custom_meta})
     if not set(fields) <= set(batch.field_names):  # field_names are those that all of them have
         by_sample = {i: (await client.retrieve([i])).field_names for i in sample_ids}
-        check_written(sample_ids, fields, by_sample)
+        check_read(sample_ids, fields, by_sample)
     return batch
 
 
@@ -218,10 +214,7 @@ def _files(folder: Path) -> list[str]:
 
 def _verify(folder: Path, digest: str, num_units: int) -> None:
     """Raise ``UserError`` unless ``folder`` holds exactly the files that ``save`` wrote."""
-    if not (folder / HASHES).is_file() or sha256_of(folder / HASHES) != digest:
-        raise UserError(
-            f"{folder / HASHES}: not what was written (SHA-256): remove the folder to have its samples drawn again"
-        )
+    _verify_file(folder / HASHES, digest)
     said = read_json_object(folder / HASHES, cure=CURE)
     if sorted(said) != _files(folder):
         raise UserError(f"{folder}: other files than {HASHES} names: {CURE}")
@@ -230,8 +223,10 @@ def _verify(folder: Path, digest: str, num_units: int) -> None:
             f"{folder}: written by {num_saved} storage units, which data_plane.num_storage_units {num_units} cannot "
             f"read: set it to {num_saved}"
         )
-    for name, digest in said.items():
-        if (folder / name).is_symlink() or sha256_of(folder / name) != digest:
-            raise UserError(
-                f"{folder / name}: not what was written (SHA-256): remove the folder to have its samples drawn again"
-            )
+    for name, own in said.items():
+        _verify_file(folder / name, own)
+
+
+def _verify_file(path: Path, digest: str) -> None:
+    if not path.is_file() or path.is_symlink() or sha256_of(path) != digest:
+        raise UserError(f"{path}: not what was written (SHA-256): {CURE}")
