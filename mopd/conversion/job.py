@@ -277,7 +277,7 @@ def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def filled(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+def grouped_by_size(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
     """Yield items in runs, each ended before its sizes exceed ``limit`` in all; a larger item is a run by itself."""
     run: list[Item] = []
     total = 0

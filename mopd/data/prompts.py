@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_LISTED = 10
-TELL_EVERY_S = 10.0
+LOG_EVERY_S = 10.0
 """Seconds between progress lines while a file with images is read, which takes as long as its bytes."""
 
 
@@ -213,7 +213,7 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
     rows: list[PromptRow] = []
     texts: list[str | None] = []
     columns = [*reader.columns, *(OTHER_MEDIA if vision is not None else ())]
-    told = time.monotonic()
+    logged_at = time.monotonic()
     for number, row in read_rows(path, columns, heavy=reader.image_column):
         place = f"{shown_path(path)}: row {number}"
         found = reader.read(row, place)
@@ -243,8 +243,8 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
                 images=images,
             )
         )
-        if images and time.monotonic() > told + TELL_EVERY_S:
-            told = time.monotonic()
+        if images and time.monotonic() > logged_at + LOG_EVERY_S:
+            logged_at = time.monotonic()
             logger.info("%s: images of %d rows read", shown_path(path), number + 1)
     if reading.images is not None and any(row.images for row in rows):
         reading.images.prepare(index)

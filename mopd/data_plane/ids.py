@@ -26,31 +26,39 @@ def check_put(ids: Sequence[int], fields: Mapping[str, Sequence[Any]], held: Col
 def check_update(ids: Sequence[int], fields: Mapping[str, Sequence[Any]], held: Mapping[int, Collection[str]]) -> None:
     """Raise ``KeyError`` for unknown ids and for a field that a sample already has, ``ValueError`` as ``check_put``."""
     _check_lengths(ids, fields)
-    check_known(ids, held)
+    _check_known(ids, held)
     for name in fields:
         _refuse([i for i in ids if name in held[i]], "field {name!r} of samples {} is written a second time", name)
 
 
-def check_known(ids: Sequence[int], held: Collection[int]) -> None:
-    """Raise ``KeyError`` for ids that are not held."""
-    _refuse([i for i in ids if i not in held], "samples {} are unknown")
-
-
 def check_read(ids: Sequence[int], names: Collection[str], held: Mapping[int, Collection[str]]) -> None:
     """Raise ``KeyError`` for unknown ids and for a field that a sample lacks."""
-    check_known(ids, held)
+    _check_known(ids, held)
     for name in names:
         _refuse([i for i in ids if name not in held[i]], "field {name!r} does not exist for samples {}", name)
 
 
-def check_unclaimed(ids: Sequence[int], claimed: Collection[int], *, doing: str) -> None:
-    """Raise ``KeyError`` for claimed ids; ``doing`` completes the message."""
-    _refuse([i for i in ids if i in claimed], f"samples {{}} are {doing}")
+def check_claim(
+    ids: Sequence[int], names: Collection[str], held: Mapping[int, Collection[str]], claimed: Collection[int]
+) -> None:
+    """Raise ``KeyError`` as ``check_read``, and for ids that are claimed already."""
+    check_read(ids, names, held)
+    _refuse([i for i in ids if i in claimed], "samples {} are claimed a second time")
 
 
-def check_claimed(ids: Sequence[int], claimed: Collection[int]) -> None:
-    """Raise ``KeyError`` for ids that are released without a claim."""
+def check_release(ids: Sequence[int], claimed: Collection[int]) -> None:
+    """Raise ``KeyError`` for ids that are not claimed."""
     _refuse([i for i in ids if i not in claimed], "samples {} are released but not claimed")
+
+
+def check_discard(ids: Sequence[int], held: Collection[int], claimed: Collection[int]) -> None:
+    """Raise ``KeyError`` for ids that are unknown or claimed."""
+    _check_known(ids, held)
+    _refuse([i for i in ids if i in claimed], "samples {} are discarded but claimed")
+
+
+def _check_known(ids: Sequence[int], held: Collection[int]) -> None:
+    _refuse([i for i in ids if i not in held], "samples {} are unknown")
 
 
 def _check_lengths(ids: Sequence[int], fields: Mapping[str, Sequence[Any]]) -> None:
@@ -64,6 +72,6 @@ def _refuse(ids: Sequence[int], problem: str, name: str = "") -> None:
         raise KeyError(problem.format(short_ids(ids), name=name))
 
 
-def kept(values: Sequence[Tensor]) -> list[Tensor]:
+def as_stored(values: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors as they are stored and sent: without gradient, on the CPU, contiguous."""
     return [value.detach().cpu().contiguous() for value in values]

@@ -9,7 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from mopd.base.types import Batch, SampleMeta
-from mopd.data_plane.ids import check_claimed, check_known, check_put, check_read, check_unclaimed, check_update, kept
+from mopd.data_plane.ids import (
+    as_stored,
+    check_claim,
+    check_discard,
+    check_put,
+    check_read,
+    check_release,
+    check_update,
+)
 from mopd.data_plane.reading import DirectReader
 from mopd.data_plane.server import SampleServer
 
@@ -52,7 +60,7 @@ class LocalDataPlane:
         """Write fields of new samples."""
         ids = [meta.sample_id for meta in metas]
         check_put(ids, fields, self._metas)
-        tensors = {name: kept(values) for name, values in fields.items()}
+        tensors = {name: as_stored(values) for name, values in fields.items()}
         # Readers in other threads see a sample with all its fields or not at all.
         with self._writing:
             for i, meta in enumerate(metas):
@@ -62,7 +70,7 @@ class LocalDataPlane:
     async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """Add fields to samples that exist."""
         check_update(sample_ids, fields, self._fields)
-        tensors = {name: kept(values) for name, values in fields.items()}
+        tensors = {name: as_stored(values) for name, values in fields.items()}
         with self._writing:
             for name, values in tensors.items():
                 for sample_id, value in zip(sample_ids, values, strict=True):
@@ -74,21 +82,19 @@ class LocalDataPlane:
 
     async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
         """Claim samples that have all ``fields``."""
-        check_read(sample_ids, fields, self._fields)
-        check_unclaimed(sample_ids, self._claimed, doing="claimed a second time")
+        check_claim(sample_ids, fields, self._fields, self._claimed)
         self._claimed.update(sample_ids)
         return Batch(samples=tuple(self._metas[i] for i in sorted(sample_ids)))
 
     async def release(self, batch: Batch) -> None:
         """Forget a claimed batch."""
-        check_claimed(batch.sample_ids, self._claimed)
+        check_release(batch.sample_ids, self._claimed)
         self._claimed.difference_update(batch.sample_ids)
         self._forget(batch.sample_ids)
 
     async def discard(self, sample_ids: Sequence[int]) -> None:
         """Forget samples that are not claimed."""
-        check_known(sample_ids, self._metas)
-        check_unclaimed(sample_ids, self._claimed, doing="discarded but claimed")
+        check_discard(sample_ids, self._fields, self._claimed)
         self._forget(sample_ids)
 
     async def close(self) -> None:

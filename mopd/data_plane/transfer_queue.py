@@ -159,7 +159,13 @@ class QueueClient:
                 for unit, group in manager._group_by_hash(batch.global_indexes).items()
             )
         )
-        schema = {name: _jagged(values) for name, values in fields.items()}
+        schema = {  # the package's description of fields whose samples differ in shape
+            name: {
+                "dtype": values[0].dtype, "shape": values[0].shape, "is_nested": True, "is_non_tensor": False,
+                "per_sample_shapes": [tuple(value.shape) for value in values],
+            }
+            for name, values in fields.items()
+        }  # fmt: skip
         await manager.notify_data_update(PARTITION, batch.global_indexes, schema)
 
     async def _read(self, batch: Any, names: list[str]) -> dict[str, list[Tensor]]:
@@ -255,14 +261,3 @@ def _load() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] == "transfer_queue":
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-
-
-def _jagged(values: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the package's description of a field whose samples differ in shape."""
-    return {
-        "dtype": values[0].dtype,
-        "shape": values[0].shape,
-        "is_nested": True,
-        "is_non_tensor": False,
-        "per_sample_shapes": [tuple(value.shape) for value in values],
-    }

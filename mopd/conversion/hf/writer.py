@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mopd.base.files.writing import sync, writing
 from mopd.conversion.hf.reader import INDEX_FILE, WEIGHTS_FILE, kept_files
-from mopd.conversion.job import CheckInputs, Job, OutputFile, Written, filled, require_new
+from mopd.conversion.job import CheckInputs, Job, OutputFile, Written, grouped_by_size, require_new
 from mopd.conversion.mapped import DTYPE_NAMES, as_bytes
 from mopd.conversion.models.config_keys import CONFIG_FILE
 
@@ -63,7 +63,7 @@ def hf_job(
         config: replaces ``config.json``; None copies it.
         max_shard_bytes: a shard is ended before it would grow beyond this; one larger group has a shard of its own.
     """
-    runs = filled(groups, lambda group: group.num_bytes, max_shard_bytes)
+    runs = grouped_by_size(groups, lambda group: group.num_bytes, max_shard_bytes)
     # Wide elements first, so that each tensor begins at a multiple of its element size.
     shards = [sorted(run, key=lambda group: -group.dtypes[0].itemsize) for run in runs]
     names = _shard_names(len(shards))
@@ -116,7 +116,7 @@ def write_folder(
     held: list[list[str]] = []
     num_bytes = 0
     try:
-        for run in filled(_on_cpu(tensors), lambda item: item[1].nbytes, max_shard_bytes):
+        for run in grouped_by_size(_on_cpu(tensors), lambda item: item[1].nbytes, max_shard_bytes):
             with writing(target):
                 save_file(dict(run), folder / f"part-{len(held)}", metadata={"format": "pt"})
             held.append([name for name, _ in run])

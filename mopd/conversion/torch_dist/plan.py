@@ -19,7 +19,7 @@ from math import lcm, prod
 import torch
 
 from mopd.base.types import UserError
-from mopd.conversion.job import filled
+from mopd.conversion.job import grouped_by_size
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims, division_problem
 from mopd.conversion.models.families import Placed
@@ -179,7 +179,7 @@ def files(cut: Sequence[Piece], itemsize: Mapping[str, int], max_file_bytes: int
         f"__{owner}_{number}.distcp": content
         for owner, own in sorted(by_owner.items())
         for number, content in enumerate(
-            filled(own, lambda piece: prod(piece.sizes) * itemsize[piece.place.key], max_file_bytes)
+            grouped_by_size(own, lambda piece: prod(piece.sizes) * itemsize[piece.place.key], max_file_bytes)
         )
     }
 

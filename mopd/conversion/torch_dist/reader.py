@@ -194,7 +194,7 @@ class TorchDistReader:
         return tensor
 
 
-class _Window(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A part of a file as a file of its own."""
 
     def __init__(self, file: IO[bytes], start: int, num_bytes: int) -> None:
@@ -227,7 +227,7 @@ def _map_archive(path: Path, start: int, num_bytes: int) -> Tensor:
     if path.stat().st_size < start + num_bytes:
         raise ValueError("shorter than described")
     with path.open("rb") as file:
-        view = _Window(file, start, num_bytes)
+        view = _FilePart(file, start, num_bytes)
         entries = require_plain_archive(cast(IO[bytes], view), max_pickle_bytes=_TENSOR_PICKLE_BYTES)
         view.seek(0)
         # On the meta device only shape and dtype are read; the values are mapped from their place in the archive.

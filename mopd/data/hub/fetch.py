@@ -252,9 +252,9 @@ class _Repository:
             refused = refusal(error)
             if refused is not None:
                 raise refused from error
-            raise UserError(self._told(error)) from error
+            raise UserError(self._describe(error)) from error
 
-    def _told(self, error: Exception) -> str:
+    def _describe(self, error: Exception) -> str:
         """Return the one line for an error of the library."""
         page = f"{constants.ENDPOINT}/{'datasets/' if self._kind == 'dataset' else ''}{self._name.repository}"
         if isinstance(error, GatedRepoError):

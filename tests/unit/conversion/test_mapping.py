@@ -148,16 +148,6 @@ def test_split_undoes_load_with_experts(family: str, tmp_path: Path):
     assert seen == reader.names
 
 
-def test_table_lists_what_transformers_saves(tmp_path: Path):
-    """Names and shapes of each family, tied and untied, are exactly those of a saved checkpoint."""
-    for family in FAMILIES:
-        for tied in (True, False):
-            folder = make_hf_model(tmp_path / f"{family}-{tied}", family, tie_word_embeddings=tied, vocab_size=61)
-            reader = HfReader(folder)
-            found = {name: reader.shape(name) for name in reader.names}
-            assert found == families.hf_tensors(read_dims(folder))
-
-
 def test_parts_of_a_single_group_have_memory_of_their_own():
     """With one key/value head q, k and v are contiguous pieces of one tensor; exported as views they would alias."""
     dims = dataclasses.replace(DIMS, num_query_groups=1)
