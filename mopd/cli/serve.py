@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,7 +118,7 @@ def _serve(
     logging.basicConfig(level=logging.WARNING, format=f"{file.label}: %(message)s", force=True)
     logging.getLogger("mopd").setLevel(logging.INFO)
     close_standard_input()
-    manifest = make_manifest(Path(file.model), cache_file=hash_cache()).to_json()
+    manifest = asdict(make_manifest(Path(file.model), cache_file=hash_cache()))
 
     async def work() -> tuple[int, EngineHost]:
         host = await start_host(file)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from typing import IO, Any, BinaryIO, TypeVar
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import shown_path
-from mopd.base.files.writing import sync, writing
+from mopd.base.files.writing import sync, write_json, writing
 from mopd.base.types import UserError
 
 _SPARE_BYTES = 2**24
@@ -36,7 +35,6 @@ _SPARE_BYTES = 2**24
 _MAX_JOURNAL_BYTES = 2**28
 _MAX_UNHASHED = 2
 """Largest number of files that are written but not yet hashed."""
-_READ_BYTES = 1 << 22
 
 Item = TypeVar("Item")
 
@@ -48,10 +46,6 @@ class Stopped(Exception):
 CheckInputs = Callable[[int, int, Callable[[], bool]], None]
 """Function ``(rank, size, is_over)`` that hashes this rank's share of the inputs while it writes, until ``is_over()``;
 raises ``UserError``."""
-
-
-def check_nothing(rank: int, size: int, is_over: Callable[[], bool]) -> None:
-    """Check nothing: the inputs have no known hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +80,10 @@ class Job:
     description: Mapping[str, Any]
     """JSON-able: command, options and identity of the inputs. The same description gives the same bytes."""
     finish: Callable[[Path, Mapping[str, Written]], None]
-    """Function that writes the rest of the folder (metadata, side files), given the written files; manifest last."""
-    marker: str
-    """File of a complete target that repeats the description under ``job``."""
-    check_inputs: CheckInputs = check_nothing
+    """Function that writes the rest of the folder (metadata, side files), given the written files."""
+    manifest: str
+    """Name of the file that is written last: the SHA-256 of every other file, and the description under ``job``."""
+    check_inputs: CheckInputs | None = None
     _lock_file: IO[str] | None = field(init=False, default=None)
 
     @property
@@ -148,21 +142,24 @@ class Job:
         """
         is_over = threading.Event()
         with ThreadPoolExecutor(1) as checker, ThreadPoolExecutor(1) as finisher:
-            checked = checker.submit(self.check_inputs, rank, size, is_over.is_set)
+            checked = checker.submit(self.check_inputs, rank, size, is_over.is_set) if self.check_inputs else None
             try:
                 self._write_files(self.files[rank::size], finisher, checked)
-                checked.result()
+                if checked is not None:
+                    checked.result()
             finally:
                 is_over.set()
 
-    def _write_files(self, files: Sequence[OutputFile], finisher: ThreadPoolExecutor, checked: Future[None]) -> None:
+    def _write_files(
+        self, files: Sequence[OutputFile], finisher: ThreadPoolExecutor, checked: Future[None] | None
+    ) -> None:
         """Write files one after another; hashing one overlaps with writing the next."""
         finished = self._journal()
         pending: list[Future[None]] = []
         for file in files:
             if (self.work / "stop").exists():
                 raise Stopped
-            if checked.done():
+            if checked is not None and checked.done():
                 checked.result()
             if self._is_finished(file, finished):
                 continue
@@ -185,6 +182,9 @@ class Job:
         with writing(self.target):
             self._remove_leftovers()
             self.finish(self.out, {file.name: journal[file.name] for file in self.files})
+            names = files_below(self.out)
+            hashes = {name: journal[name].sha256 if name in journal else sha256_of(self.out / name) for name in names}
+            write_json(self.out / self.manifest, {"sha256": hashes, "job": self.description}, sort_keys=True)
             for path in self.out.rglob("*"):
                 if path.name not in journal:
                     sync(path)
@@ -199,18 +199,15 @@ class Job:
 
     def _remove_leftovers(self) -> None:
         """Remove what an interrupted ``finish`` wrote: the manifest must not list it."""
-        names = {file.name for file in self.files}
-        for path in list(self.out.iterdir()):
+        for path in set(self.out.iterdir()) - {self.out / file.name for file in self.files}:
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.name not in names:
+            else:
                 path.unlink()
 
     def _is_complete(self) -> bool:
-        marker = self.target / self.marker
-        return marker.is_file() and read_json_object(
-            marker, cure="remove its folder", max_bytes=_MAX_JOURNAL_BYTES
-        ).get("job") == _plain(self.description)
+        path = self.target / self.manifest
+        return path.is_file() and _read(path, cure="remove its folder").get("job") == _plain(self.description)
 
     def _refuse_links(self) -> None:
         """Raise ``UserError`` for a link in the work folder: files written through it could land anywhere."""
@@ -232,9 +229,9 @@ class Job:
         path = self.work / "job.json"
         mine = _plain(self.description)
         if not path.is_file():
-            write_json(path, mine)
+            write_json(path, mine, sort_keys=True)
             return
-        theirs = read_json_object(path, cure=f"remove {self.work}", max_bytes=_MAX_JOURNAL_BYTES)
+        theirs = _read(path, cure=f"remove {self.work}")
         for key in sorted(theirs.keys() | mine.keys()):
             if theirs.get(key) != mine.get(key):
                 raise UserError(
@@ -247,7 +244,7 @@ class Job:
         kinds = {"name": str, "num_bytes": int, "sha256": str, "facts": list}
         done = {}
         for path in sorted((self.work / "journal").glob("*.json")):
-            entry = read_json_object(path, cure=f"remove {self.work}", max_bytes=_MAX_JOURNAL_BYTES)
+            entry = _read(path, cure=f"remove {self.work}")
             is_sound = {key: type(value) for key, value in entry.items()} == kinds
             if not is_sound or not all(type(fact) is int and fact >= 0 for fact in entry["facts"]):
                 raise UserError(f"{shown_path(path)}: not understood; remove {self.work}")
@@ -256,12 +253,10 @@ class Job:
 
     def _is_finished(self, file: OutputFile, journal: Mapping[str, Written]) -> bool:
         path, entry = self.out / file.name, journal.get(file.name)
-        if entry is None or len(entry.facts) != file.num_facts:
-            return False
-        if not path.is_file() or path.stat().st_size != entry.num_bytes:
+        if entry is None or len(entry.facts) != file.num_facts or not path.is_file():
             return False
         # Hashed again: the file may have been damaged since.
-        return sha256_of(path) == entry.sha256
+        return path.stat().st_size == entry.num_bytes and sha256_of(path) == entry.sha256
 
     def _finish_file(self, path: Path, facts: list[int]) -> None:
         """Sync and hash a file, then enter it into the journal."""
@@ -269,7 +264,11 @@ class Job:
             sync(path)
             # Only after the sync: what the journal has must survive a crash.
             entry = Written(path.name, path.stat().st_size, sha256_of(path), facts)
-            write_json(self.work / "journal" / f"{path.name}.json", asdict(entry))
+            write_json(self.work / "journal" / f"{path.name}.json", asdict(entry), sort_keys=True)
+
+
+def _read(path: Path, *, cure: str) -> dict[str, Any]:
+    return read_json_object(path, cure=cure, max_bytes=_MAX_JOURNAL_BYTES)
 
 
 def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,40 +277,24 @@ def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def filled(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+def grouped_by_size(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
     """Yield items in runs, each ended before its sizes exceed ``limit`` in all; a larger item is a run by itself."""
     run: list[Item] = []
     total = 0
     for item in items:
-        size = size_of(item)
-        if run and total + size > limit:
+        total += size_of(item)
+        if run and total > limit:
             yield run
-            run, total = [], 0
+            run, total = [], size_of(item)
         run.append(item)
-        total += size
     if run:
         yield run
 
 
 def sha256_of(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON with sorted keys; the same value gives the same bytes. The file is there whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=1, sort_keys=True)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def files_below(folder: Path) -> list[str]:

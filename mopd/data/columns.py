@@ -12,12 +12,13 @@ from typing import Any
 from mopd.base.files.reading import shown_path
 from mopd.base.types import UserError
 from mopd.config.data import SHIPPED, DataFileConfig, mapping_of
-from mopd.data.files import MISSING, listed, lookup, quoted, read_rows
+from mopd.data.files import MISSING, described, listed, lookup, quoted, read_rows
 from mopd.data.image_files import read_rgb
 from mopd.data.images import holds_images, stored_images
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 """ShareGPT's ``from`` -> chat role; other values are roles already."""
+MAX_DOMAIN_CHARACTERS = 200
 MAX_IMAGE_ROWS = 64
 """Largest number of rows of a file whose images ``survey`` decodes."""
 _ASK_FOR_TESTS = "{task}\n\nYour code should pass these tests:\n\n{tests}"
@@ -30,7 +31,7 @@ class Fields:
 
     prompt: Any
     ground_truth: Any
-    domain: Any
+    domain: str
     extra_info: Any
     images: Any
 
@@ -71,20 +72,25 @@ class RowReader:
             UserError: there is no prompt or no domain; a column that a shipped mapping reads holds what it cannot read.
         """
         convert = _CONVERSIONS.get(self._name or "")
-        truth = self._optional(row, self.mapping.ground_truth)
+        truth = lookup(row, self.mapping.ground_truth)
         prompt = lookup(row, self.mapping.prompt)
         if convert is not None:
             prompt, truth = convert(row, prompt, truth, place)
-        domain = self._domain if self._domain is not None else self._optional(row, self.mapping.domain)
+        domain = self._domain if self._domain is not None else lookup(row, self.mapping.domain)
         for what, key, value in (("prompt", self.mapping.prompt, prompt), ("domain", self.mapping.domain, domain)):
             if value is MISSING or value is None:
                 raise UserError(f"{place} has no column {key!r} (it has {listed([*row])}): {self._cure(what)}")
+        if not isinstance(domain, str) or not 0 < len(domain) <= MAX_DOMAIN_CHARACTERS:
+            raise UserError(
+                f"{place}: column {self.mapping.domain!r} (data.columns.domain) is {described(domain)}, not the name "
+                f"of a domain: store text of 1 to {MAX_DOMAIN_CHARACTERS} characters"
+            )
         return Fields(
             prompt=_as_messages(prompt),
             ground_truth=truth,
             domain=domain,
-            extra_info=self._optional(row, self.mapping.extra_info),
-            images=self._optional(row, self._image_key),
+            extra_info=lookup(row, self.mapping.extra_info),
+            images=lookup(row, self._image_key),
         )
 
     def _cure(self, what: str) -> str:
@@ -95,10 +101,6 @@ class RowReader:
             f"columns are read as {self._name!r}: set data.columns to what fits ({', '.join(SHIPPED)}) or to a section "
             f"that names the {what}'s column{constant}"
         )
-
-    @staticmethod
-    def _optional(row: Mapping[str, Any], key: str | None) -> Any:
-        return MISSING if key is None else lookup(row, key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,8 +127,6 @@ def survey(file: DataFileConfig, max_rows: int, *, image_key: str | None = None,
     for number, row in itertools.islice(rows, max_rows):
         place = f"{shown_path(path)}: row {number}"
         found = reader.read(row, place)
-        if not isinstance(found.domain, str) or not found.domain:
-            raise UserError(f"{place}: the domain is {quoted(found.domain)}, no name: store domains as text")
         counts[found.domain] += 1
         if student_sees:
             images = stored_images(found.images, path, place)
@@ -233,11 +233,8 @@ def _as_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _Conversion = Callable[[Mapping[str, Any], Any, Any, str], tuple[Any, Any]]
 _CONVERSIONS: Mapping[str, _Conversion] = {
-    "gsm8k": _gsm8k,
-    "math": _math,
-    "mbpp": _mbpp,
-    "openthoughts": _openthoughts,
-}
+    "gsm8k": _gsm8k, "math": _math, "mbpp": _mbpp, "openthoughts": _openthoughts,
+}  # fmt: skip
 """Name of a shipped mapping -> function of row, prompt, ground truth and place that returns prompt and ground truth."""
 _QUESTIONS = ("gsm8k", "math", "mbpp", "question_answer")
 _FURTHER = {"math": ("solution",), "mbpp": ("text", "test_imports", "test_setup_code"), "openthoughts": ("system",)}

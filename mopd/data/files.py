@@ -73,8 +73,11 @@ def read_first(path: Path) -> Mapping[str, Any]:
     return next(read_rows(path, columns))[1]
 
 
-def lookup(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value under a dotted key, or ``MISSING``: ``lookup({"a": {"b": 1}}, "a.b")`` is 1."""
+def lookup(row: Mapping[str, Any], key: str | None) -> Any:
+    """Return the value under a dotted key, or ``MISSING``, also without a key: ``lookup({"a": {"b": 1}}, "a.b")`` is
+    1."""
+    if key is None:
+        return MISSING
     value: Any = row
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -223,8 +226,6 @@ def _check_frame(path: Path) -> None:
         size = file.seek(0, 2)
         file.seek(max(size - 8, 0))
         footer = file.read(8)
-    if size == 0:
-        raise UserError(f"{shown_path(path)}: the file is empty, not even a parquet file: write it again, or {CURE}")
     if size < 12 or footer[4:] not in (b"PAR1", b"PARE"):
         raise UserError(
             f"{shown_path(path)}: unreadable parquet file: it does not end as one (cut off, or of another kind): write "
@@ -293,6 +294,11 @@ def quoted(name: Any) -> str:
     """Return one name, quoted and shortened, for the middle of a message."""
     text = repr(name)
     return text if len(text) <= 80 else f"{text[:60]}…{text[-10:]}"
+
+
+def described(value: Any) -> str:
+    """Return type and value, for the middle of a message."""
+    return f"{type(value).__name__} {quoted(value)}"
 
 
 def _repeated(names: Sequence[str]) -> str | None:

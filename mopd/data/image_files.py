@@ -56,8 +56,6 @@ def read_rgb(content: bytes, place: str) -> Image.Image:
     try:
         image.load()
         upright = image.transpose(_TURNS[turn]) if turn in _TURNS else image
-        if upright.mode == "RGB" and "transparency" not in upright.info:
-            return upright
         if "A" not in upright.mode and "transparency" not in upright.info:
             return upright.convert("RGB")
         layered = upright.convert("RGBA")
@@ -83,12 +81,9 @@ def _open(content: bytes, place: str) -> tuple[ImageFile.ImageFile, int]:
             is_animated = bool(getattr(image, "is_animated", False))
     except Image.DecompressionBombError as error:
         raise UserError(f"{place}: {_too_large(one_line(error))}") from error
-    except UnidentifiedImageError as error:  # its text only names an object
-        raise UserError(f"{place}: no image of the formats {', '.join(FORMATS)}: convert it") from error
-    except Exception as error:
-        raise UserError(
-            f"{place}: no image of the formats {', '.join(FORMATS)}: {one_line(error):.200}: convert it"
-        ) from error
+    except Exception as error:  # the text of an UnidentifiedImageError only names an object
+        why = "" if isinstance(error, UnidentifiedImageError) else f": {one_line(error):.200}"
+        raise UserError(f"{place}: no image of the formats {', '.join(FORMATS)}{why}: convert it") from error
     if is_animated:
         raise UserError(f"{place}: the image is animated: keep one frame of it")
     if image.mode not in MODES:

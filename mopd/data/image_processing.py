@@ -8,13 +8,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import shown_path
 from mopd.base.types import UserError
 from mopd.config.data import MAX_IMAGE_PIXELS
-from mopd.conversion.models.config_keys import read_config
+from mopd.conversion.models.config_keys import Keys, read_config
 from mopd.conversion.models.vision_config import VISION_FORMATS
 
 PREPROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
@@ -91,81 +90,72 @@ def read_image_processing(folder: str | Path, max_pixels: int | None) -> ImagePr
         UserError: there is no such file, it is damaged or of another kind of processor, or it asks for what is not
             carried out: names file and key.
     """
-    path, settings = _read(Path(folder))
-    kind = settings.get("image_processor_type", settings.get("feature_extractor_type"))
+    keys = _read(Path(folder))
+    kind = keys.config.get("image_processor_type", keys.config.get("feature_extractor_type"))
     if kind not in _TYPES:
-        raise _refused(path, "image_processor_type", kind, f"use a model whose processor is one of {', '.join(_TYPES)}")
+        raise keys.error(
+            "image_processor_type", f"{kind!a:.100}: use a model whose processor is one of {', '.join(_TYPES)}"
+        )
     for key in _ALWAYS_ON:
-        if settings.get(key, True) is not True:
-            raise _refused(path, key, settings[key], "images are resized, rescaled, normalized and RGB: set true")
-    size = settings.get("size") or {}
-    if not isinstance(size, Mapping):
-        raise _refused(path, "size", size, _CURE)
+        if keys.config.get(key, True) is not True:
+            raise keys.error(key, "images are resized, rescaled, normalized and RGB: set true")
     least, most = _DEFAULT_PIXELS
-    least = _pixels(path, size, "shortest_edge", least)
-    most = _pixels(path, size, "longest_edge", most)
-    least, most = _pixels(path, settings, "min_pixels", least), _pixels(path, settings, "max_pixels", most)
+    if not keys.absent("size"):
+        size = keys.section("size")
+        least, most = _pixels(size, "shortest_edge", least), _pixels(size, "longest_edge", most)
+    least, most = _pixels(keys, "min_pixels", least), _pixels(keys, "max_pixels", most)
+    rescale_factor = keys.config.get("rescale_factor", 1 / 255)
+    if not _is_number(rescale_factor):
+        raise keys.error("rescale_factor", f"{rescale_factor!a:.100} is not a number; {_CURE}")
     found = ImageProcessing(
-        patch_size=_count(path, settings, "patch_size", 14),
-        temporal_patch_size=_count(path, settings, "temporal_patch_size", 2),
-        merge_size=_count(path, settings, "merge_size", 2),
+        patch_size=_count(keys, "patch_size", 14),
+        temporal_patch_size=_count(keys, "temporal_patch_size", 2),
+        merge_size=_count(keys, "merge_size", 2),
         min_pixels=least,
         max_pixels=most if max_pixels is None else max_pixels,
-        mean=_colours(path, settings, "image_mean", _CLIP_MEAN),
-        std=_colours(path, settings, "image_std", _CLIP_STD),
-        rescale_factor=_number(path, "rescale_factor", settings.get("rescale_factor", 1 / 255)),
-        resample=_count(path, settings, "resample", _BICUBIC, most=5),
+        mean=_colours(keys, "image_mean", _CLIP_MEAN),
+        std=_colours(keys, "image_std", _CLIP_STD),
+        rescale_factor=float(rescale_factor),
+        resample=_count(keys, "resample", _BICUBIC, least=0, most=5),
     )
     if found.max_pixels < max(found.min_pixels, (found.patch_size * found.merge_size) ** 2):
-        key = f"{shown_path(path)}: max_pixels" if max_pixels is None else "data.max_pixels"
+        key = f"{shown_path(keys.path)}: max_pixels" if max_pixels is None else "data.max_pixels"
         raise UserError(
-            f"{key}: {found.max_pixels} is less than the {found.min_pixels} that {shown_path(path)} asks for at least, "
-            f"or than one token's {(found.patch_size * found.merge_size) ** 2}: raise it"
+            f"{key}: {found.max_pixels} is less than the {found.min_pixels} that {shown_path(keys.path)} asks for at "
+            f"least, or than one token's {(found.patch_size * found.merge_size) ** 2}: raise it"
         )
     return found
 
 
-def _read(folder: Path) -> tuple[Path, Mapping[str, Any]]:
+def _read(folder: Path) -> Keys:
     """Return the image processor's settings: a file of their own, or a section of the whole processor's."""
-    whole = folder / PROCESSOR_FILE
+    whole, own = folder / PROCESSOR_FILE, folder / PREPROCESSOR_FILE
     if whole.is_file():
         section = read_json_object(whole, cure=_CURE, any_number=True).get("image_processor")
         if isinstance(section, Mapping):
-            return whole, section
-    own = folder / PREPROCESSOR_FILE
+            return Keys(section, whole)
     if not own.is_file():
         raise UserError(f"{shown_path(own)}: missing: a model that sees images comes with this file: fetch it")
-    return own, read_json_object(own, cure=_CURE, any_number=True)
+    return Keys(read_json_object(own, cure=_CURE, any_number=True), own)
 
 
-def _pixels(path: Path, settings: Mapping[str, Any], key: str, default: int) -> int:
-    return _count(path, settings, key, default, most=2 * MAX_IMAGE_PIXELS)
+def _pixels(keys: Keys, key: str, default: int) -> int:
+    return _count(keys, key, default, most=2 * MAX_IMAGE_PIXELS)
 
 
-def _count(path: Path, settings: Mapping[str, Any], key: str, default: int, *, most: int = _MAX_SIDE) -> int:
-    value = settings.get(key)
-    if value is None:
+def _count(keys: Keys, key: str, default: int, *, least: int = 1, most: int = _MAX_SIDE) -> int:
+    expected = f"a whole number from {least} to {most}; {_CURE}"
+    return default if keys.absent(key) else int(keys.value(key, int, expected, lambda v: least <= v <= most))
+
+
+def _colours(keys: Keys, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    if key not in keys.config:
         return default
-    if type(value) is not int or not 0 <= value <= most or (value == 0 and key != "resample"):
-        raise _refused(path, key, value, f"it is a whole number up to {most}; {_CURE}")
-    return value
+    numbers = keys.value(key, list, f"three numbers; {_CURE}", lambda v: len(v) == 3 and all(map(_is_number, v)))
+    if key == "image_std" and 0 in numbers:
+        raise keys.error(key, f"{numbers} holds 0, by which colours are divided; {_CURE}")
+    return tuple(map(float, numbers))
 
 
-def _colours(path: Path, settings: Mapping[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
-    value = settings.get(key, default)
-    if not isinstance(value, (list, tuple)) or len(value) != 3:
-        raise _refused(path, key, value, f"it is three numbers; {_CURE}")
-    numbers = tuple(_number(path, key, one) for one in value)
-    if key == "image_std" and 0.0 in numbers:
-        raise _refused(path, key, value, f"it is divided by; {_CURE}")
-    return numbers
-
-
-def _number(path: Path, key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _refused(path, key, value, f"it is a number; {_CURE}")
-    return float(value)
-
-
-def _refused(path: Path, key: str, value: object, cure: str) -> UserError:
-    return UserError(f"{shown_path(path)}: {key}: {value!a:.100}: {cure}")
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)

@@ -13,7 +13,7 @@ from typing import Any
 from mopd.base.files.reading import read_bytes, shown_path
 from mopd.base.types import ImageRef, PromptImage, UserError
 from mopd.config.data import DataConfig, DataFileConfig
-from mopd.data.files import MISSING, ColumnReader, lookup, quoted
+from mopd.data.files import MISSING, ColumnReader, described, lookup, quoted
 from mopd.data.image_files import MAX_IMAGE_BYTES, MAX_IMAGES, digest_of, read_rgb
 
 
@@ -34,10 +34,7 @@ class StoredImage:
         Raises:
             UserError: there is no such file, it is too large, or it lies outside the folder.
         """
-        if self.content is not None:
-            if len(self.content) > MAX_IMAGE_BYTES:
-                size = f"{len(self.content)} bytes, the limit is {MAX_IMAGE_BYTES}"
-                raise UserError(f"{self.place}: the image has {size}: scale it down")
+        if self.content is not None:  # whoever opens it refuses one that is too large
             return self.content
         assert self.path is not None, "one of the two"
         where = f"{self.place}: path {quoted(self.path)}"
@@ -66,7 +63,7 @@ def stored_images(value: Any, path: Path, place: str) -> list[StoredImage]:
     items = [value] if isinstance(value, Mapping) else value
     if not isinstance(items, list):
         raise UserError(
-            f"{place}: the images (data.image_key) are {type(value).__name__} {quoted(value)}, not a list of "
+            f"{place}: the images (data.image_key) are {described(value)}, not a list of "
             "{bytes: …} or {path: …}: correct the row, or set data.image_key"
         )
     if len(items) > MAX_IMAGES:
@@ -78,7 +75,7 @@ def stored_images(value: Any, path: Path, place: str) -> list[StoredImage]:
             name = None  # a name beside bytes only says where they came from
         elif content is not None or not isinstance(name, str) or not name:
             raise UserError(
-                f"{place}: image {number} (data.image_key) is {type(item).__name__} {quoted(item)}, not "
+                f"{place}: image {number} (data.image_key) is {described(item)}, not "
                 "{bytes: …} with the encoded file or {path: …} with a name: correct the row"
             )
         found.append(StoredImage(content, name, path.parent, f"{place}: image {number}"))
@@ -109,18 +106,14 @@ class ImageStore:
         Raises:
             UserError: it cannot be read, or is another than the reference was made from; names file and row.
         """
-        path = self._paths[ref.file]
-        place = f"{shown_path(path)}: row {ref.row}"
-        _, _, below = self._key.partition(".")
+        path, (_, _, below) = self._paths[ref.file], self._key.partition(".")
         value = self._reader(ref.file).value(ref.row)
         if below and isinstance(value, Mapping):
             value = lookup(value, below)
-        images = stored_images(value, path, place)
+        images = stored_images(value, path, f"{shown_path(path)}: row {ref.row}")
         content = images[ref.number].read() if ref.number < len(images) else b""
         if digest_of(content) != ref.digest:
-            raise UserError(
-                f"{place}: image {ref.number} has changed since the prompts were loaded: restore it, or start again"
-            )
+            raise UserError(f"{self.place(ref)} has changed since the prompts were loaded: restore it, or start again")
         return content
 
     def prompt_image(self, ref: ImageRef) -> PromptImage:

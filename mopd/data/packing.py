@@ -115,11 +115,8 @@ def square_cost(dims: ModelDims) -> float:
         channels = heads * (keys + mla.v_head_dim) / 2
         asked = hidden * heads * keys if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + heads * keys)
         compressed = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-        projections = (
-            asked
-            + compressed
-            + heads * (mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim) + hidden * mla.v_head_dim)
-        )
+        read = heads * (mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim) + hidden * mla.v_head_dim)
+        projections = asked + compressed + read
     met = [_mlp_width(dims, layer) for layer in range(dims.num_layers)]
     return channels * dims.num_layers / (projections * dims.num_layers + 3 * hidden * sum(met))
 
@@ -141,16 +138,14 @@ def pack(samples: Sequence[SampleMeta], rules: PackingRules, *, dp_size: int) ->
     """
     # Sorted first, and every tie below is broken by id: the plan must not depend on the order of arrival.
     ordered = sorted(samples, key=lambda sample: sample.sample_id)
-    if len(ordered) < dp_size * rules.count_multiple > dp_size:
+    if len(ordered) < dp_size * rules.count_multiple:
+        groups, key = "", "data_parallel_size"
+        if rules.count_multiple > 1:
+            groups = f", each of which needs {rules.count_multiple} micro-batches at least for virtual pipeline stages"
+            key = "pipeline_model_parallel_size"
         raise UserError(
-            f"a step has {len(ordered)} samples for {dp_size} data-parallel ranks, each of which needs "
-            f"{rules.count_multiple} micro-batches at least for virtual pipeline stages: raise "
-            "schedule.prompts_per_step or lower student.parallel.pipeline_model_parallel_size"
-        )
-    if len(ordered) < dp_size:
-        raise UserError(
-            f"a step has {len(ordered)} samples for {dp_size} data-parallel ranks: raise schedule.prompts_per_step or "
-            "lower student.parallel.data_parallel_size"
+            f"a step has {len(ordered)} samples for {dp_size} data-parallel ranks{groups}: raise "
+            f"schedule.prompts_per_step or lower student.parallel.{key}"
         )
     if rules.micro_batch_size is not None:
         ranks = _share_out(_cut(ordered, rules, rules.micro_batch_size, dp_size), rules, dp_size)

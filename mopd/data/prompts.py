@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import reprlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from mopd.base.types import ImageRef, PromptImage, UserError
 from mopd.config.data import DataConfig, DataFileConfig
 from mopd.config.groups import Assignment
 from mopd.data.columns import RowReader
-from mopd.data.files import MISSING, listed, quoted, read_rows
+from mopd.data.files import MISSING, described, listed, quoted, read_rows
 from mopd.data.images import ImageStore, holds_images
 from mopd.data.templates.rendering import MAX_PROMPT_CHARACTERS, Renderer
 from mopd.data.vision_prompts import OTHER_MEDIA, VisionPrompts
@@ -26,9 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-MAX_DOMAIN_CHARACTERS = 200
 MAX_LISTED = 10
-TELL_EVERY_S = 10.0
+LOG_EVERY_S = 10.0
 """Seconds between progress lines while a file with images is read, which takes as long as its bytes."""
 
 
@@ -51,24 +49,17 @@ class PromptRow:
     """Images in the order of their places in the text."""
 
 
+@dataclass(eq=False)
 class PromptDataset:
     """Rows in file order, with counts of those that were dropped or cut."""
 
-    def __init__(
-        self,
-        rows: Sequence[PromptRow],
-        *,
-        num_filtered: Mapping[str, int] | None = None,
-        num_truncated: Mapping[str, int] | None = None,
-        images: ImageStore | None = None,
-    ) -> None:
-        self.rows = tuple(rows)
-        self.images = images
-        """Store of the rows' images; ``None`` if the student sees none."""
-        self.num_filtered = dict(num_filtered or {})
-        """Domain -> number of rows dropped for their length."""
-        self.num_truncated = dict(num_truncated or {})
-        """Domain -> number of rows cut to the limit."""
+    rows: Sequence[PromptRow]
+    images: ImageStore | None = None
+    """Store of the rows' images; ``None`` if the student sees none."""
+    num_filtered: Mapping[str, int] = field(default_factory=dict)
+    """Domain -> number of rows dropped for their length."""
+    num_truncated: Mapping[str, int] = field(default_factory=dict)
+    """Domain -> number of rows cut to the limit."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -222,7 +213,7 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
     rows: list[PromptRow] = []
     texts: list[str | None] = []
     columns = [*reader.columns, *(OTHER_MEDIA if vision is not None else ())]
-    told = time.monotonic()
+    logged_at = time.monotonic()
     for number, row in read_rows(path, columns, heavy=reader.image_column):
         place = f"{shown_path(path)}: row {number}"
         found = reader.read(row, place)
@@ -234,17 +225,16 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
                 f"{place}: {key.ground_truth!r} (data.columns.ground_truth) holds a number that is not finite: "
                 "store it as text, or null"
             )
-        domain = _domain(found.domain, place, key.domain)
         images: tuple[ImageRef, ...] = ()
         if vision is not None:
             vision.refuse_other_media(row, place)
             images = vision.refs(found.images, path, file=index, row=number, place=place)
         elif holds_images(found.images):
-            unseen[domain] += 1
+            unseen[found.domain] += 1
         texts.append(_text(prompt, place, reading, column=key.prompt, num_images=len(images)))
         rows.append(
             PromptRow(
-                domain=domain,
+                domain=found.domain,
                 text="",
                 tokens=(),
                 ground_truth=None if found.ground_truth is MISSING else found.ground_truth,
@@ -253,8 +243,8 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
                 images=images,
             )
         )
-        if images and time.monotonic() > told + TELL_EVERY_S:
-            told = time.monotonic()
+        if images and time.monotonic() > logged_at + LOG_EVERY_S:
+            logged_at = time.monotonic()
             logger.info("%s: images of %d rows read", shown_path(path), number + 1)
     if reading.images is not None and any(row.images for row in rows):
         reading.images.prepare(index)
@@ -303,12 +293,12 @@ def _text(prompt: Any, place: str, reading: _Reading, column: str | None = None,
 
 def _messages(prompt: Any, place: str, where: str, reading: _Reading, num_images: int) -> list[dict[str, Any]]:
     if not isinstance(prompt, list) or not prompt or not all(isinstance(message, Mapping) for message in prompt):
-        raise UserError(f"{where} is {_kind(prompt)}, not text or a list of chat messages")
+        raise UserError(f"{where} is {described(prompt)}, not text or a list of chat messages")
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     for message in messages:  # parquet fills absent keys with nulls, dropped above
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise UserError(f"{where} has a message whose {key!r} is {_kind(message.get(key))}, not text")
+                raise UserError(f"{where} has a message whose {key!r} is {described(message.get(key))}, not text")
     if not reading.renderer.has_template:
         raise UserError(f"{where} holds chat messages but the tokenizer has no chat template: set data.chat_template")
     return messages if reading.vision is None else reading.vision.placed_in_chat(messages, num_images, place)
@@ -323,21 +313,9 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, (list, tuple)) or all(map(_is_finite, value))
 
 
-def _domain(domain: Any, place: str, key: str | None) -> str:
-    if not isinstance(domain, str) or not domain:
-        raise UserError(f"{place}: column {key!r} (data.columns.domain) is {_kind(domain)}, not the name of a domain")
-    if len(domain) > MAX_DOMAIN_CHARACTERS:
-        raise UserError(
-            f"{place}: column {key!r} (data.columns.domain) is {_kind(domain)} of {len(domain)} characters, the name "
-            f"of a domain has at most {MAX_DOMAIN_CHARACTERS}"
-        )
-    return domain
-
-
 def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig, images: ImageStore | None) -> PromptDataset:
     limit, kept = cfg.max_prompt_length, []
-    filtered: Counter[str] = Counter()
-    truncated: Counter[str] = Counter()
+    filtered, truncated = Counter[str](), Counter[str]()
     for row in rows:
         if len(row.tokens) <= limit:
             kept.append(row)
@@ -359,12 +337,4 @@ def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig, images: ImageStore
             f"every prompt of domain {', '.join(f'{d!r} ({filtered[d]} rows)' for d in gone)} is longer than "
             f"data.max_prompt_length {limit} and filtered: raise it or set data.overlong_prompts: truncate"
         )
-    return PromptDataset(kept, num_filtered=filtered, num_truncated=truncated, images=images)
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {_SHORT.repr(value)}"
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 40
+    return PromptDataset(kept, images, filtered, truncated)

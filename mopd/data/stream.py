@@ -110,8 +110,9 @@ class PromptStream:
         lags = {domain: share * num_prompts - kept[domain] for domain, share in self._shares.items()}
         largest = max(lags.values())
         behind = [domain for domain, lag in lags.items() if largest - lag < 1e-9]  # equal but for rounding
-        domain = behind[0] if len(behind) == 1 else behind[self._choice(len(behind))]
-        return self._take(domain)
+        if len(behind) == 1:
+            return self._take(behind[0])
+        return self._take(behind[int(_generator(self._seed, "mix", self._position).integers(len(behind)))])
 
     def _take(self, domain: str) -> Prompt:
         epoch, place = divmod(self._drawn[domain], len(self._rows[domain]))
@@ -120,9 +121,6 @@ class PromptStream:
         self._position += 1
         self._drawn[domain] += 1
         return prompt
-
-    def _choice(self, num: int) -> int:
-        return int(_generator(self._seed, "mix", self._position).integers(num))
 
     def _order(self, domain: str, epoch: int) -> np.ndarray:
         """Return the permutation of the domain's rows in this epoch; the latest one is kept."""

@@ -46,9 +46,13 @@ class VisionPrompts:
     def __init__(self, dims: VisionDims, processing: ImageProcessing, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ``UserError`` if the three arguments do not belong together."""
         self.processing = processing
-        for name in ("patch_size", "temporal_patch_size"):
-            _require_equal(name, getattr(dims, name), getattr(processing, name))
-        _require_equal("spatial_merge_size", dims.spatial_merge_size, processing.merge_size)
+        theirs = {name: getattr(processing, name) for name in ("patch_size", "temporal_patch_size")}
+        for name, size in {**theirs, "spatial_merge_size": processing.merge_size}.items():
+            if getattr(dims, name) != size:
+                raise UserError(
+                    f"student.model: vision_config.{name} of config.json is {getattr(dims, name)}, its processor has "
+                    f"{size}: take both files of one model"
+                )
         tokens = tokenizer.convert_ids_to_tokens([*dims.token_ids])
         if not all(isinstance(token, str) and token for token in tokens):
             raise UserError(
@@ -147,11 +151,3 @@ def _parts(text: str) -> list[dict[str, str]]:
     """Return ``"a <image> b"`` as a text, an image and a text."""
     pieces = [piece for piece in re.split(f"({MARK})", text) if piece]
     return [{"type": "image"} if piece == MARK else {"type": "text", "text": piece} for piece in pieces]
-
-
-def _require_equal(name: str, config: int, processor: int) -> None:
-    if config != processor:
-        raise UserError(
-            f"student.model: vision_config.{name} of config.json is {config}, its processor has {processor}: take both "
-            "files of one model"
-        )

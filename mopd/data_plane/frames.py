@@ -2,9 +2,10 @@
 
 The head of fields ``tokens`` of two samples and ``loss_mask``::
 
-    [["tokens", "int64", [[5], [4]]], ["loss_mask", "bool", [[2], [2]]]]
+    [["tokens", "I64", [[5], [4]]], ["loss_mask", "BOOL", [[2], [2]]]]
 
-Large tensors are frames of their own and are not copied; runs of small ones share a frame.
+Dtypes have the names of the safetensors format. Large tensors are frames of their own and are not copied; runs of small
+ones share a frame.
 """
 
 from __future__ import annotations
@@ -18,15 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mopd.conversion.mapped import DTYPE_NAMES, TORCH_DTYPES, as_bytes
+
 OWN_FRAME_BYTES = 2**16
 """Smallest size of a tensor that is a frame of its own, sent from its own memory."""
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    )
-}
 Buffer = bytes | memoryview
 
 
@@ -61,7 +57,7 @@ def to_frames(fields: Mapping[str, Sequence[Tensor]]) -> tuple[list[Any], list[B
     for name, tensors in fields.items():
         head.append([name, _dtype(name, tensors), [list(tensor.shape) for tensor in tensors]])
         for tensor in tensors:
-            own = _bytes(tensor)
+            own = as_bytes(tensor)
             if size and size + own.nbytes > OWN_FRAME_BYTES:
                 frames.append(b"".join(small))
                 small, size = [], 0
@@ -85,7 +81,7 @@ def from_frames(head: Any, frames: Sequence[Buffer]) -> dict[str, list[Tensor]]:
     fields: dict[str, list[Tensor]] = {}
     try:
         for name, dtype, shapes in head:
-            fields[name] = [_take(rest, DTYPES[dtype], shape) for shape in shapes]
+            fields[name] = [_take(rest, TORCH_DTYPES[dtype], shape) for shape in shapes]
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FrameError(f"a head does not describe tensors: {error!r:.200}") from error
     if any(frame.nbytes for frame in rest):
@@ -111,12 +107,8 @@ def _take(rest: list[memoryview], dtype: torch.dtype, shape: Sequence[int]) -> T
     return torch.from_numpy(array).view(dtype).view(list(shape))
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
 def _dtype(name: str, tensors: Sequence[Tensor]) -> str:
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    dtypes = {DTYPE_NAMES[tensor.dtype] for tensor in tensors}
     if len(dtypes) > 1:
         raise KeyError(f"field {name!r} mixes dtypes {sorted(dtypes)}")
-    return dtypes.pop() if dtypes else "float32"
+    return dtypes.pop() if dtypes else "F32"

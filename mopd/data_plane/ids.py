@@ -15,50 +15,63 @@ def short_ids(ids: Sequence[int]) -> str:
     return str(listed) if len(listed) <= 8 else f"{listed[:8]} and {len(listed) - 8} more"
 
 
-def check_new(ids: Sequence[int], held: Collection[int]) -> None:
-    """Raise ``KeyError`` for ids that are held already, or given twice."""
+def check_put(ids: Sequence[int], fields: Mapping[str, Sequence[Any]], held: Collection[int]) -> None:
+    """Raise ``KeyError`` for ids that are held already or given twice, ``ValueError`` for a field with another number
+    of tensors than ids."""
+    _check_lengths(ids, fields)
     existing = sorted({i for i in ids if i in held} | {i for i, n in Counter(ids).items() if n > 1})
-    if existing:
-        raise KeyError(f"samples {short_ids(existing)} are put a second time")
+    _refuse(existing, "samples {} are put a second time")
 
 
-def check_known(ids: Sequence[int], held: Collection[int]) -> None:
-    """Raise ``KeyError`` for ids that are not held."""
-    unknown = [i for i in ids if i not in held]
-    if unknown:
-        raise KeyError(f"samples {short_ids(unknown)} are unknown")
+def check_update(ids: Sequence[int], fields: Mapping[str, Sequence[Any]], held: Mapping[int, Collection[str]]) -> None:
+    """Raise ``KeyError`` for unknown ids and for a field that a sample already has, ``ValueError`` as ``check_put``."""
+    _check_lengths(ids, fields)
+    _check_known(ids, held)
+    for name in fields:
+        _refuse([i for i in ids if name in held[i]], "field {name!r} of samples {} is written a second time", name)
 
 
-def check_unwritten(ids: Sequence[int], names: Collection[str], held: Mapping[int, Collection[str]]) -> None:
-    """Raise ``KeyError`` for a field that a sample already has."""
+def check_read(ids: Sequence[int], names: Collection[str], held: Mapping[int, Collection[str]]) -> None:
+    """Raise ``KeyError`` for unknown ids and for a field that a sample lacks."""
+    _check_known(ids, held)
     for name in names:
-        written = [i for i in ids if name in held[i]]
-        if written:
-            raise KeyError(f"field {name!r} of samples {short_ids(written)} is written a second time")
+        _refuse([i for i in ids if name not in held[i]], "field {name!r} does not exist for samples {}", name)
 
 
-def check_written(ids: Sequence[int], names: Collection[str], held: Mapping[int, Collection[str]]) -> None:
-    """Raise ``KeyError`` for a field that a sample lacks."""
-    for name in names:
-        missing = [i for i in ids if name not in held[i]]
-        if missing:
-            raise KeyError(f"field {name!r} does not exist for samples {short_ids(missing)}")
+def check_claim(
+    ids: Sequence[int], names: Collection[str], held: Mapping[int, Collection[str]], claimed: Collection[int]
+) -> None:
+    """Raise ``KeyError`` as ``check_read``, and for ids that are claimed already."""
+    check_read(ids, names, held)
+    _refuse([i for i in ids if i in claimed], "samples {} are claimed a second time")
 
 
-def check_claims(ids: Sequence[int], claimed: Collection[int], *, wanted: bool, what: str) -> None:
-    """Raise ``KeyError`` for ids whose claim is not as ``wanted``; ``what`` completes the message."""
-    wrong = [i for i in ids if (i in claimed) is not wanted]
-    if wrong:
-        raise KeyError(f"samples {short_ids(wrong)} are {what}")
+def check_release(ids: Sequence[int], claimed: Collection[int]) -> None:
+    """Raise ``KeyError`` for ids that are not claimed."""
+    _refuse([i for i in ids if i not in claimed], "samples {} are released but not claimed")
 
 
-def check_lengths(ids: Sequence[int], fields: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ``ValueError`` unless every field has one tensor for each sample."""
+def check_discard(ids: Sequence[int], held: Collection[int], claimed: Collection[int]) -> None:
+    """Raise ``KeyError`` for ids that are unknown or claimed."""
+    _check_known(ids, held)
+    _refuse([i for i in ids if i in claimed], "samples {} are discarded but claimed")
+
+
+def _check_known(ids: Sequence[int], held: Collection[int]) -> None:
+    _refuse([i for i in ids if i not in held], "samples {} are unknown")
+
+
+def _check_lengths(ids: Sequence[int], fields: Mapping[str, Sequence[Any]]) -> None:
     for name, values in fields.items():
         if len(values) != len(ids):
             raise ValueError(f"field {name!r} has {len(values)} tensors for {len(ids)} samples")
 
 
-def kept(values: Sequence[Tensor]) -> list[Tensor]:
+def _refuse(ids: Sequence[int], problem: str, name: str = "") -> None:
+    if ids:
+        raise KeyError(problem.format(short_ids(ids), name=name))
+
+
+def as_stored(values: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors as they are stored and sent: without gradient, on the CPU, contiguous."""
     return [value.detach().cpu().contiguous() for value in values]

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from mopd.base.types import Batch, SampleMeta
 from mopd.data_plane.ids import (
-    check_claims,
-    check_known,
-    check_lengths,
-    check_new,
-    check_unwritten,
-    check_written,
-    kept,
+    as_stored,
+    check_claim,
+    check_discard,
+    check_put,
+    check_read,
+    check_release,
+    check_update,
 )
 from mopd.data_plane.reading import DirectReader
 from mopd.data_plane.server import SampleServer
@@ -44,8 +44,7 @@ class LocalDataPlane:
     @property
     def address(self) -> dict[str, Any]:
         """Address of the server that ``serve`` has started."""
-        if self._server is None:
-            raise RuntimeError("the local plane has no address before serve()")
+        assert self._server is not None, "serve() has been called"
         return self._server.address
 
     def reader(self) -> DirectReader:
@@ -60,9 +59,8 @@ class LocalDataPlane:
     async def put(self, metas: Sequence[SampleMeta], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """Write fields of new samples."""
         ids = [meta.sample_id for meta in metas]
-        check_lengths(ids, fields)
-        check_new(ids, self._metas)
-        tensors = {name: kept(values) for name, values in fields.items()}
+        check_put(ids, fields, self._metas)
+        tensors = {name: as_stored(values) for name, values in fields.items()}
         # Readers in other threads see a sample with all its fields or not at all.
         with self._writing:
             for i, meta in enumerate(metas):
@@ -71,10 +69,8 @@ class LocalDataPlane:
 
     async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """Add fields to samples that exist."""
-        check_lengths(sample_ids, fields)
-        check_known(sample_ids, self._metas)
-        check_unwritten(sample_ids, fields, self._fields)
-        tensors = {name: kept(values) for name, values in fields.items()}
+        check_update(sample_ids, fields, self._fields)
+        tensors = {name: as_stored(values) for name, values in fields.items()}
         with self._writing:
             for name, values in tensors.items():
                 for sample_id, value in zip(sample_ids, values, strict=True):
@@ -86,22 +82,19 @@ class LocalDataPlane:
 
     async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
         """Claim samples that have all ``fields``."""
-        check_known(sample_ids, self._metas)
-        check_written(sample_ids, fields, self._fields)
-        check_claims(sample_ids, self._claimed, wanted=False, what="claimed a second time")
+        check_claim(sample_ids, fields, self._fields, self._claimed)
         self._claimed.update(sample_ids)
         return Batch(samples=tuple(self._metas[i] for i in sorted(sample_ids)))
 
     async def release(self, batch: Batch) -> None:
         """Forget a claimed batch."""
-        check_claims(batch.sample_ids, self._claimed, wanted=True, what="released but not claimed")
+        check_release(batch.sample_ids, self._claimed)
         self._claimed.difference_update(batch.sample_ids)
         self._forget(batch.sample_ids)
 
     async def discard(self, sample_ids: Sequence[int]) -> None:
         """Forget samples that are not claimed."""
-        check_known(sample_ids, self._metas)
-        check_claims(sample_ids, self._claimed, wanted=False, what="discarded but claimed")
+        check_discard(sample_ids, self._fields, self._claimed)
         self._forget(sample_ids)
 
     async def close(self) -> None:
@@ -115,8 +108,7 @@ class LocalDataPlane:
     def _read(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
         """Return fields; called from any thread."""
         with self._writing:
-            check_known(sample_ids, self._metas)
-            check_written(sample_ids, fields, self._fields)
+            check_read(sample_ids, fields, self._fields)
             return {name: [self._fields[i][name] for i in sample_ids] for name in fields}
 
     def _forget(self, sample_ids: Sequence[int]) -> None:

@@ -17,13 +17,13 @@ from mopd.base.files.writing import write_json, writing
 from mopd.base.types import Batch, SampleMeta, UserError
 from mopd.conversion.job import sha256_of
 from mopd.data_plane.ids import (
-    check_claims,
-    check_known,
-    check_lengths,
-    check_new,
-    check_unwritten,
-    check_written,
-    kept,
+    as_stored,
+    check_claim,
+    check_discard,
+    check_put,
+    check_read,
+    check_release,
+    check_update,
 )
 from mopd.data_plane.transfer_queue import QueueClient
 
@@ -62,11 +62,10 @@ class QueuePlane:
     async def put(self, metas: Sequence[SampleMeta], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """Write fields of new samples, with their metas as tags."""
         ids = [meta.sample_id for meta in metas]
-        check_lengths(ids, fields)
-        check_new(ids, self._held)
+        check_put(ids, fields, self._held)
         if not ids:
             return
-        tensors = {name: kept(fields[name]) for name in fields}
+        tensors = {name: as_stored(fields[name]) for name in fields}
         async with self._writing:
             batch = await self._client.retrieve(ids, create=True)
             await self._client.write(batch, tensors, [asdict(meta) for meta in metas])
@@ -75,12 +74,10 @@ class QueuePlane:
 
     async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
         """Add fields to samples that exist."""
-        check_lengths(sample_ids, fields)
-        check_known(sample_ids, self._held)
-        check_unwritten(sample_ids, fields, self._held)
+        check_update(sample_ids, fields, self._held)
         if not sample_ids:
             return
-        tensors = {name: kept(fields[name]) for name in fields}
+        tensors = {name: as_stored(fields[name]) for name in fields}
         async with self._writing:
             batch = await self._client.retrieve(sample_ids)
             await self._client.write(batch, tensors)
@@ -93,9 +90,7 @@ class QueuePlane:
 
     async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
         """Claim samples that have all ``fields`` in the controller actor's view; its tags are the samples' metas."""
-        check_known(sample_ids, self._held)
-        check_written(sample_ids, fields, self._held)
-        check_claims(sample_ids, self._claimed, wanted=False, what="claimed a second time")
+        check_claim(sample_ids, fields, self._held, self._claimed)
         batch = await _retrieve(self._client, sample_ids, fields)
         self._claimed.update(sample_ids)
         metas = [SampleMeta(**tag) for tag in batch.custom_meta]
@@ -103,14 +98,13 @@ class QueuePlane:
 
     async def release(self, batch: Batch) -> None:
         """Forget a claimed batch."""
-        check_claims(batch.sample_ids, self._claimed, wanted=True, what="released but not claimed")
+        check_release(batch.sample_ids, self._claimed)
         await self._forget(batch.sample_ids)
         self._claimed.difference_update(batch.sample_ids)
 
     async def discard(self, sample_ids: Sequence[int]) -> None:
         """Forget samples that are not claimed."""
-        check_known(sample_ids, self._held)
-        check_claims(sample_ids, self._claimed, wanted=False, what="discarded but claimed")
+        check_discard(sample_ids, self._held, self._claimed)
         await self._forget(sample_ids)
 
     async def save(self, folder: Path) -> str:
@@ -131,21 +125,16 @@ class QueuePlane:
             UserError: a file is missing, unknown or changed, which is noticed before any is read; or the number of
                 storage units is another.
         """
-        if self._held:
-            raise RuntimeError(f"samples are loaded into a storage that holds {len(self._held)}")
+        assert not self._held, "samples are loaded into an empty storage"
         # The actors unpickle these files: nothing but what this run wrote may be there.
         _verify(folder, digest, len(self._address["units"]))
         await self._client.load(str(folder.resolve()))
-        finished: list[int] = []
-        unfinished: list[int] = []
         for sample_id in await self._client.sample_ids():
-            batch = await self._client.retrieve([sample_id])
-            self._held[sample_id] = set(batch.field_names)
-            (finished if self._held[sample_id].issuperset(fields) else unfinished).append(sample_id)
-        await self._forget(unfinished)
-        if not finished:
+            self._held[sample_id] = set((await self._client.retrieve([sample_id])).field_names)
+        await self._forget([i for i, names in self._held.items() if not names.issuperset(fields)])
+        if not self._held:
             return []
-        return [SampleMeta(**tag) for tag in (await self._client.retrieve(finished)).custom_meta]
+        return [SampleMeta(**tag) for tag in (await self._client.retrieve(list(self._held))).custom_meta]
 
     async def close(self) -> None:
         """Disconnect, forget everything and end the queue."""
@@ -203,10 +192,10 @@ async def _read(client: QueueClient, sample_ids: Sequence[int], fields: Sequence
 async def _retrieve(client: QueueClient, sample_ids: Sequence[int], fields: Sequence[str]) -> Any:
     """Return the metadata of samples. Raise ``KeyError`` unless the queue has them all, with these fields."""
     batch = await client.retrieve(sample_ids)
-    check_known(sample_ids, {tag["sample_id"] for tag in batch.custom_meta})
+    check_read(sample_ids, (), {tag["sample_id"]: () for tag in batch.custom_meta})
     if not set(fields) <= set(batch.field_names):  # field_names are those that all of them have
         by_sample = {i: (await client.retrieve([i])).field_names for i in sample_ids}
-        check_written(sample_ids, fields, by_sample)
+        check_read(sample_ids, fields, by_sample)
     return batch
 
 
@@ -218,20 +207,19 @@ def _files(folder: Path) -> list[str]:
 
 def _verify(folder: Path, digest: str, num_units: int) -> None:
     """Raise ``UserError`` unless ``folder`` holds exactly the files that ``save`` wrote."""
-    if not (folder / HASHES).is_file() or sha256_of(folder / HASHES) != digest:
-        raise UserError(
-            f"{folder / HASHES}: not what was written (SHA-256): remove the folder to have its samples drawn again"
-        )
-    said = read_json_object(folder / HASHES, cure=CURE)
-    if sorted(said) != _files(folder):
+    _verify_file(folder / HASHES, digest)
+    hashes = read_json_object(folder / HASHES, cure=CURE)
+    if sorted(hashes) != _files(folder):
         raise UserError(f"{folder}: other files than {HASHES} names: {CURE}")
-    if (num_saved := sum(name.endswith(".pkl") for name in said) - 1) != num_units:
+    if (num_saved := sum(name.endswith(".pkl") for name in hashes) - 1) != num_units:
         raise UserError(
             f"{folder}: written by {num_saved} storage units, which data_plane.num_storage_units {num_units} cannot "
             f"read: set it to {num_saved}"
         )
-    for name, digest in said.items():
-        if (folder / name).is_symlink() or sha256_of(folder / name) != digest:
-            raise UserError(
-                f"{folder / name}: not what was written (SHA-256): remove the folder to have its samples drawn again"
-            )
+    for name, own in hashes.items():
+        _verify_file(folder / name, own)
+
+
+def _verify_file(path: Path, digest: str) -> None:
+    if not path.is_file() or path.is_symlink() or sha256_of(path) != digest:
+        raise UserError(f"{path}: not what was written (SHA-256): {CURE}")

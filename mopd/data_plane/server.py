@@ -17,6 +17,7 @@ import secrets
 import socket as sockets
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
@@ -96,9 +97,10 @@ class SampleServer:
         """Listen on TCP for readers that know the server's public key and hold the one accepted pair of keys."""
         own_public, own_secret = zmq.curve_keypair()
         reader_public, reader_secret = zmq.curve_keypair()
+        provider = SimpleNamespace(callback=lambda domain, key: key == reader_public)
         self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._auth.start()
-        self._auth.configure_curve_callback("*", credentials_provider=_OneKey(reader_public))
+        self._auth.configure_curve_callback("*", credentials_provider=provider)
         self._router.curve_server = True
         self._router.curve_secretkey, self._router.curve_publickey = own_secret, own_public
         self._router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -150,17 +152,6 @@ class SampleServer:
         except KeyError as error:
             return [packed({"number": asked["number"], "error": message_of(error)})]
         return [packed({"number": asked["number"], "fields": head}), *frames]
-
-
-class _OneKey:
-    """Credentials provider that accepts one pair of keys."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether to accept ``key``; called by pyzmq's authenticator."""
-        return key == self._key
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

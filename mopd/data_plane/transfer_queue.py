@@ -17,6 +17,7 @@ import itertools
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -61,7 +62,7 @@ def start_actors(ray: Any, num_storage_units: int, *, num_cpus: float) -> tuple[
     actors = [TransferQueueController.options(**options).remote()]
     actors += [SimpleStorageUnit.options(**options).remote(config=config) for _ in range(num_storage_units)]
     try:
-        controller, *units = ray.get([actor.get_zmq_server_info.remote() for actor in actors], timeout=STARTUP_S)
+        servers = ray.get([actor.get_zmq_server_info.remote() for actor in actors], timeout=STARTUP_S)
     except ray.exceptions.GetTimeoutError as error:
         end_actors(ray, actors)
         raise UserError(
@@ -74,8 +75,8 @@ def start_actors(ray: Any, num_storage_units: int, *, num_cpus: float) -> tuple[
             "data_plane: TransferQueue's actors ended as they started (is the same mopd installed on every node?): "
             f"{last_line(error)}"
         ) from error
-    address = {"controller": _to_json(controller), "units": [_to_json(unit) for unit in units]}
-    return actors, {"type": "transfer_queue", **address}
+    shown = [{"id": server.id, "ip": server.ip, "ports": dict(server.ports)} for server in servers]
+    return actors, {"type": "transfer_queue", "controller": shown[0], "units": shown[1:]}
 
 
 def end_actors(ray: Any, actors: Sequence[Any]) -> None:
@@ -158,7 +159,13 @@ class QueueClient:
                 for unit, group in manager._group_by_hash(batch.global_indexes).items()
             )
         )
-        schema = {name: _jagged(values) for name, values in fields.items()}
+        schema = {  # the package's description of fields whose samples differ in shape
+            name: {
+                "dtype": values[0].dtype, "shape": values[0].shape, "is_nested": True, "is_non_tensor": False,
+                "per_sample_shapes": [tuple(value.shape) for value in values],
+            }
+            for name, values in fields.items()
+        }  # fmt: skip
         await manager.notify_data_update(PARTITION, batch.global_indexes, schema)
 
     async def _read(self, batch: Any, names: list[str]) -> dict[str, list[Tensor]]:
@@ -199,52 +206,44 @@ class QueueClient:
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` until it ends, its deadline passes, or an actor is found to have ended."""
-        with self.around_calls():
-            return await self._call_within(work)
-
-    async def _call_within(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)
         loop = asyncio.get_running_loop()
         deadline = min(loop.time() + self._timeout_s, self.deadline)
-        silent: dict[str, int] = {}
+        silent: Counter[str] = Counter()
         try:
-            while True:
-                left = deadline - loop.time()
-                done, _ = await asyncio.wait({task}, timeout=max(0.0, min(PROBE_EVERY_S, left)))
-                if done:
-                    return task.result()
-                if left <= 0:
-                    raise UserError(
-                        f"data plane: TransferQueue did not answer within {self._timeout_s:g} s "
-                        "(schedule.wait_timeout_s)"
-                    )
-                await self._require_alive(silent)
+            with self.around_calls():
+                while True:
+                    left = deadline - loop.time()
+                    done, _ = await asyncio.wait({task}, timeout=max(0.0, min(PROBE_EVERY_S, left)))
+                    if done:
+                        return task.result()
+                    if left <= 0:
+                        limit = f"within {self._timeout_s:g} s (schedule.wait_timeout_s)"
+                        raise UserError(f"data plane: TransferQueue did not answer {limit}")
+                    await self._require_alive(silent)
         except (RuntimeError, ValueError) as error:
             raise UserError(f"data plane: TransferQueue refused a call: {error}") from error
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _require_alive(self, silent: dict[str, int]) -> None:
+    async def _require_alive(self, silent: Counter[str]) -> None:
         """Raise ``StorageEnded`` if a server's machine refuses connections, or has been ``silent`` several times."""
         for name, server in self._servers.items():
             port = server["ports"].get("put_get_socket") or server["ports"]["request_handle_socket"]
             try:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(server["ip"], port), PROBE_TIMEOUT_S)
+                writer.close()
+                silent[name] = 0
             except asyncio.TimeoutError:
-                silent[name] = silent.get(name, 0) + 1
-                if silent[name] < NUM_PROBES:
-                    continue
+                silent[name] += 1
             except OSError:
                 # Refused or unreachable: nothing listens there any more, one look is enough.
                 silent[name] = NUM_PROBES
-            else:
-                silent[name] = 0
-                writer.close()
-                continue
-            raise StorageEnded(
-                f"data plane: {self._shown(name)} has ended, and the samples that it held with it: see Ray's logs"
-            )
+            if silent[name] >= NUM_PROBES:
+                raise StorageEnded(
+                    f"data plane: {self._shown(name)} has ended, and the samples that it held with it: see Ray's logs"
+                )
 
     def _shown(self, name: str) -> str:
         server = self._servers[name]
@@ -262,18 +261,3 @@ def _load() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] == "transfer_queue":
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-
-
-def _jagged(values: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the package's description of a field whose samples differ in shape."""
-    return {
-        "dtype": values[0].dtype,
-        "shape": values[0].shape,
-        "is_nested": True,
-        "is_non_tensor": False,
-        "per_sample_shapes": [tuple(value.shape) for value in values],
-    }
-
-
-def _to_json(server: Any) -> dict[str, Any]:
-    return {"id": server.id, "ip": server.ip, "ports": dict(server.ports)}

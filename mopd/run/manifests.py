@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def write_manifests(
     path: Path, manifests: Mapping[str, Manifest], fingerprints: Mapping[str, Any], commits: Mapping[str, str]
 ) -> None:
     """Keep them in the run folder."""
-    content: dict[str, Any] = {key: manifest.to_json() for key, manifest in manifests.items()}
+    content: dict[str, Any] = {key: asdict(manifest) for key, manifest in manifests.items()}
     for key, value in ((FINGERPRINTS, fingerprints), (COMMITS, commits)):
         if value:
             content[key] = dict(value)
@@ -130,7 +130,7 @@ def _read(path: Path) -> tuple[dict[str, Manifest], dict[str, Any], dict[str, st
         raise UserError(f"{shown_path(path)}: {FINGERPRINTS!r} holds what is no score of the probe: {CURE}")
     if not isinstance(commits, dict) or not all(isinstance(name, str) for name in commits.values()):
         raise UserError(f"{shown_path(path)}: {COMMITS!r} holds what are no names of the Hub: {CURE}")
-    return {key: Manifest.from_json(value) for key, value in data.items()}, fingerprints, commits
+    return {key: Manifest(**value) for key, value in data.items()}, fingerprints, commits
 
 
 def _is_fingerprint(value: Any) -> bool:

@@ -21,7 +21,7 @@ RUN_ELSEWHERE = {"mopd.placement.ray.agent"}
 
 CALLED_BY_LIBRARIES = {
     "mopd/conversion/torch_dist/description.py": {"find_class"},
-    "mopd/conversion/torch_dist/reader.py": {"readable", "seekable"},
+    "mopd/conversion/torch_dist/reader.py": {"readable", "readinto", "seekable"},
     "mopd/engines/vllm/worker.py": {
         "finish_weight_update",
         "init_transfer_engine",

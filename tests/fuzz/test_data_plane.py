@@ -6,7 +6,8 @@ import threading
 
 import torch
 
-from mopd.data_plane.frames import DTYPES, FrameError, from_frames, packed, to_frames, unpacked
+from mopd.conversion.mapped import TORCH_DTYPES
+from mopd.data_plane.frames import FrameError, from_frames, packed, to_frames, unpacked
 from mopd.data_plane.server import SampleServer
 from tests.fuzz.harness import fuzz
 
@@ -28,7 +29,7 @@ def test_heads_and_frames() -> None:
         if not isinstance(given["frames"], list) or not all(isinstance(frame, bytes) for frame in given["frames"]):
             raise FrameError("frames")
         for tensors in from_frames(given["fields"], given["frames"]).values():
-            assert all(tensor.dtype in DTYPES.values() for tensor in tensors)
+            assert all(tensor.dtype in TORCH_DTYPES.values() for tensor in tensors)
 
     fuzz("data plane: heads and frames", [valid], read, (FrameError,))
 

@@ -30,7 +30,7 @@ STEP = {
 }  # fmt: skip
 EXAMPLE = {"prompt": "user: <b>2+2</b> \x1b", "response": "é", "ground_truth": {"a": [1.5, None]}, "reward": 1.0}
 REWARDS = {0: {"math": 0.2, "code[/]": 0.0}, 2: {"math": 0.6, "code[/]": 1.0}}
-MANIFESTS = {key: Manifest.from_json(MODEL) for key in ("student", "teachers.math")}
+MANIFESTS = {key: Manifest(**MODEL) for key in ("student", "teachers.math")}
 FILES = {
     "recipe.yaml": "student:\n  model: models/student  # my.yaml:3\nschedule:\n  steps: 3\n  prompts_per_step: 8\n",
     "manifest.json": json.dumps(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,15 +26,8 @@ pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=240,
-        check=False,
-    )
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=240, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +50,7 @@ def test_two_ranks_write_what_one_writes(model: Path, tmp_path: Path):
 
 
 def test_one_ranks_error_ends_all_and_leaves_nothing(model: Path, tmp_path: Path):
-    spoiled = tmp_path / "in" / "spoiled"
-    spoiled.mkdir(parents=True)
-    for path in model.iterdir():
-        (spoiled / path.name).write_bytes(path.read_bytes())
+    spoiled = shutil.copytree(model, tmp_path / "in" / "spoiled")
     weights = {name: tensor.clone() for name, tensor in load_file(model / "model.safetensors").items()}
     weights["model.norm.weight"][3] = torch.nan
     save_file(weights, spoiled / "model.safetensors", metadata={"format": "pt"})
@@ -76,7 +67,5 @@ def test_script(model: Path, tmp_path: Path):
     done = python("tools/convert_hf_to_megatron.py", model, tmp_path / "out", "--json")
     assert done.returncode == 0 and '"bytes"' in done.stdout, done.stderr
     done = python("tools/convert_hf_to_megatron.py", model, tmp_path / "out")
-    assert done.returncode == 2
-    assert (
-        done.stderr == f"mopd: error: convert: '{tmp_path / 'out'}' exists and is not an empty folder: name another\n"
-    )
+    line = f"mopd: error: convert: '{tmp_path / 'out'}' exists and is not an empty folder: name another\n"
+    assert done.returncode == 2 and done.stderr == line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ ONE_RANK = {"tensor_model_parallel_size": 1}
 @contextmanager
 def served(engine: TorchEngine, folder: Path, *, port: int = 0) -> Iterator[str]:
     """URL of a server around ``engine`` that gives the hashes of ``folder``, as ``mopd serve`` does for its model."""
-    hashes = make_manifest(folder, cache_file=folder.parent / "hashes.json").to_json()
+    hashes = asdict(make_manifest(folder, cache_file=folder.parent / "hashes.json"))
     with running_server(engine, port=port, manifest={name: hashes[name] for name in HASHES}) as server:
         yield server.url
 

@@ -11,11 +11,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import shown_path
@@ -46,15 +44,6 @@ class Manifest:
     only an external server has)."""
     tokenizer_sha256: str
     """Hash of names and bytes of the files of tokenizer, chat template and image processor."""
-
-    def to_json(self) -> dict[str, str]:
-        """Return plain JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Manifest:
-        """Return the manifest of ``to_json``'s result; an unknown or missing key is a ``TypeError``."""
-        return cls(**data)
 
 
 def make_manifest(folder: Path, *, cache_file: Path | None, with_weights: bool = True) -> Manifest:
@@ -102,10 +91,9 @@ def _hash_weights(folder: Path, cache_file: Path | None) -> str:
         if not path.is_file():
             raise UserError(f"{path}: missing; fetch the checkpoint again")
         key = _cache_key(path)
-        digests = cache[key] if key in cache else _hash_tensors(path)
         if key not in cache:
-            fresh[key] = digests
-        tensors |= digests
+            cache[key] = fresh[key] = _hash_tensors(path)
+        tensors |= cache[key]
     if fresh and cache_file is not None:
         known = {key: own for key, own in _read_cache(cache_file).items() if _is_current(key)}
         _write_cache(cache_file, known | fresh)

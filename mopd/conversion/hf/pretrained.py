@@ -63,7 +63,11 @@ def load_weights(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]
         UserError: as ``load_config`` does; damaged weights, or weights of another model; an adapter alone.
     """
     config = load_config(folder)
-    _require_whole_model(folder)
+    if (folder / ADAPTER_CONFIG).exists():  # transformers would load the base it names, with the adapter
+        raise UserError(
+            f"{shown_path(folder / ADAPTER_CONFIG)}: the folder holds an adapter, not a whole model: merge it with "
+            "'mopd convert merge-lora', or remove this file if the weights are whole"
+        )
     require_weights_fit(folder, config)
     _read_generation_config(folder)
     with _refusing(folder, "cannot load the model"):
@@ -135,14 +139,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         if (folder / name).exists():
             content = read_json_object(folder / name, cure=_CURE, any_number=True)
             added = content.get("added_tokens_decoder") if name == _TOKENIZER_CONFIG else content
-            _require_ids(folder / name, added if isinstance(added, dict) else {})
+            _require_ids(folder / name, added)
     if (folder / TOKENIZER_FILE).exists():
         content = read_tokenizer_json(folder / TOKENIZER_FILE)
         model, added = content.get("model"), content.get("added_tokens")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
-        _require_ids(folder / TOKENIZER_FILE, vocabulary if isinstance(vocabulary, dict) else {})
-        for token in added if isinstance(added, list) else []:
-            _require_ids(folder / TOKENIZER_FILE, token if isinstance(token, dict) else {})
+        for tokens in (vocabulary, *(added if isinstance(added, list) else [])):
+            _require_ids(folder / TOKENIZER_FILE, tokens)
     for path in (folder / "vocab.json", folder / "vocab.txt", folder / "merges.txt", *folder.glob("*.model")):
         if path.exists():
             read_bytes(path, cure=_CURE, max_bytes=_MAX_TOKENIZER_BYTES)
@@ -201,23 +204,15 @@ def require_weights_fit(folder: Path, config: PretrainedConfig) -> None:
         )
 
 
-def _require_ids(path: Path, tokens: dict[str, Any]) -> None:
-    """Raise ``UserError`` for token ids, as values (``{"a": 3}``) or as keys (``{"3": {…}}``), beyond
-    ``_MAX_TOKEN_ID``."""
-    for key, value in tokens.items():
+def _require_ids(path: Path, tokens: Any) -> None:
+    """Raise ``UserError`` for token ids beyond ``_MAX_TOKEN_ID``, as values (``{"a": 3}``) or as keys (``{"3": {…}}``)
+    of an object."""
+    for key, value in tokens.items() if isinstance(tokens, dict) else ():
         number = int(key) if isinstance(value, dict) and key.isdecimal() and len(key) < 20 else value
         if isinstance(number, int) and not 0 <= number < _MAX_TOKEN_ID:
             raise UserError(
                 f"{shown_path(path)}: token {key!a:.100} has id {number}, not 0 to {_MAX_TOKEN_ID - 1}; {_CURE}"
             )
-
-
-def _require_whole_model(folder: Path) -> None:
-    if (folder / ADAPTER_CONFIG).exists():  # transformers would load the base it names, with the adapter
-        raise UserError(
-            f"{shown_path(folder / ADAPTER_CONFIG)}: the folder holds an adapter, not a whole model: merge it with "
-            "'mopd convert merge-lora', or remove this file if the weights are whole"
-        )
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:

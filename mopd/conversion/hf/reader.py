@@ -35,19 +35,10 @@ TOKENIZER_PATTERNS = (
 PROCESSOR_PATTERNS = ("preprocessor_config.json", "processor_config.json")
 """Files that define how an image becomes patches."""
 KEPT_PATTERNS = (
-    "config.json",
-    "generation_config.json",
-    *TOKENIZER_PATTERNS,
-    *PROCESSOR_PATTERNS,
-    "video_preprocessor_config.json",
-    "README.md",
-    "LICENSE*",
-    "LICENCE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
+    "config.json", "generation_config.json", *TOKENIZER_PATTERNS, *PROCESSOR_PATTERNS, "video_preprocessor_config.json",
+    "README.md", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
 """Files that an export copies byte for byte."""
-_REMAP_BYTES = 256 * 2**20
 _MAX_INDEX_BYTES = 2**26
 _BLOCK_ROWS = 4096
 """Number of rows compared at a time."""
@@ -107,9 +98,9 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
     Raises:
         UserError: no such weights, or an index that is corrupt or points outside the folder.
     """
-    for index in (INDEX_FILE, PICKLED_INDEX_FILE) if allow_pickle else (INDEX_FILE,):
-        if (folder / index).exists():
-            return [folder / name for name in sorted(set(_read_index(folder / index).values()))]
+    index = _index_of(folder, allow_pickle)
+    if index is not None:
+        return [folder / name for name in sorted(set(_read_index(index).values()))]
     if (folder / WEIGHTS_FILE).exists():
         return [folder / WEIGHTS_FILE]
     pickled = sorted(path for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
@@ -140,29 +131,24 @@ class HfReader:
 
     def __init__(self, folder: Path, *, allow_pickle: bool = False) -> None:
         self.folder = Path(folder)
+        self.files = weight_files(self.folder, allow_pickle=allow_pickle)
+        """The weight files."""
         self._where: dict[str, tuple[Path, TensorInfo]] = {}
-        self._files = weight_files(self.folder, allow_pickle=allow_pickle)
-        self._pickled: tuple[Path, dict[str, Tensor]] | None = None
-        self._pickled_bytes = 0
-        for path in self._files:
+        self._pickled: dict[Path, dict[str, Tensor]] = {}
+        """Tensors of files in PyTorch's format, mapped as a whole."""
+        for path in self.files:
             for name, info in self._header(path).items():
                 if name in self._where:
                     raise UserError(f"{path}: tensor '{name}' is also in {self._where[name][0]}; keep one")
                 self._where[name] = (path, info)
-        for index in (INDEX_FILE, PICKLED_INDEX_FILE) if allow_pickle else (INDEX_FILE,):
-            if (self.folder / index).exists():
-                self._check_index(self.folder / index)
-                break
+        index = _index_of(self.folder, allow_pickle)
+        if index is not None:
+            self._check_index(index)
 
     @property
     def names(self) -> frozenset[str]:
         """Names of all tensors of the checkpoint."""
         return frozenset(self._where)
-
-    @property
-    def files(self) -> list[Path]:
-        """The weight files."""
-        return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, without reading it."""
@@ -191,10 +177,8 @@ class HfReader:
     def read(self, name: str) -> Tensor:
         """Return the whole tensor on CPU, in the dtype of the file: a view of the file, which is read when touched."""
         path, info = self._find(name)
-        if _is_pickled(path):
-            tensor = self._unpickle(path)[name]
-            self._pickled_bytes += tensor.nbytes
-            return tensor
+        if path in self._pickled:
+            return self._pickled[path][name]
         return map_tensor(path, info.start, info.shape, self.dtype(name))
 
     def read_finite(self, name: str) -> Tensor:
@@ -207,9 +191,8 @@ class HfReader:
 
         The result may be a view of the mapped file: copy what is kept.
         """
-        if stop <= start:  # a rank whose vocabulary rows are all padding
-            start = stop = 0
-        return self.read(name).narrow(dim, start, stop - start)
+        # A rank whose vocabulary rows are all padding asks for none, beyond the last.
+        return self.read(name).narrow(dim, start, stop - start) if stop > start else self.read(name).narrow(dim, 0, 0)
 
     def _find(self, name: str) -> tuple[Path, TensorInfo]:
         if name not in self._where:
@@ -217,20 +200,10 @@ class HfReader:
         return self._where[name]
 
     def _header(self, path: Path) -> dict[str, TensorInfo]:
-        if not _is_pickled(path):
+        if path.suffix == ".safetensors":
             return read_header(path)
-        tensors = self._unpickle(path)
-        return {
-            name: TensorInfo(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), 0, 0) for name, tensor in tensors.items()
-        }
-
-    def _unpickle(self, path: Path) -> dict[str, Tensor]:
-        """Return the tensors of one pickled file, mapped as a whole. What was read stays resident, so after
-        ``_REMAP_BYTES`` the file is mapped anew."""
-        if self._pickled is None or self._pickled[0] != path or self._pickled_bytes > _REMAP_BYTES:
-            self._pickled, self._pickled_bytes = None, 0
-            self._pickled = (path, load_pickled(path))
-        return self._pickled[1]
+        tensors = self._pickled[path] = load_pickled(path)
+        return {name: TensorInfo(DTYPE_NAMES[own.dtype], tuple(own.shape), 0, 0) for name, own in tensors.items()}
 
     def _check_index(self, path: Path) -> None:
         index = _read_index(path)
@@ -302,8 +275,9 @@ def check_names(reader: HfReader, dims: ModelDims) -> None:
         )
 
 
-def _is_pickled(path: Path) -> bool:
-    return path.suffix != ".safetensors"
+def _index_of(folder: Path, allow_pickle: bool) -> Path | None:
+    names = (INDEX_FILE, PICKLED_INDEX_FILE) if allow_pickle else (INDEX_FILE,)
+    return next((folder / name for name in names if (folder / name).exists()), None)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -313,17 +287,13 @@ def _read_index(path: Path) -> dict[str, str]:
         raise UserError(
             f"{shown_path(path)}: has no 'weight_map' from tensor names to file names; fetch the file again"
         )
+    suffix = ".bin" if path.name == PICKLED_INDEX_FILE else ".safetensors"
     for name, file in index.items():
-        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+        if not file.endswith(suffix) or any(letter in file for letter in "/\\\0"):
             raise UserError(
-                f"{shown_path(path)}: tensor '{name:.200}' points to {file!r:.200}, which is not a file name in this "
-                "folder"
+                f"{shown_path(path)}: tensor '{name:.200}' points to {file!r:.200}, which is not a {suffix} file of "
+                "this folder"
             )
         if len(name) > MAX_NAME:
             raise UserError(f"{shown_path(path)}: a tensor's name has {len(name)} characters ({name!a:.100})")
-        suffix = ".bin" if path.name == PICKLED_INDEX_FILE else ".safetensors"
-        if not file.endswith(suffix):
-            raise UserError(
-                f"{shown_path(path)}: tensor '{name:.200}' points to {file!r:.200}, which is not a {suffix} file"
-            )
     return index

@@ -18,22 +18,11 @@ from torch import Tensor
 
 from mopd.base.files.writing import sync, writing
 from mopd.conversion.hf.reader import INDEX_FILE, WEIGHTS_FILE, kept_files
-from mopd.conversion.job import (
-    CheckInputs,
-    Job,
-    OutputFile,
-    Written,
-    check_nothing,
-    files_below,
-    filled,
-    require_new,
-    sha256_of,
-    write_json,
-)
+from mopd.conversion.job import CheckInputs, Job, OutputFile, Written, grouped_by_size, require_new
 from mopd.conversion.mapped import DTYPE_NAMES, as_bytes
 from mopd.conversion.models.config_keys import CONFIG_FILE
 
-MARKER = "conversion.json"
+MANIFEST_FILE = "conversion.json"
 """File written last into a Hugging Face folder: what was converted, and the SHA-256 of every other file."""
 MAX_SHARD_BYTES = 2**30
 _ALIGNMENT = 8
@@ -63,7 +52,7 @@ def hf_job(
     description: Mapping[str, Any],
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    check_inputs: CheckInputs = check_nothing,
+    check_inputs: CheckInputs | None = None,
 ) -> Job:
     """Return the job of writing a Hugging Face folder.
 
@@ -74,7 +63,7 @@ def hf_job(
         config: replaces ``config.json``; None copies it.
         max_shard_bytes: a shard is ended before it would grow beyond this; one larger group has a shard of its own.
     """
-    runs = filled(groups, lambda group: group.num_bytes, max_shard_bytes)
+    runs = grouped_by_size(groups, lambda group: group.num_bytes, max_shard_bytes)
     # Wide elements first, so that each tensor begins at a multiple of its element size.
     shards = [sorted(run, key=lambda group: -group.dtypes[0].itemsize) for run in runs]
     names = _shard_names(len(shards))
@@ -83,17 +72,13 @@ def hf_job(
         held = [[name for group in shard for name in group.names] for shard in shards]
         _write_index(folder, held, sum(group.num_bytes for group in groups))
         copy_side_files(side_files, folder, config=config)
-        hashes = {
-            name: written[name].sha256 if name in written else sha256_of(folder / name) for name in files_below(folder)
-        }
-        write_json(folder / MARKER, {"sha256": hashes, "job": description})
 
     return Job(
         target=target,
         files=[_shard_file(name, shard) for name, shard in zip(names, shards, strict=True)],
         description=description,
         finish=finish,
-        marker=MARKER,
+        manifest=MANIFEST_FILE,
         check_inputs=check_inputs,
     )
 
@@ -131,7 +116,7 @@ def write_folder(
     held: list[list[str]] = []
     num_bytes = 0
     try:
-        for run in filled(_on_cpu(tensors), lambda item: item[1].nbytes, max_shard_bytes):
+        for run in grouped_by_size(_on_cpu(tensors), lambda item: item[1].nbytes, max_shard_bytes):
             with writing(target):
                 save_file(dict(run), folder / f"part-{len(held)}", metadata={"format": "pt"})
             held.append([name for name, _ in run])
@@ -194,10 +179,7 @@ def _shard_file(name: str, shard: Sequence[Group]) -> OutputFile:
     def write(stream: BinaryIO) -> list[int]:
         stream.write(header)
         for group in shard:
-            expected = zip(group.names, group.shapes, group.dtypes, group.read(), strict=True)
-            for tensor_name, shape, dtype, tensor in expected:
-                if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-                    raise RuntimeError(f"{tensor_name} is {tensor.dtype} {list(tensor.shape)}, announced {shape}")
+            for tensor in group.read():
                 stream.write(as_bytes(tensor.contiguous()))
         return []
 
@@ -208,17 +190,10 @@ def _header(shard: Sequence[Group]) -> bytes:
     """Return length and JSON of a safetensors file whose tensors follow in the order of the groups."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for name, shape, dtype in _tensors(shard):
-        num_bytes = prod(shape) * dtype.itemsize
-        entries[name] = {
-            "dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, position + num_bytes],
-        }  # fmt: skip
-        position += num_bytes
+    for group in shard:
+        for name, shape, dtype in zip(group.names, group.shapes, group.dtypes, strict=True):
+            start, position = position, position + prod(shape) * dtype.itemsize
+            entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, position]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def _tensors(shard: Sequence[Group]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    for group in shard:
-        yield from zip(group.names, group.shapes, group.dtypes, strict=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mopd.base.types import UserError
 from mopd.conversion.hf.reader import HfReader, kept_files, named_as_in
-from mopd.conversion.jobs.streaming import origin_of, read_row
+from mopd.conversion.jobs.streaming import open_distributed, read_row
 from mopd.conversion.mapped import as_bytes
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
@@ -80,8 +80,7 @@ def open_checkpoint(folder: Path, *, allow_pickle: bool = False) -> Contents:
         UserError: it is neither, or unsound.
     """
     if (folder / FORMAT_FILE).is_file():
-        reader = TorchDistReader(folder, allow_pickle=allow_pickle)
-        origin, dims = origin_of(folder, None)
+        reader, origin, dims = open_distributed(folder, allow_pickle=allow_pickle)
         return Contents(folder, origin, dims, reader)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a Hugging Face folder or a distributed checkpoint")
@@ -105,25 +104,25 @@ def describe(folder: Path, *, allow_pickle: bool = False, lists_tensors: bool = 
         UserError: it is no checkpoint, or unsound.
     """
     contents = open_checkpoint(folder, allow_pickle=allow_pickle)
-    tensors = _tensors(contents)
-    dtypes = Counter({"": 0})
+    tensors, weight_files = _tensors(contents), _weight_files(contents)
+    dtypes = Counter[str]()
     for tensor in tensors:
         dtypes[tensor["dtype"]] += prod(tensor["shape"])
     report: dict[str, Any] = {
         "folder": str(folder),
         "format": "megatron torch_dist" if contents.is_megatron else "hugging face",
-        "parameters": sum(dtypes.values()),
-        "parameters_by_dtype": {name: count for name, count in dtypes.items() if count},
+        "parameters": dtypes.total(),
+        "parameters_by_dtype": dict(dtypes),
         "tensors_stored": len(tensors),
-        "weight_files": len(_weight_files(contents)),
-        "bytes": sum(path.stat().st_size for path in _weight_files(contents)),
+        "weight_files": len(weight_files),
+        "bytes": sum(path.stat().st_size for path in weight_files),
         "side_files": [p.relative_to(contents.origin).as_posix() for p in kept_files(contents.origin)],
         "unexpected": contents.unexpected(),
         "model": {key: value for key, value in asdict(contents.dims).items() if value is not None},
     }
     if isinstance(contents.reader, TorchDistReader):
-        others = [key for key in contents.reader.keys if key not in {tensor["name"] for tensor in tensors}]
-        report |= {"has_manifest": bool(contents.reader.hashes), "optimizer_tensors": len(others)}
+        num_others = len(contents.reader.keys) - len(tensors)
+        report |= {"has_manifest": bool(contents.reader.hashes), "optimizer_tensors": num_others}
     if lists_tensors:
         report["tensors"] = tensors
     return report
@@ -135,14 +134,11 @@ def _tensors(contents: Contents) -> list[dict[str, Any]]:
         names = sorted(reader.names)
     else:
         names = sorted({sharded_key(row, contents.dims).key for row in contents.rows()} & reader.keys)
-    rows = []
-    for name in names:
-        row: dict[str, Any] = {"name": name}
-        row |= {"dtype": str(reader.dtype(name)).removeprefix("torch."), "shape": list(reader.shape(name))}
-        if isinstance(reader, TorchDistReader):
-            row["chunks"] = reader.num_chunks(name)
-        rows.append(row)
-    return rows
+    return [
+        {"name": name, "dtype": str(reader.dtype(name)).removeprefix("torch."), "shape": list(reader.shape(name))}
+        | ({"chunks": reader.num_chunks(name)} if isinstance(reader, TorchDistReader) else {})
+        for name in names
+    ]
 
 
 def _weight_files(contents: Contents) -> list[Path]:

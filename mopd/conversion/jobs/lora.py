@@ -33,13 +33,8 @@ _PREFIX = "base_model.model."
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _MAX_PATTERN = 200
 _REFUSED = (
-    "use_dora",
-    "fan_in_fan_out",
-    "layer_replication",
-    "trainable_token_indices",
-    "target_parameters",
-    "lora_bias",
-)
+    "use_dora", "fan_in_fan_out", "layer_replication", "trainable_token_indices", "target_parameters", "lora_bias",
+)  # fmt: skip
 """Keys that change what the adapter computes, unless they are empty or false."""
 
 
@@ -107,20 +102,14 @@ def _read_adapter(folder: Path, reader: HfReader, dims: ModelDims) -> _Adapter:
         else:
             replaced[name] = key
     for name, pair in factors.items():
-        if len(reader.shape(name)) != 2:
-            raise UserError(
-                f"{path}: '{pair.popitem()[1]}' changes a vector of {reader.folder}: use a plain LoRA adapter"
-            )
-        out_size, in_size = reader.shape(name)
-        shapes = {side: entries[key].shape for side, key in pair.items()}
+        whole, shapes = list(reader.shape(name)), {side: entries[key].shape for side, key in pair.items()}
         rank = next(iter(shapes.get("A", ())), 0)
-        if shapes != {"A": (rank, in_size), "B": (out_size, rank)}:
-            raise UserError(f"{path}: the factors of '{name}' have shapes {shapes}, the weight {[out_size, in_size]}")
+        if len(whole) != 2 or shapes != {"A": (rank, whole[1]), "B": (whole[0], rank)}:
+            raise UserError(f"{path}: the factors of '{name}' have shapes {shapes}, the weight {whole}")
     for name, key in replaced.items():
         if entries[key].shape != reader.shape(name):
-            raise UserError(
-                f"{path}: '{key}' has shape {list(entries[key].shape)}, the model {list(reader.shape(name))}"
-            )
+            both = f"{list(entries[key].shape)}, the model {list(reader.shape(name))}"
+            raise UserError(f"{path}: '{key}' has shape {both}")
     return _Adapter(path, entries, {name: (pair["A"], pair["B"]) for name, pair in factors.items()}, replaced, scale)
 
 

@@ -120,9 +120,8 @@ def pad(source: Path, target: Path, *, multiple: int, max_shard_bytes: int = MAX
         raise UserError(f"--multiple is {multiple}: set 1 or more")
     reader, dims = open_model(source)
     rows = -(-dims.vocab_size // multiple) * multiple
-    return _resized(
-        reader, dims, target, rows, lambda tensor: pad_rows(tensor, rows), {"multiple": multiple}, max_shard_bytes
-    )
+    options = {"multiple": multiple}
+    return _resized(reader, dims, target, rows, lambda tensor: pad_rows(tensor, rows), options, max_shard_bytes)
 
 
 def unpad(source: Path, target: Path, *, vocab_size: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> Job:
@@ -214,9 +213,9 @@ def _require_alike(readers: Sequence[HfReader]) -> None:
                 f"{other.folder / CONFIG_FILE}: another architecture than {first.folder}, or other names of tensors: "
                 "merge like models"
             )
-        for name in sorted(first.names ^ other.names):
-            holder = first if name in first.names else other
-            raise UserError(f"{holder.folder}: tensor '{name}' is in this model alone: merge like models")
+        if alone := first.names ^ other.names:
+            holder = first if min(alone) in first.names else other
+            raise UserError(f"{holder.folder}: tensor '{min(alone)}' is in this model alone: merge like models")
         for name in sorted(first.names):
             if (first.shape(name), first.dtype(name)) != (other.shape(name), other.dtype(name)):
                 raise UserError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +19,7 @@ from mopd.base.files.json_text import read_json_object
 from mopd.base.types import UserError
 from mopd.conversion.hf.reader import HfReader, hash_side_files, identity, named_as_in, open_model, require_finite
 from mopd.conversion.hf.writer import MAX_SHARD_BYTES, Group, copy_side_files, hf_job
-from mopd.conversion.job import CheckInputs, Job, Written, check_nothing, sha256_of
+from mopd.conversion.job import CheckInputs, Job, Written, sha256_of
 from mopd.conversion.mapped import WEIGHT_DTYPES
 from mopd.conversion.models import families
 from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
@@ -56,7 +56,7 @@ def hf_to_megatron(
     """
     reader, dims = open_model(source, allow_pickle=allow_pickle)
     layout.check(dims)
-    rows = list(families.all_params(dims))
+    rows = families.all_params(dims)
     dtypes = {name: _wanted(row, reader.dtype(name), dtype) for row in rows for name in row.hf_names}
 
     def read_slice(name: str, dim: int, start: int, stop: int) -> Tensor:
@@ -92,30 +92,25 @@ def megatron_to_hf(
     Raises:
         UserError: the checkpoint is incomplete, changed or lacks a tensor, or there is no config.
     """
-    reader = TorchDistReader(source, allow_pickle=allow_pickle)
-    origin, dims = origin_of(source, side_files)
+    reader, origin, dims = open_distributed(source, side_files, allow_pickle=allow_pickle)
     check_keys(reader, dims)
-    rows = list(families.all_params(dims))
-    groups = [
-        Group(
-            row.hf_names,
-            row.hf_shapes,
-            tuple(_wanted(row, reader.dtype(sharded_key(row, dims).key), dtype) for _ in row.hf_names),
-            _reads_row(reader, row, dims, dtype),
-        )
-        for row in rows
-    ]
+
+    def group(row: Placed) -> Group:
+        wanted = _wanted(row, reader.dtype(sharded_key(row, dims).key), dtype)
+
+        def read() -> list[Tensor]:
+            tensors = zip(row.hf_names, read_row(reader, row, dims), strict=True)
+            return [require_finite(name, tensor, reader.folder).to(wanted) for name, tensor in tensors]
+
+        return Group(row.hf_names, row.hf_shapes, (wanted,) * len(row.hf_names), read)
+
     options = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
     description = {"command": "megatron-to-hf", "options": options, "source": _identity(reader, origin)}
     return hf_job(
-        target,
-        groups,
-        side_files=origin,
-        description=description,
-        config=config_with_dtype(origin, dtype),
-        max_shard_bytes=max_shard_bytes,
-        check_inputs=_checks_hashes(reader, rows, dims),
-    )
+        target, list(map(group, families.all_params(dims))),
+        side_files=origin, description=description, config=config_with_dtype(origin, dtype),
+        max_shard_bytes=max_shard_bytes, check_inputs=_checks_hashes(reader, dims),
+    )  # fmt: skip
 
 
 def reshard(
@@ -133,11 +128,10 @@ def reshard(
     Raises:
         UserError: as ``megatron_to_hf`` does, or the layout does not fit.
     """
-    reader = TorchDistReader(source, allow_pickle=allow_pickle)
-    origin, dims = origin_of(source, side_files)
+    reader, origin, dims = open_distributed(source, side_files, allow_pickle=allow_pickle)
     layout.check(dims)
     check_keys(reader, dims)
-    rows = list(families.all_params(dims))
+    rows = families.all_params(dims)
     dtypes = {name: reader.dtype(sharded_key(row, dims).key) for row in rows for name in row.hf_names}
 
     def read(piece: Piece) -> Tensor:
@@ -151,7 +145,7 @@ def reshard(
     return _megatron_job(
         "reshard", target, dims, layout, dtypes, read,
         options={}, identity=_identity(reader, origin), side_files=origin, config=None,
-        max_file_bytes=max_file_bytes, check_inputs=_checks_hashes(reader, rows, dims),
+        max_file_bytes=max_file_bytes, check_inputs=_checks_hashes(reader, dims),
     )  # fmt: skip
 
 
@@ -192,24 +186,28 @@ def check_keys(reader: TorchDistReader, dims: ModelDims) -> None:
             )
 
 
-def origin_of(source: Path, given: Path | None) -> tuple[Path, ModelDims]:
-    """Return the folder with config, tokenizer and so on of a distributed checkpoint, and the sizes of its model. These
-    name tensors as the folder's own weights do, else as the weights did that the checkpoint was made from.
+def open_distributed(
+    source: Path, side_files: Path | None = None, *, allow_pickle: bool = False
+) -> tuple[TorchDistReader, Path, ModelDims]:
+    """Return the reader of a distributed checkpoint, the folder with its config, tokenizer and so on, and the sizes of
+    its model. These name tensors as the folder's own weights do, else as the weights did that the checkpoint was made
+    from.
 
     Raises:
-        UserError: there is no such folder, or its config is unsound.
+        UserError: the checkpoint is unsound, there is no such folder, or its config is unsound.
     """
-    state = _read_state(source)
-    folder = _side_files_of(source, state, given)
+    reader, path = TorchDistReader(source, allow_pickle=allow_pickle), source / STATE_FILE
+    state = read_json_object(path, cure="restore the folder") if path.exists() else {}
+    folder = _side_files_of(source, state, side_files)
     dims = read_dims(folder)
     if dims.vision is None:
-        return folder, dims
+        return reader, folder, dims
     if any(folder.glob("*.safetensors")):
-        return folder, named_as_in(HfReader(folder), dims)
+        return reader, folder, named_as_in(HfReader(folder), dims)
     naming = state.get("naming", dims.vision.naming)
     if naming not in get_args(Naming):
-        raise UserError(f"{source / STATE_FILE}: 'naming' is {naming!a:.100}; restore the folder")
-    return folder, with_naming(dims, naming)
+        raise UserError(f"{path}: 'naming' is {naming!a:.100}; restore the folder")
+    return reader, folder, with_naming(dims, naming)
 
 
 def _side_files_of(source: Path, state: Mapping[str, Any], given: Path | None) -> Path:
@@ -258,7 +256,7 @@ def _megatron_job(
     side_files: Path,
     config: Mapping[str, Any] | None,
     max_file_bytes: int,
-    check_inputs: CheckInputs = check_nothing,
+    check_inputs: CheckInputs | None = None,
 ) -> Job:
     """Return the job of writing a distributed checkpoint whose pieces ``read`` returns."""
     description = {
@@ -282,7 +280,7 @@ def _megatron_job(
     def finish(folder: Path, written: Mapping[str, Written]) -> None:
         (folder / SIDE_FILES).mkdir(exist_ok=True)
         copy_side_files(side_files, folder / SIDE_FILES, config=config)
-        write_rest(folder, contents, written, dtypes, state=state, description=description)
+        write_rest(folder, contents, written, dtypes, state)
 
     outputs = [data_file(name, content, itemsize, read) for name, content in contents.items()]
     return Job(
@@ -290,32 +288,16 @@ def _megatron_job(
         files=[*outputs, extra_state_file()],
         description=description,
         finish=finish,
-        marker=MANIFEST_FILE,
+        manifest=MANIFEST_FILE,
         check_inputs=check_inputs,
     )
 
 
-def _reads_row(reader: TorchDistReader, row: Placed, dims: ModelDims, dtype: str | None) -> Callable[[], list[Tensor]]:
-    def read() -> list[Tensor]:
-        tensors = read_row(reader, row, dims)
-        return [
-            require_finite(name, tensor, reader.folder).to(_wanted(row, tensor.dtype, dtype))
-            for name, tensor in zip(row.hf_names, tensors, strict=True)
-        ]
-
-    return read
-
-
-def _checks_hashes(reader: TorchDistReader, rows: Sequence[Placed], dims: ModelDims) -> CheckInputs:
-    names = reader.files_of(list({sharded_key(row, dims).key: None for row in rows}))
+def _checks_hashes(reader: TorchDistReader, dims: ModelDims) -> CheckInputs:
+    names = reader.files_of({sharded_key(row, dims).key for row in families.all_params(dims)})
     return lambda rank, size, is_over: reader.check_hashes(names[rank::size], is_over)
 
 
 def _wanted(row: Placed, own: torch.dtype, dtype: str | None) -> torch.dtype:
     """Return the dtype that was asked for, unless the tensor keeps its own."""
     return own if dtype is None or not own.is_floating_point or row.param.stays_fp32 else WEIGHT_DTYPES[dtype]
-
-
-def _read_state(folder: Path) -> dict[str, Any]:
-    path = folder / STATE_FILE
-    return read_json_object(path, cure="restore the folder") if path.exists() else {}

@@ -84,6 +84,11 @@ class Keys:
     def count(self, key: str) -> int:
         return int(self.value(key, int, "a positive whole number", lambda v: v > 0))
 
+    def at_most(self, key: str, limit: int) -> int:
+        if self.count(key) > limit:
+            raise self.error(key, f"{self.count(key)} is more than {limit}, the limit")
+        return self.count(key)
+
     def whole(self, key: str) -> int:
         return int(self.value(key, int, "a whole number >= 0", lambda v: v >= 0))
 

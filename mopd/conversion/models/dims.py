@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -203,35 +204,38 @@ def check_layout(
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
 ) -> None:
-    """Refuse a parallel layout that would split a head group, a row of an MLP, an expert's share or a layer.
+    """Refuse a parallel layout of the student that would split a head group, a row of an MLP, an expert's share or a
+    layer.
 
     ``expert_tensor_parallel_size`` None means the tensor-parallel degree, as in Megatron.
 
     Raises:
         UserError: one line with both numbers and the key to set.
     """
-    problem = layout_problem(
-        dims,
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        stages=stages,
-        expert_model_parallel_size=expert_model_parallel_size,
-        expert_tensor_parallel_size=expert_tensor_parallel_size,
-    )
-    if problem:
+    tp, ep, etp = tensor_model_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size
+    if problem := layout_problem(dims, tp, stages, ep, etp):
         raise UserError(problem)
 
 
 def layout_problem(
     dims: ModelDims,
-    *,
-    tensor_model_parallel_size: int = 1,
-    stages: Stages = ONE_STAGE,
-    expert_model_parallel_size: int = 1,
-    expert_tensor_parallel_size: int | None = None,
+    tensor_model_parallel_size: int,
+    stages: Stages,
+    expert_model_parallel_size: int,
+    expert_tensor_parallel_size: int | None,
 ) -> str:
     """Return why ``check_layout`` refuses; empty for a layout that divides the model."""
-    tp = tensor_model_parallel_size
-    etp = tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
+    tp, ep, etp = tensor_model_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size
+    etp = tp if etp is None else etp
+    spelled = "student.parallel.{}".format
+    return division_problem(dims, stages, spelled, tp=tp, ep=ep, etp=etp) or _deepstack_problem(dims, stages)
+
+
+def division_problem(
+    dims: ModelDims, stages: Stages, spelled: Callable[[str], str], *, tp: int, ep: int, etp: int
+) -> str:
+    """Return why the degrees or the stages do not divide the model; empty if they do. ``spelled`` makes a key from a
+    field's name."""
     has_dense_layers = dims.moe is None or not all(dims.moe.layers)
     needs = [
         ("tensor_model_parallel_size", tp, "key/value heads", dims.num_query_groups),
@@ -241,21 +245,16 @@ def layout_problem(
     if dims.moe is not None:
         needs += [
             ("tensor_model_parallel_size", tp, "columns of the shared experts", dims.moe.shared_ffn_hidden_size),
-            ("expert_model_parallel_size", expert_model_parallel_size, "experts", dims.moe.num_experts),
+            ("expert_model_parallel_size", ep, "experts", dims.moe.num_experts),
             ("expert_tensor_parallel_size", etp, "columns of an expert", dims.moe.ffn_hidden_size),
         ]
-    elif expert_model_parallel_size > 1:
-        return (
-            f"student.parallel.expert_model_parallel_size is {expert_model_parallel_size} but model_type {dims.family} "
-            "has no experts: set it to 1"
-        )
-    for key, degree, what, size in needs:
+    elif ep > 1:
+        key = spelled("expert_model_parallel_size")
+        return f"{key} is {ep} but model_type {dims.family} has no experts: set it to 1"
+    for name, degree, what, size in needs:
         if size % degree:
-            return (
-                f"student.parallel.{key} {degree} does not divide the model's {size} {what}: "
-                f"set it to a divisor of {size}"
-            )
-    return stages.problem(dims.num_layers, "student.parallel.{}".format) or _deepstack_problem(dims, stages)
+            return f"{spelled(name)} {degree} does not divide the model's {size} {what}: set it to a divisor of {size}"
+    return stages.problem(dims.num_layers, spelled)
 
 
 def _deepstack_problem(dims: ModelDims, stages: Stages) -> str:

@@ -87,6 +87,13 @@ def _one(megatron: str, merge: Merge, hf: str, *shape: str, also: str = "", need
     return Param(names, merge, (HfTensor(_HF_LAYER + hf, shape),), needs)
 
 
+def _qkv(kind: str, *in_size: str) -> Param:
+    """Return the merged projection's weight or bias (``kind``)."""
+    parts = (("q", "q"), ("k", "kv"), ("v", "kv"))
+    hf = tuple(HfTensor(f"{_HF_LAYER}self_attn.{part}_proj.{kind}", (size, *in_size)) for part, size in parts)
+    return Param((f"{_LAYER}self_attention.linear_qkv.{kind}",), "qkv", hf)
+
+
 def _gate_up(megatron: str, hf: str, size: str, *, needs: Switch | None = None) -> tuple[Param, Param]:
     """Return fc1 and fc2 of a gated MLP."""
     gate, up = (_weight(f"{_HF_LAYER}{hf}.{part}_proj", size, "hidden") for part in ("gate", "up"))
@@ -117,28 +124,10 @@ ATTENTION = (
         "input_layernorm.weight", "replicated", "input_layernorm.weight", "hidden",
         also="self_attention.linear_qkv.layer_norm_weight",
     ),
-    Param(
-        (_LAYER + "self_attention.linear_qkv.weight",),
-        "qkv",
-        (
-            _weight(_HF_LAYER + "self_attn.q_proj", "q", "hidden"),
-            _weight(_HF_LAYER + "self_attn.k_proj", "kv", "hidden"),
-            _weight(_HF_LAYER + "self_attn.v_proj", "kv", "hidden"),
-        ),
-    ),
+    _qkv("weight", "hidden"),
     _one("self_attention.linear_proj.weight", "columns", "self_attn.o_proj.weight", "hidden", "q"),
 )  # fmt: skip
-QKV_BIAS = (
-    Param(
-        (_LAYER + "self_attention.linear_qkv.bias",),
-        "qkv",
-        (
-            HfTensor(_HF_LAYER + "self_attn.q_proj.bias", ("q",)),
-            HfTensor(_HF_LAYER + "self_attn.k_proj.bias", ("kv",)),
-            HfTensor(_HF_LAYER + "self_attn.v_proj.bias", ("kv",)),
-        ),
-    ),
-)
+QKV_BIAS = (_qkv("bias"),)
 QK_NORM = (
     _one("self_attention.q_layernorm.weight", "replicated", "self_attn.q_norm.weight", "head_dim"),
     _one("self_attention.k_layernorm.weight", "replicated", "self_attn.k_norm.weight", "head_dim"),
@@ -268,33 +257,23 @@ def sizes(dims: ModelDims) -> dict[str, int]:
             "mla_v": heads * mla.v_head_dim,
         }
     if dims.moe is not None:
-        moe = dims.moe
-        values |= {
-            "experts": moe.num_experts,
-            "moe_ffn": moe.ffn_hidden_size,
-            "shared_ffn": moe.shared_ffn_hidden_size,
-        }
+        values |= {"experts": dims.moe.num_experts, "moe_ffn": dims.moe.ffn_hidden_size}
+        values["shared_ffn"] = dims.moe.shared_ffn_hidden_size
     return values if dims.vision is None else values | tower_sizes(dims.vision)
-
-
-def switches(dims: ModelDims) -> set[Switch]:
-    """Return the properties of this model that rows may depend on."""
-    found: set[Switch] = set()
-    if dims.mla is not None:
-        found.add("no_q_lora" if dims.mla.q_lora_rank is None else "q_lora")
-    if dims.moe is not None and dims.moe.shared_ffn_hidden_size:
-        found.add("shared_experts")
-    if dims.moe is not None and dims.moe.expert_bias:
-        found.add("expert_bias")
-    return found
 
 
 def layer_params(dims: ModelDims, layer: int) -> tuple[Param, ...]:
     """Return the rows of one layer; those of experts stand for one expert each."""
-    family = FAMILIES[dims.family]
+    family, mla, moe = FAMILIES[dims.family], dims.mla, dims.moe
     rows = family.moe if dims.is_moe_layer(layer) else family.dense
-    on = switches(dims)
-    return tuple(row for row in rows if row.needs is None or row.needs in on)
+    holds: dict[Switch | None, bool] = {
+        None: True,
+        "q_lora": mla is not None and mla.q_lora_rank is not None,
+        "no_q_lora": mla is not None and mla.q_lora_rank is None,
+        "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0,
+        "expert_bias": moe is not None and moe.expert_bias,
+    }
+    return tuple(row for row in rows if holds[row.needs])
 
 
 def place(param: Param, dims: ModelDims, layer: int | None = None, expert: int | None = None) -> Placed:
@@ -320,16 +299,12 @@ def names(param: Param, layer: int | None, expert: int | None) -> tuple[str, ...
     return tuple(name.format(layer=layer, expert=expert) for name in param.megatron)
 
 
-def place_layer(dims: ModelDims, layer: int) -> Iterator[Placed]:
+def _place_layer(dims: ModelDims, layer: int) -> Iterator[Placed]:
     """Yield all parameters of one layer, the experts one after another, in checkpoint order."""
     rows = layer_params(dims, layer)
-    for param in rows:
-        if not param.is_expert:
-            yield place(param, dims, layer)
-    experts = [param for param in rows if param.is_expert]
-    if experts and dims.moe is not None:
-        for expert in range(dims.moe.num_experts):
-            for param in experts:
+    for expert in (None, *range(0 if dims.moe is None else dims.moe.num_experts)):
+        for param in rows:
+            if param.is_expert == (expert is not None):
                 yield place(param, dims, layer, expert)
 
 
@@ -346,7 +321,7 @@ def all_params(dims: ModelDims) -> Iterator[Placed]:
     yield from tower_params(dims)
     yield place(EMBEDDING, dims)
     for layer in range(dims.num_layers):
-        yield from place_layer(dims, layer)
+        yield from _place_layer(dims, layer)
     yield place(FINAL_NORM, dims)
     if not dims.tied_embeddings:
         yield place(LM_HEAD, dims)

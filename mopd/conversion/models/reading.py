@@ -59,13 +59,12 @@ def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
     kv_heads = heads if own_groups else keys.count("num_key_value_heads")
     if heads % kv_heads:
         raise keys.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
-    if keys.count("num_hidden_layers") > MAX_LAYERS:
-        raise keys.error("num_hidden_layers", f"{keys.count('num_hidden_layers')} is more than {MAX_LAYERS}, the limit")
+    num_layers = keys.at_most("num_hidden_layers", MAX_LAYERS)
     rotary_base, rope_scaling = _rope(keys, format_)
     head_dim = _head_dim(keys, format_, mla)
     return ModelDims(
         family=family,
-        num_layers=keys.count("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=keys.count("hidden_size"),
         ffn_hidden_size=keys.count("intermediate_size"),
         num_attention_heads=heads,
@@ -236,10 +235,8 @@ def _checked_experts(keys: Keys, moe: MoeDims) -> MoeDims:
     if moe.experts_per_token == 1 and moe.normalized:
         raise keys.error("num_experts_per_tok", "1 is not supported: Megatron-Core does not normalise a single score")
     if moe.num_experts * len(moe.layers) > MAX_EXPERTS:
-        raise keys.error(
-            "num_hidden_layers",
-            f"{len(moe.layers)} with {moe.num_experts} experts each: more than {MAX_EXPERTS} in all",
-        )
+        in_all = f"{len(moe.layers)} with {moe.num_experts} experts each: more than {MAX_EXPERTS} in all"
+        raise keys.error("num_hidden_layers", in_all)
     if not any(moe.layers):
         raise keys.error("num_hidden_layers", "no layer has experts; use a dense model_type")
     return moe

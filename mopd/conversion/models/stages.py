@@ -7,7 +7,7 @@ Megatron's rules. With virtual stages each stage holds several chunks, and the l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from mopd.config.student import ParallelConfig
@@ -28,7 +28,8 @@ class Stages:
 
     def stage_of(self, layer: int, num_layers: int) -> int:
         """Return the stage that holds a layer."""
-        return _owners(self, num_layers)[layer]
+        layers = enumerate(self.layers(num_layers))
+        return next(stage for stage, chunks in layers if any(layer in own for own in chunks))
 
     def problem(self, num_layers: int, spelled: Callable[[str], str]) -> str:
         """Return why the layers cannot be cut so, with the key to set; empty if they can. ``spelled`` makes a key from
@@ -65,12 +66,7 @@ ONE_STAGE = Stages()
 
 def stages_of(parallel: ParallelConfig) -> Stages:
     """Return the stages of a recipe."""
-    return Stages(
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
-        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
-    )
+    return Stages(**{field.name: getattr(parallel, field.name) for field in fields(Stages)})
 
 
 def _sizes(stages: Stages, num_layers: int) -> list[int]:
@@ -90,9 +86,3 @@ def _layers(stages: Stages, num_layers: int) -> tuple[tuple[range, ...], ...]:
         starts = [chunk * sum(per_chunk) + sum(per_chunk[:stage]) for chunk in range(chunks)]
         found.append(tuple(range(start, start + size) for start in starts))
     return tuple(found)
-
-
-@lru_cache(maxsize=64)
-def _owners(stages: Stages, num_layers: int) -> tuple[int, ...]:
-    owner = {layer: stage for stage, own in enumerate(_layers(stages, num_layers)) for part in own for layer in part}
-    return tuple(owner[layer] for layer in range(num_layers))

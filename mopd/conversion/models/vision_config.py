@@ -91,7 +91,7 @@ def read_vision(keys: Keys, text: Keys, family: str, *, head_dim: int) -> Vision
     heads, hidden = tower.count("num_heads"), tower.count("hidden_size")
     if hidden % heads or hidden // heads % 4:
         raise tower.error("num_heads", f"{heads} does not cut hidden_size {hidden} into heads of a multiple of 4")
-    depth = _at_most(tower, "depth", MAX_BLOCKS)
+    depth = tower.at_most("depth", MAX_BLOCKS)
     if tower.count("out_hidden_size") != text.count("hidden_size"):
         problem = f"{tower.count('out_hidden_size')} is not the language model's hidden_size"
         raise tower.error("out_hidden_size", f"{problem}, {text.count('hidden_size')}")
@@ -101,9 +101,9 @@ def read_vision(keys: Keys, text: Keys, family: str, *, head_dim: int) -> Vision
         video_token_id=ids["video"],
         vision_start_token_id=ids["vision_start"],
         vision_end_token_id=ids["vision_end"],
-        patch_size=_at_most(tower, "patch_size", MAX_SIDE),
-        temporal_patch_size=_at_most(tower, "temporal_patch_size", MAX_SIDE),
-        spatial_merge_size=_at_most(tower, "spatial_merge_size", MAX_SIDE),
+        patch_size=tower.at_most("patch_size", MAX_SIDE),
+        temporal_patch_size=tower.at_most("temporal_patch_size", MAX_SIDE),
+        spatial_merge_size=tower.at_most("spatial_merge_size", MAX_SIDE),
         in_channels=3,
         depth=depth,
         hidden_size=hidden,
@@ -139,12 +139,6 @@ def _token_id(keys: Keys, text: Keys, name: str) -> int:
     return token
 
 
-def _at_most(keys: Keys, key: str, limit: int) -> int:
-    if keys.count(key) > limit:
-        raise keys.error(key, f"{keys.count(key)} is more than {limit}, the limit")
-    return keys.count(key)
-
-
 def _window_size(tower: Keys) -> int:
     size, merged = tower.count("window_size"), tower.count("patch_size") * tower.count("spatial_merge_size")
     if size < merged:
@@ -153,7 +147,7 @@ def _window_size(tower: Keys) -> int:
 
 
 def _positions(tower: Keys) -> int:
-    number = _at_most(tower, "num_position_embeddings", MAX_POSITIONS)
+    number = tower.at_most("num_position_embeddings", MAX_POSITIONS)
     if int(number**0.5) ** 2 != number:
         raise tower.error("num_position_embeddings", f"{number} is no square")
     return number

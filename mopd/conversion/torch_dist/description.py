@@ -42,16 +42,8 @@ _MAX_DIMENSIONS = 16
 _MAX_NUMBER = 2**63
 _CURE = "restore the folder"
 _DAMAGE = (
-    UnpicklingError,
-    struct.error,
-    AttributeError,
-    EOFError,
-    IndexError,
-    KeyError,
-    TypeError,
-    ValueError,
-    MemoryError,
-)
+    UnpicklingError, struct.error, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError, MemoryError,
+)  # fmt: skip
 """Errors that the standard library's unpickler raises on a damaged pickle."""
 
 
@@ -206,11 +198,8 @@ def _entry(key: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata
     for chunk in chunks:
         _require(chunk, "ChunkStorageMetadata")
         offsets, sizes = _numbers(chunk.field("offsets")), _numbers(chunk.field("sizes"))
-        if (
-            len(offsets) != len(size)
-            or len(sizes) != len(size)
-            or any(begin + length > whole for begin, length, whole in zip(offsets, sizes, size, strict=True))
-        ):
+        has_rank = len(offsets) == len(sizes) == len(size)
+        if not has_rank or any(start + own > whole for start, own, whole in zip(offsets, sizes, size, strict=True)):
             raise UnpicklingError(f"a part of tensor {key!r} lies outside it")
         parts.append(ChunkStorageMetadata(offsets, sizes))
     return TensorStorageMetadata(TensorProperties(dtype=properties.state[0]), size, parts)

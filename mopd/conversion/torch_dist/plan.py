@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from math import lcm, prod
 
 import torch
 
 from mopd.base.types import UserError
-from mopd.conversion.job import filled
+from mopd.conversion.job import grouped_by_size
 from mopd.conversion.models import families
-from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.dims import ModelDims, division_problem
 from mopd.conversion.models.families import Placed
 from mopd.conversion.models.mapping import CUT_DIM, boxes, whole_shape
 from mopd.conversion.models.stages import Stages
@@ -35,22 +35,12 @@ _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_st
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TargetLayout:
-    """Degrees of parallelism that a checkpoint is cut for. Fields are Megatron's options."""
+class TargetLayout(Stages):
+    """Stages and degrees of parallelism that a checkpoint is cut for. Fields are Megatron's options."""
 
     tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int = 1
-    """Number of model chunks of each pipeline stage."""
-    num_layers_in_first_pipeline_stage: int | None = None
-    num_layers_in_last_pipeline_stage: int | None = None
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
-
-    @property
-    def stages(self) -> Stages:
-        """The pipeline stages of this layout."""
-        return Stages(**{field.name: getattr(self, field.name) for field in fields(Stages)})
 
     @property
     def stage_size(self) -> int:
@@ -83,28 +73,7 @@ class TargetLayout:
         """
         self.check_degrees()
         tp, ep, etp = self.tensor_model_parallel_size, self.expert_model_parallel_size, self.expert_tensor_parallel_size
-        rules = [
-            ("tensor-model-parallel-size", tp, dims.num_attention_heads, "attention heads"),
-            ("tensor-model-parallel-size", tp, dims.num_query_groups, "key/value heads"),
-            ("tensor-model-parallel-size", tp, dims.ffn_hidden_size, "MLP columns"),
-        ]
-        if dims.moe is not None:
-            rules += [
-                ("expert-model-parallel-size", ep, dims.moe.num_experts, "experts"),
-                ("expert-tensor-parallel-size", etp, dims.moe.ffn_hidden_size, "columns of an expert"),
-                ("tensor-model-parallel-size", tp, dims.moe.shared_ffn_hidden_size, "columns of the shared experts"),
-            ]
-        elif ep > 1:
-            raise UserError(
-                f"--expert-model-parallel-size {ep} needs experts, and this {dims.family} model has none: leave it out"
-            )
-        for option, degree, size, what in rules:
-            if size % degree:
-                raise UserError(
-                    f"--{option} {degree} does not divide the model's {size} {what}: set a divisor of {size}"
-                )
-        problem = self.stages.problem(dims.num_layers, _option)
-        if problem:
+        if problem := division_problem(dims, self, _option, tp=tp, ep=ep, etp=etp):
             raise UserError(problem)
 
 
@@ -176,11 +145,10 @@ class Piece:
 
 def pieces(dims: ModelDims, layout: TargetLayout) -> Iterator[Piece]:
     """Yield all boxes of the checkpoint in model order, those of a parameter by rank."""
-    stages = layout.stages
     for placed in families.all_params(dims):
         place, shape = sharded_key(placed, dims), padded_shape(placed, dims, layout)
         dim = CUT_DIM[placed.param.merge]
-        degree, first = layout.tensor_model_parallel_size, placed.stage(dims, stages) * layout.stage_size
+        degree, first = layout.tensor_model_parallel_size, placed.stage(dims, layout) * layout.stage_size
         if placed.expert is not None:
             degree = layout.expert_tensor_parallel_size
             first += placed.owner(dims, ranks=layout.expert_model_parallel_size) * degree
@@ -211,7 +179,7 @@ def files(cut: Sequence[Piece], itemsize: Mapping[str, int], max_file_bytes: int
         f"__{owner}_{number}.distcp": content
         for owner, own in sorted(by_owner.items())
         for number, content in enumerate(
-            filled(own, lambda piece: prod(piece.sizes) * itemsize[piece.place.key], max_file_bytes)
+            grouped_by_size(own, lambda piece: prod(piece.sizes) * itemsize[piece.place.key], max_file_bytes)
         )
     }
 

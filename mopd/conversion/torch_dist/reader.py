@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -97,7 +97,7 @@ class TorchDistReader:
         """Return the number of boxes that a tensor is cut into."""
         return len(self._find(key).chunks)
 
-    def files_of(self, keys: Sequence[str]) -> list[str]:
+    def files_of(self, keys: Iterable[str]) -> list[str]:
         """Return the names of the files that hold these tensors, sorted."""
         return sorted({chunk.file for key in keys for chunks in self._chunks[key].values() for chunk in chunks})
 
@@ -116,23 +116,20 @@ class TorchDistReader:
                 f"{list(length)}; config and weights belong to different models"
             )
         rows = range(begin[0], begin[0] + length[0]) if self._stacked[key] else (0,)
-        near = [chunk for row in rows for chunk in self._bucket(key, row)]
+        near = [chunk for row in rows for chunk in self._chunks[key].get(row, ())]
         for chunk in near:
             if chunk.offsets == begin and chunk.sizes == length:
                 return self._map(key, chunk)
         box = torch.empty(length, dtype=self.dtype(key))
         num_found = 0
         for chunk in dict.fromkeys(near):
-            bounds = [
-                (max(a, b), min(a + n, b + m))
-                for a, n, b, m in zip(begin, length, chunk.offsets, chunk.sizes, strict=True)
-            ]
-            if any(first >= last for first, last in bounds):
-                continue
-            target = tuple(slice(first - a, last - a) for (first, last), a in zip(bounds, begin, strict=True))
-            source = tuple(slice(first - b, last - b) for (first, last), b in zip(bounds, chunk.offsets, strict=True))
-            box[target] = self._map(key, chunk)[source]
-            num_found += prod(last - first for first, last in bounds)
+            boxes = zip(begin, length, chunk.offsets, chunk.sizes, strict=True)
+            bounds = [range(max(a, b), min(a + n, b + m)) for a, n, b, m in boxes]
+            if all(bounds):
+                target = [slice(own.start - a, own.stop - a) for own, a in zip(bounds, begin, strict=True)]
+                source = [slice(own.start - b, own.stop - b) for own, b in zip(bounds, chunk.offsets, strict=True)]
+                box[tuple(target)] = self._map(key, chunk)[tuple(source)]
+                num_found += prod(map(len, bounds))
         # Chunks do not overlap, so the number of elements shows whether every part was found.
         if num_found != box.numel():
             raise UserError(
@@ -147,11 +144,10 @@ class TorchDistReader:
         Raises:
             UserError: the file has changed since it was written.
         """
-        for name in names:
+        for name in names if self.hashes else ():
             if is_over():
                 return
-            if self.hashes:
-                self._check_hash(name)
+            self._check_hash(name)
 
     def _check_hash(self, name: str) -> None:
         path = self.folder / name
@@ -178,10 +174,6 @@ class TorchDistReader:
                 index[key][chunk.offsets[0] if self._stacked[key] else 0].append(chunk)
         return index
 
-    def _bucket(self, key: str, row: int) -> list[Chunk]:
-        self._find(key)
-        return self._chunks[key].get(row if self._stacked[key] else 0, [])
-
     def _find(self, key: str) -> TensorStorageMetadata:
         if key not in self._tensors:
             raise UserError(f"{self.folder / METADATA_FILE}: tensor '{key}' is missing; the checkpoint is incomplete")
@@ -190,8 +182,7 @@ class TorchDistReader:
     def _map(self, key: str, chunk: Chunk) -> Tensor:
         path = self.folder / chunk.file
         try:
-            tensor = _map_archive(path, chunk.start, chunk.num_bytes)
-            tensor = tensor.view(chunk.sizes)
+            tensor = _map_archive(path, chunk.start, chunk.num_bytes).view(chunk.sizes)
         except FileNotFoundError as error:
             raise UserError(f"{path}: missing; restore the folder") from error
         except DAMAGE as error:
@@ -203,7 +194,7 @@ class TorchDistReader:
         return tensor
 
 
-class _Window(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A part of a file as a file of its own."""
 
     def __init__(self, file: IO[bytes], start: int, num_bytes: int) -> None:
@@ -236,7 +227,7 @@ def _map_archive(path: Path, start: int, num_bytes: int) -> Tensor:
     if path.stat().st_size < start + num_bytes:
         raise ValueError("shorter than described")
     with path.open("rb") as file:
-        view = _Window(file, start, num_bytes)
+        view = _FilePart(file, start, num_bytes)
         entries = require_plain_archive(cast(IO[bytes], view), max_pickle_bytes=_TENSOR_PICKLE_BYTES)
         view.seek(0)
         # On the meta device only shape and dtype are read; the values are mapped from their place in the archive.
@@ -262,15 +253,11 @@ def require_format(folder: Path) -> None:
     """
     path = folder / FORMAT_FILE
     format_ = read_json_object(path, cure="give the folder of a Megatron-Core distributed checkpoint")
-    if format_.get("sharded_backend") != "torch_dist":
-        raise UserError(
-            f"{shown_path(path)}: 'sharded_backend' is {format_.get('sharded_backend')!a:.100}; only 'torch_dist' is "
-            "supported"
-        )
-    for key, value in format_.items():
+    for key, value in {"sharded_backend": None, **format_}.items():
         if FORMAT.get(key) != value:
             raise UserError(
-                f"{shown_path(path)}: {key!a:.100} is {value!a:.100}, which is not supported; restore the folder"
+                f"{shown_path(path)}: {key!a:.100} is {value!a:.100}, which is not supported; restore the folder, or "
+                "give one of 'sharded_backend' 'torch_dist'"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -22,11 +21,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mopd.base.files.writing import reasoned
-from mopd.conversion.job import OutputFile, Written, files_below, sha256_of, write_json
+from mopd.base.files.writing import reasoned, write_json
+from mopd.conversion.job import OutputFile, Written
 from mopd.conversion.torch_dist.description import write_description
 from mopd.conversion.torch_dist.plan import Piece, extra_state_keys
-from mopd.conversion.torch_dist.reader import FORMAT, FORMAT_FILE, MANIFEST_FILE, METADATA_FILE, STATE_FILE
+from mopd.conversion.torch_dist.reader import FORMAT, FORMAT_FILE, METADATA_FILE, STATE_FILE
 
 COMMON_FILE = "common.pt"
 EXTRA_STATE_FILE = "__0_extra_state.distcp"
@@ -50,7 +49,8 @@ def data_file(
             tensor = read(piece).contiguous().view(piece.box)
             if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save would write the whole storage
                 tensor = tensor.clone()
-            _save(tensor, stream)
+            with reasoned(stream) as reasoning:
+                torch.save(tensor, reasoning)
             lengths.append(stream.tell() - before)
         return lengths
 
@@ -62,10 +62,9 @@ def extra_state_file() -> OutputFile:
     """Return the file of one empty object, to which all extra-state keys point."""
 
     def write(stream: BinaryIO) -> list[int]:
-        buffer = io.BytesIO()
-        torch.save([None], buffer)
-        stream.write(buffer.getvalue())
-        return [len(buffer.getvalue())]
+        with reasoned(stream) as reasoning:
+            torch.save([None], reasoning)
+        return [stream.tell()]
 
     return OutputFile(EXTRA_STATE_FILE, ARCHIVE_BYTES, write, 1)
 
@@ -75,24 +74,13 @@ def write_rest(
     contents: Mapping[str, Sequence[Piece]],
     written: Mapping[str, Written],
     dtypes: Mapping[str, torch.dtype],
-    *,
     state: Mapping[str, Any],
-    description: Mapping[str, Any],
 ) -> None:
-    """Write what makes the data files a checkpoint: description, common part, ``state.json``; then the manifest."""
+    """Write what makes the data files a checkpoint: description, common part, ``state.json``."""
     write_description(folder / METADATA_FILE, _metadata(contents, written, dtypes))
     torch.save({"content_metadata": CONTENT}, folder / COMMON_FILE)
     (folder / FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
-    write_json(folder / STATE_FILE, state)
-    hashes = {
-        name: written[name].sha256 if name in written else sha256_of(folder / name) for name in files_below(folder)
-    }
-    write_json(folder / MANIFEST_FILE, {"sha256": hashes, "job": description})
-
-
-def _save(tensor: Tensor, stream: BinaryIO) -> None:
-    with reasoned(stream) as reasoning:
-        torch.save(tensor, reasoning)
+    write_json(folder / STATE_FILE, state, sort_keys=True)
 
 
 def _metadata(

@@ -7,14 +7,13 @@ JSONL files of a data set. Never a pickle, never code.
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import itertools
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -38,7 +37,7 @@ from mopd.base.text import one_line, visible
 from mopd.base.types import UserError
 from mopd.conversion.hf.reader import INDEX_FILE, KEPT_PATTERNS, WEIGHTS_FILE, weight_files
 from mopd.conversion.models.config_keys import CONFIG_FILE
-from mopd.data.hub.names import CONVERTED, DATA_SUFFIXES, HubName, files_of_part, is_commit
+from mopd.data.hub.names import CONVERTED, DATA_SUFFIXES, HubName, files_of_part, is_commit, matches
 
 ANSWER_TIMEOUT_S = 60.0
 """Deadline for facts about a repository: its commit, its files. The library itself waits for these without end."""
@@ -77,26 +76,21 @@ def fetch_model(name: HubName, *, with_weights: bool = True) -> Fetched:
     side = [
         file
         for file in repository.files
-        if any(
-            fnmatch.fnmatchcase(file, pattern) and file.count("/") == pattern.count("/") for pattern in KEPT_PATTERNS
-        )
-        and not file.endswith(_NEVER)
+        if any(matches(file, pattern) for pattern in KEPT_PATTERNS) and not file.endswith(_NEVER)
     ]
     if not repository.files and is_offline_mode():
         raise UserError(_not_cached())
     if CONFIG_FILE not in side:
         raise UserError(f"it has no {CONFIG_FILE}: name a repository with a model for transformers")
     for file in side:
-        if repository.files[file] > MAX_SIDE_BYTES:
-            raise UserError(
-                f"its {visible(file)} has {repository.files[file]} bytes, above {MAX_SIDE_BYTES}: name another"
-            )
+        size = repository.files[file]
+        if size > MAX_SIDE_BYTES:
+            raise UserError(f"its {visible(file)} has {size} bytes, above {MAX_SIDE_BYTES}: name another")
     if not with_weights:
-        return Fetched(paths=(repository.fetch(side),), commit=repository.commit)
-    if INDEX_FILE in repository.files:
+        folder = repository.fetch(side)
+    elif INDEX_FILE in repository.files:
         folder = repository.fetch([*side, INDEX_FILE])
-        shards = [path.name for path in weight_files(Path(folder))]
-        repository.fetch([*side, INDEX_FILE, *shards])
+        repository.fetch([*side, INDEX_FILE, *(path.name for path in weight_files(Path(folder)))])
     elif WEIGHTS_FILE in repository.files:
         folder = repository.fetch([*side, WEIGHTS_FILE])
     else:
@@ -148,11 +142,11 @@ def _converted(name: HubName) -> _Repository | None:
 
 def _there(files: Iterable[str]) -> str:
     """Return a hint that lists what the name could have meant."""
-    found = sorted(file for file in files if file.endswith(DATA_SUFFIXES))
+    found = sorted(visible(file) for file in files if file.endswith(DATA_SUFFIXES))
     if not found:
         return "name a data set with parquet files"
     more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-    return f"name one of its splits or files ({', '.join(visible(file) for file in found[:_LISTED])}{more})"
+    return f"name one of its splits or files ({', '.join(found[:_LISTED])}{more})"
 
 
 class _Repository:
@@ -200,8 +194,7 @@ class _Repository:
                 library_name="mopd",
                 tqdm_class=Bar,
             ),
-            since=lambda: moved[0],
-            timeout_s=STALL_TIMEOUT_S,
+            lambda: moved[0],
         )
         for file in files:
             path = os.path.join(folder, file)
@@ -245,30 +238,23 @@ class _Repository:
         if long or not file.isprintable() or "\\" in file or any(part in ("", ".", "..") for part in parts):
             raise UserError(f"it has a file of the name {file!a:.100}, which cannot be kept: name another repository")
 
-    def _ask(
-        self,
-        call: Callable[[], Answer],
-        *,
-        since: Callable[[], float] | None = None,
-        timeout_s: float | None = None,
-    ) -> Answer:
-        """Return the library's answer, ``timeout_s`` after ``since()`` at the latest; raise one line for any error."""
+    def _ask(self, call: Callable[[], Answer], moved: Callable[[], float] | None = None) -> Answer:
+        """Return the library's answer, within ``ANSWER_TIMEOUT_S``, or, if ``moved`` tells when something last came,
+        within ``STALL_TIMEOUT_S`` of that; raise one line for any error."""
         start = time.monotonic()
         try:
-            return _in_time(
-                call,
-                since if since is not None else lambda: start,
-                ANSWER_TIMEOUT_S if timeout_s is None else timeout_s,
-            )
+            if moved is not None:
+                return _in_time(call, moved, STALL_TIMEOUT_S)
+            return _in_time(call, lambda: start, ANSWER_TIMEOUT_S)
         except UserError:
             raise
         except Exception as error:  # requests, files, JSON: the library has no common error class
             refused = refusal(error)
             if refused is not None:
                 raise refused from error
-            raise UserError(self._told(error)) from error
+            raise UserError(self._describe(error)) from error
 
-    def _told(self, error: Exception) -> str:
+    def _describe(self, error: Exception) -> str:
         """Return the one line for an error of the library."""
         page = f"{constants.ENDPOINT}/{'datasets/' if self._kind == 'dataset' else ''}{self._name.repository}"
         if isinstance(error, GatedRepoError):
@@ -299,24 +285,17 @@ def _not_cached() -> str:
 
 def _in_time(call: Callable[[], Answer], since: Callable[[], float], timeout_s: float) -> Answer:
     """Run ``call()`` in a thread and return its result; raise TimeoutError when the time is over."""
-    answers: queue.SimpleQueue[tuple[Answer | None, BaseException | None]] = queue.SimpleQueue()
+    answer: Future[Answer] = Future()
 
     def work() -> None:
         try:
-            answers.put((call(), None))
+            answer.set_result(call())
         except BaseException as error:  # handed over, with its traceback
-            answers.put((None, error))
+            answer.set_exception(error)
 
-    # A daemon: a call that never returns must not keep the process alive.
+    # A daemon, which no pool has: a call that never returns must not keep the process alive.
     threading.Thread(target=work, name="hub", daemon=True).start()
-    while True:
-        left = since() + timeout_s - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"nothing came for {timeout_s:g} s")
-        try:
-            answer, error = answers.get(timeout=min(left, 1.0))
-        except queue.Empty:
-            continue
-        if error is not None:
-            raise error
-        return answer  # type: ignore[return-value]
+    while (left := since() + timeout_s - time.monotonic()) > 0:
+        if wait([answer], min(left, 1.0)).done:
+            return answer.result()
+    raise TimeoutError(f"nothing came for {timeout_s:g} s")

@@ -79,19 +79,20 @@ def files_of_part(part: str, files: list[str]) -> list[str]:
     config ``default``, else of the folder ``data``, else of the repository itself.
     """
     if part.endswith(DATA_SUFFIXES):
-        return sorted(file for file in files if _matches(file, part))
+        return sorted(file for file in files if matches(file, part))
     if _SPLIT.fullmatch(part) is None:
         return []
     stems = [part] if "/" in part else [f"default/{part}", f"data/{part}", part]
     for stem in stems:
         for pattern in (f"{stem}/*.parquet", f"{stem}-*.parquet", f"{stem}.parquet", f"{stem}.jsonl"):
-            found = sorted(file for file in files if _matches(file, pattern))
+            found = sorted(file for file in files if matches(file, pattern))
             if found:
                 return found
     return []
 
 
-def _matches(file: str, pattern: str) -> bool:
+def matches(file: str, pattern: str) -> bool:
+    """Return whether a path has the form of ``pattern``, whose ``*`` and ``?`` stay within a folder."""
     names, wanted = file.split("/"), pattern.split("/")
     return len(names) == len(wanted) and all(map(fnmatch.fnmatchcase, names, wanted))
 

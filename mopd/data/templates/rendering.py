@@ -118,12 +118,9 @@ class Renderer:
             return
         assert self._process is not None
         places, self._sent = self._sent, []
-        try:
-            answer = self._process.receive()
-        except _TemplateEnded as ended:
-            raise self._failure(places[min(ended.row, len(places) - 1)], str(ended)) from ended
+        answer = self._process.receive()
         if "error" in answer:
-            raise self._failure(places[answer["row"]], answer["error"])
+            raise self._failure(places[min(answer["row"], len(places) - 1)], answer["error"])
         self._texts += answer["texts"]
 
     def _settings(self, place: str) -> bytes:
@@ -136,12 +133,9 @@ class Renderer:
         except Exception as error:  # the tokenizer has none, several, or something else
             raise self._failure(place, str(error)) from error
         limits = {
-            "render_s": MAX_RENDER_S,
-            "mean_render_s": MEAN_RENDER_S,
-            "memory_bytes": MAX_MEMORY_BYTES,
-            "characters": MAX_PROMPT_CHARACTERS,
-            "mean_characters": MEAN_TEXT_CHARACTERS,
-        }
+            "render_s": MAX_RENDER_S, "mean_render_s": MEAN_RENDER_S, "memory_bytes": MAX_MEMORY_BYTES,
+            "characters": MAX_PROMPT_CHARACTERS, "mean_characters": MEAN_TEXT_CHARACTERS,
+        }  # fmt: skip
         arguments = {**self._tokenizer.special_tokens_map, **self._cfg.chat_template_kwargs}
         settings = {"template": template, "arguments": arguments, "limits": limits}
         return json.dumps(settings, default=_plain).encode() + b"\n"
@@ -153,14 +147,6 @@ class Renderer:
         return UserError(
             f"{place}: the chat template failed: {one_line(problem):.200}: correct the row or the template, {whose}"
         )
-
-
-class _TemplateEnded(Exception):
-    """The process has ended at ``row`` of its batch; the text says why."""
-
-    def __init__(self, row: int, why: str) -> None:
-        super().__init__(why)
-        self.row = row
 
 
 class _TemplateProcess:
@@ -202,13 +188,14 @@ class _TemplateProcess:
             return
 
     def receive(self) -> dict[str, Any]:
-        """Return the next answer. Raise ``_TemplateEnded`` if none will come."""
+        """Return the next answer, or why none will come and the row at which the process ended."""
+        line = b""
         try:
             line = b"" if self._is_late else self._answers.readline(MAX_MEMORY_BYTES)
         except TimeoutError:
-            line, self._is_late = b"", True
+            self._is_late = True
         except ConnectionResetError:
-            line = b""
+            pass
         # Anything but a whole line means that the process is gone or too late.
         if line.endswith(b"\n"):
             answer: dict[str, Any] = json.loads(line)
@@ -220,7 +207,7 @@ class _TemplateProcess:
             why = f"no answer within {DEADLINE_S:g} s: has somebody stopped its process?"
         elif code == -signal.SIGPROF:
             why = f"it ran for {MAX_RENDER_S:g} s on one row, or {MEAN_RENDER_S:g} s a row: does a loop of it end?"
-        raise _TemplateEnded(int.from_bytes(os.pread(self._progress, 4, 0), "little"), why)
+        return {"error": why, "row": int.from_bytes(os.pread(self._progress, 4, 0), "little")}
 
     def end(self) -> None:
         """Kill the process and forget it."""

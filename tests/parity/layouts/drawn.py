@@ -171,12 +171,6 @@ def _fits(layout: Case, dims: ModelDims, num_samples: int) -> bool:
         num_layers_in_first_pipeline_stage=layout.get("first_stage_layers"),
         num_layers_in_last_pipeline_stage=layout.get("last_stage_layers"),
     )
-    degrees = {"tensor_model_parallel_size": layout["tp"], "stages": stages}
     if dims.moe is None and "ep" in layout:
         return False
-    return not layout_problem(
-        dims,
-        expert_model_parallel_size=layout.get("ep", 1),
-        expert_tensor_parallel_size=layout.get("etp"),
-        **degrees,
-    )
+    return not layout_problem(dims, layout["tp"], stages, layout.get("ep", 1), layout.get("etp"))

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from mopd.conversion.hf.reader import HfReader
-from mopd.conversion.job import Job
 from mopd.conversion.jobs import streaming
 from tests.fixtures.tiny_models import make_hf_model
 from tests.parity.layouts.steps import assert_same_step
 from tests.parity.student import vision_cases
 from tests.parity.student.harness import run_ranks
 from tests.parity.student.samples import hash_of
+from tests.unit.conversion.jobs import run_job
 
 pytestmark = [
     pytest.mark.multirank,
@@ -160,10 +160,7 @@ def test_the_next_steps_are_those_of_one_rank(results: Results, family: str, sav
 
 @pytest.mark.parametrize(("family", "saved"), CONVERTED)
 def test_conversion_has_the_same_bits(results: Results, folder: Path, tmp_path: Path, family: str, saved: str) -> None:
-    job: Job = streaming.megatron_to_hf(folder / family / saved, tmp_path / "hf")
-    assert job.begin(resume=False)
-    job.write_share(0, 1)
-    job.complete()
+    run_job(streaming.megatron_to_hf(folder / family / saved, tmp_path / "hf"))
     reader = HfReader(tmp_path / "hf")
     weights = ((name, reader.read(name)) for name in sorted(reader.names))
     assert hash_of(weights) == results[f"{family}/{saved}"]["saved_hash"]

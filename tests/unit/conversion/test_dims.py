@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +14,17 @@ from mopd.conversion.models.reading import dims_from_config, read_dims
 from mopd.conversion.models.stages import Stages
 
 QWEN3 = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_theta": 1000000,
+    "rope_scaling": None, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 28,
+    "attention_bias": False, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
 LLAMA_2 = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": False,
-}
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_act": "silu", "vocab_size": 32000,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "tie_word_embeddings": False,
+}  # fmt: skip
 LLAMA_3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -197,11 +172,13 @@ def test_config_that_transformers_writes(config_class: type, tmp_path: Path):
     ],
 )
 def test_what_cannot_be_carried_is_refused_by_name(change: dict[str, Any], key: str):
+    require_refusal({**QWEN3, **change}, key)
+
+
+def require_refusal(config: dict[str, Any], key: str) -> None:
     with pytest.raises(UserError) as refusal:
-        dims_from_config({**QWEN3, **change}, PATH)
-    message = str(refusal.value)
-    assert message.startswith(f"{PATH}: '{key}'")
-    assert "\n" not in message
+        dims_from_config(config, PATH)
+    assert str(refusal.value).startswith(f"{PATH}: '{key}'") and "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -209,11 +186,6 @@ def test_what_cannot_be_carried_is_refused_by_name(change: dict[str, Any], key: 
     [
         (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"low_freq_factor": 2.0}}, "rope_scaling.low_freq_factor"),
         (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"high_freq_factor": 8.0}}, "rope_scaling.high_freq_factor"),
-        (
-            LLAMA_3,
-            {"rope_scaling": LLAMA_3_ROPE | {"original_max_position_embeddings": 4096}},
-            "rope_scaling.original_max_position_embeddings",
-        ),
         (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"factor": None}}, "rope_scaling.factor"),
         (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"type": "linear"}}, "rope_scaling.rope_type"),
         (LLAMA_3, {"rope_parameters": {"rope_type": "default"}}, "rope_scaling"),
@@ -244,10 +216,7 @@ def test_what_cannot_be_carried_is_refused_by_name(change: dict[str, Any], key: 
 )
 def test_what_a_family_cannot_carry_is_refused_by_name(config: dict[str, Any], change: dict[str, Any], key: str):
     dims_from_config(config, PATH)
-    with pytest.raises(UserError) as refusal:
-        dims_from_config({**config, **change}, PATH)
-    assert str(refusal.value).startswith(f"{PATH}: '{key}'")
-    assert "\n" not in str(refusal.value)
+    require_refusal({**config, **change}, key)
 
 
 def test_mistral_without_a_sliding_window_key_is_refused():
@@ -262,14 +231,6 @@ def test_unused_sliding_window_is_accepted():
     assert dims_from_config({**QWEN3, "sliding_window": 32768}, PATH).num_layers == 28
 
 
-@pytest.mark.parametrize("content", ["{", "[]", b"\xff\xfe"])
-def test_unreadable_config(tmp_path: Path, content: str | bytes):
-    path = tmp_path / "config.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match=r"config\.json"):
-        read_dims(tmp_path)
-
-
 def test_missing_config_and_folder(tmp_path: Path):
     with pytest.raises(UserError, match=r"config\.json: missing"):
         read_dims(tmp_path)
@@ -277,43 +238,23 @@ def test_missing_config_and_folder(tmp_path: Path):
         read_dims(tmp_path / "nothing")
 
 
-def test_duplicate_key_in_config_is_refused(tmp_path: Path):
-    text = json.dumps(LLAMA_2)
-    (tmp_path / "config.json").write_text(text[:-1] + ', "vocab_size": 64000}')
-    with pytest.raises(UserError, match="vocab_size"):
-        read_dims(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("tp", "pp", "message"),
+    ("config", "degrees", "message"),
     [
-        (16, 1, "tensor_model_parallel_size 16 does not divide the model's 8 key/value heads"),
-        (3, 1, "tensor_model_parallel_size 3 does not divide"),
-        (1, 3, "pipeline_model_parallel_size 3 does not divide the model's 28 layers"),
+        (QWEN3, {"tensor_model_parallel_size": 16}, "tensor_model_parallel_size 16 does not divide the model's 8 key/"),
+        (QWEN3, {"tensor_model_parallel_size": 3}, "tensor_model_parallel_size 3 does not divide"),
+        (QWEN3, {"stages": Stages(pipeline_model_parallel_size=3)}, "3 does not divide the model's 28 layers"),
+        (QWEN3_MOE, {"expert_model_parallel_size": 3}, "expert_model_parallel_size 3 does not .* 128 experts"),
+        (QWEN3_MOE, {"expert_tensor_parallel_size": 5}, "expert_tensor_parallel_size 5 does not .* 768 columns"),
+        (QWEN3, {"expert_model_parallel_size": 2}, "has no experts: set it to 1"),
     ],
 )
-def test_layout_that_would_split_a_group_or_layer(tp: int, pp: int, message: str):
-    dims = dims_from_config(QWEN3, PATH)
-    check_layout(dims, tensor_model_parallel_size=8, stages=Stages(pipeline_model_parallel_size=4))
-    with pytest.raises(UserError, match=message):
-        check_layout(dims, tensor_model_parallel_size=tp, stages=Stages(pipeline_model_parallel_size=pp))
-
-
-@pytest.mark.parametrize(
-    ("degrees", "message"),
-    [
-        ({"expert_model_parallel_size": 3}, "expert_model_parallel_size 3 does not divide the model's 128 experts"),
-        ({"expert_tensor_parallel_size": 5}, "expert_tensor_parallel_size 5 does not divide the model's 768 columns"),
-    ],
-)
-def test_layout_that_would_split_experts(degrees: dict[str, int], message: str):
-    dims = dims_from_config(QWEN3_MOE, PATH)
-    check_layout(dims, tensor_model_parallel_size=2, expert_model_parallel_size=64)
+def test_layout_that_would_split_a_part_of_the_model(config: dict[str, Any], degrees: dict[str, Any], message: str):
+    dims = dims_from_config(config, PATH)
+    whole = {"expert_model_parallel_size": 64} if config is QWEN3_MOE else {"tensor_model_parallel_size": 8}
+    check_layout(dims, stages=Stages(pipeline_model_parallel_size=4), **whole)
     with pytest.raises(UserError, match=message):
         check_layout(dims, **degrees)
-    dense = dataclasses.replace(dims, moe=None)
-    with pytest.raises(UserError, match="has no experts: set it to 1"):
-        check_layout(dense, expert_model_parallel_size=2)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,23 +89,13 @@ def test_missing_tensor_and_wrong_shape_name_the_file(single: Path):
         reader.require_shape("a.weight", (4, 6))
 
 
-def test_truncated_file(sharded: Path):
-    path = sharded / "model-00002-of-00002.safetensors"
-    os.truncate(path, path.stat().st_size - 3)
-    message = refusal(sharded)
-    assert str(path) in message and "truncated" in message
-
-
 @pytest.mark.parametrize("size", [0, 5, 8, 20])
-def test_file_that_ends_in_its_header(single: Path, size: int):
-    os.truncate(single / "model.safetensors", size)
-    assert str(single / "model.safetensors") in refusal(single)
-
-
-def test_trailing_bytes(single: Path):
-    with (single / "model.safetensors").open("ab") as file:
-        file.write(b"extra")
-    assert "longer than its header says" in refusal(single)
+def test_file_that_ends_too_early_or_too_late(single: Path, size: int):
+    path = single / "model.safetensors"
+    whole = path.read_bytes()
+    for content, problem in ((whole[:size], ""), (whole[:-3], "truncated"), (whole + b"x", "longer than its header")):
+        path.write_bytes(content)
+        assert str(path) in (message := refusal(single)) and problem in message
 
 
 @pytest.mark.parametrize(
@@ -133,12 +122,6 @@ def test_corrupt_header(tmp_path: Path, header: bytes):
     assert str(path) in refusal(tmp_path)
 
 
-def test_header_length_of_garbage(single: Path):
-    path = single / "model.safetensors"
-    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
-    assert str(path) in refusal(single)
-
-
 @pytest.mark.parametrize("file", ["../single/model.safetensors", "/etc/passwd", "..", "", "x\\y.safetensors", "w.bin"])
 def test_index_that_points_elsewhere(sharded: Path, single: Path, file: str):
     write_index(sharded, {**read_index(sharded), "a.weight": file})
@@ -154,15 +137,11 @@ def test_index_and_files_must_agree(sharded: Path):
     assert "does not list tensor 'a.weight'" in refusal(sharded)
     write_index(sharded, {**index, "z": index["c.bias"]})
     assert "'z'" in refusal(sharded)
+    save_file({name: torch.zeros(1) for name in ("a.weight", "c.bias", "d.scalar")}, sharded / index["c.bias"])
+    assert "tensor 'a.weight' is also in" in refusal(sharded)
     (sharded / index["c.bias"]).unlink()
     write_index(sharded, index)
     assert index["c.bias"] in refusal(sharded)
-
-
-def test_tensor_in_two_files(sharded: Path, tensors: dict[str, Tensor]):
-    second = read_index(sharded)["c.bias"]
-    save_file({name: tensors[name] for name in ("a.weight", "c.bias", "d.scalar")}, sharded / second)
-    assert "'a.weight'" in refusal(sharded)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
@@ -175,11 +154,6 @@ def test_duplicate_key_in_index(sharded: Path):
     file = read_index(sharded)["a.weight"]
     (sharded / INDEX).write_text('{"weight_map": {"a.weight": "' + file + '", "a.weight": "' + file + '"}}')
     assert "'a.weight' occurs twice" in refusal(sharded)
-
-
-def test_pickled_weights_are_refused(tmp_path: Path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
-    assert "pickled" in refusal(tmp_path)
 
 
 def test_folder_without_weights(tmp_path: Path):

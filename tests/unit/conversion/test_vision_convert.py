@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,10 +39,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 def renamed_folder(source: Path, target: Path, naming: str) -> Path:
     """A copy whose tensors are named otherwise."""
-    target.mkdir()
-    for path in source.iterdir():
-        if path.name != WEIGHTS:
-            (target / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(source, target)
     tensors = {renamed(name, naming): tensor for name, tensor in weights(source).items()}
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
     return target

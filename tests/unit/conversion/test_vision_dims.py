@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from mopd.conversion.models.dims import VisionDims, check_layout
 from mopd.conversion.models.reading import dims_from_config
 from mopd.conversion.models.stages import Stages
 from mopd.conversion.models.towers import with_naming
+from tests.unit.conversion.test_dims import PATH, require_refusal
 
-PATH = Path("model/config.json")
 QWEN2_5_VL_3B: dict[str, Any] = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "attention_dropout": 0.0,
     "bos_token_id": 151643, "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
@@ -184,11 +183,7 @@ def test_both_namings():
 )  # fmt: skip
 def test_what_cannot_be_carried_is_refused_by_name(config: dict[str, Any], changes: dict[str, Any], key: str):
     dims_from_config(config, PATH)
-    with pytest.raises(UserError) as refusal:
-        dims_from_config(changed(config, changes), PATH)
-    message = str(refusal.value)
-    assert message.startswith(f"{PATH}: '{key}'")
-    assert "\n" not in message
+    require_refusal(changed(config, changes), key)
 
 
 def test_a_nested_tie_counts_where_transformers_takes_it():
@@ -222,16 +217,3 @@ def test_layers_of_the_first_stage(pp: int, first: int | None, message: str):
     check(4, None)
     with pytest.raises(UserError, match=message):
         check(pp, first)
-
-
-def test_stages_of_a_tower_and_uneven_layers():
-    dims = dims_from_config(QWEN3_VL_4B, PATH)
-    stages = Stages(pipeline_model_parallel_size=4, num_layers_in_first_pipeline_stage=6)
-    where = {placed.megatron[0]: placed.stage(dims, stages) for placed in families.all_params(dims)}
-    counts = [0] * 4
-    for layer in range(36):
-        counts[where[f"decoder.layers.{layer}.mlp.linear_fc1.weight"]] += 1
-    assert counts == [6, 10, 10, 10]
-    towers = {stage for name, stage in where.items() if name.startswith("vision_model.")}
-    assert towers == {0} and where["embedding.word_embeddings.weight"] == 0
-    assert where["decoder.final_layernorm.weight"] == 3

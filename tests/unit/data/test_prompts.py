@@ -82,6 +82,11 @@ def test_a_data_sets_question_is_a_users_message_where_there_is_a_template(
     without = make_tokenizer(tmp_path / "plain", chat_template=None)
     assert load_prompts(cfg.train, cfg, tokenizer).row(0).text == "user:ab\nassistant:"
     assert load_prompts(cfg.train, cfg, without).row(0).text == "ab"
+    path.write_text(json.dumps(row(chat("ab"))))
+    chats = DataConfig(train=(str(path),))
+    with pytest.raises(UserError, match=r"no chat template: set data.chat_template"):
+        load_prompts(chats.train, chats, without)
+    path.write_text(json.dumps({"question": "ab", "answer": "#### 12"}))
     assert load_prompts(plain.train, plain, tokenizer).row(0).text == "ab"
 
 
@@ -131,10 +136,7 @@ def test_unusable_rows_are_named(load: Load, kind: str) -> None:
         (row(domain=None), r"row 0 has no column 'data_source' .* set data.columns to what fits"),
         ({"data_source": "math", "question": "a"}, r"row 0 has no column 'prompt' .* set data.columns to what fits"),
         (row(7), r"row 0: column 'prompt' \(data.columns.prompt\) is int 7, not text"),
-        (
-            row([{"role": "user", "content": 5}]),
-            r"row 0: .*\(data.columns.prompt\) has a message whose 'content' is int 5",
-        ),
+        (row([{"role": "user", "content": 5}]), r"\(data.columns.prompt\) has a message whose 'content' is int 5"),
         (row(""), r"row 0: the prompt in 'prompt' \(data.columns.prompt\) has no tokens"),
     ]
     for bad, message in cases:
@@ -146,22 +148,10 @@ def test_unusable_rows_are_named(load: Load, kind: str) -> None:
 
 
 def test_unusable_files_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, load: Load) -> None:
+    """What their bytes may be: ``test_damaged_files.py``."""
     (tmp_path / "text.csv").write_text("a,b\n")
     (tmp_path / "empty.jsonl").write_text("\n")
-    pq.write_table(pa.Table.from_pylist([], schema=pa.schema({"prompt": pa.string()})), tmp_path / "empty.parquet")
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing here")
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "data_source": "m"}\n{"prompt"\n')
-    (tmp_path / "list.jsonl").write_text("[1]\n")
-    cases = {
-        "absent.parquet": "does not exist",
-        "text.csv": "unknown kind '.csv'",
-        "empty.jsonl": "has no rows",
-        "empty.parquet": "has no rows",
-        "bad.parquet": "unreadable parquet",
-        "bad.jsonl": "line 2 is not JSON",
-        "list.jsonl": "line 1 is list",
-    }
-    for name, message in cases.items():
+    for name, message in {"text.csv": "unknown kind '.csv'", "empty.jsonl": "has no rows"}.items():
         cfg = DataConfig(train=(str(tmp_path / name),))
         with pytest.raises(UserError, match=message) as caught:
             load_prompts(cfg.train, cfg, tokenizer)
@@ -187,21 +177,6 @@ def test_overlong_prompts(load: Load) -> None:
     assert len(load(rows, max_prompt_length=6)) == 4
     with pytest.raises(UserError, match=r"every prompt of domain 'math' \(2 rows\).*data.max_prompt_length 3"):
         load([row("abcdef"), row("abcd"), row("a", "code")], max_prompt_length=3, overlong_prompts="filter")
-
-
-def test_chat_without_a_template_and_broken_templates(
-    load: Load, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    plain = make_tokenizer(tmp_path / "plain", chat_template=None)
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row(chat("ab"))))
-    cfg = DataConfig(train=(str(path),))
-    with pytest.raises(UserError, match=r"no chat template: set data.chat_template"):
-        load_prompts(cfg.train, cfg, plain)
-    template = tmp_path / "broken.jinja"
-    template.write_text("{{ raise_exception('only two turns') }}")
-    with pytest.raises(UserError, match="chat template failed: only two turns"):
-        load([row(chat("ab"))], chat_template=str(template))
 
 
 def test_every_domain_needs_a_teacher() -> None:

@@ -33,14 +33,8 @@ def test_batch_size_changes_nothing() -> None:
     whole = take(PromptStream(DATA.rows_by_domain, {}, 5), 60)
     assert take(PromptStream(DATA.rows_by_domain, {}, 5), *[1] * 10, 0, 17, 3, 30) == whole
     assert [prompt.sample_id for prompt in whole] == list(range(60))
-    for prompt in whole:
-        assert prompt.domain == DATA.row(prompt.row).domain
-
-
-def test_seed_decides() -> None:
-    first = [p.row for p in take(PromptStream(DATA.rows_by_domain, {}, 0), 60)]
-    assert [p.row for p in take(PromptStream(DATA.rows_by_domain, {}, 0), 60)] == first
-    assert [p.row for p in take(PromptStream(DATA.rows_by_domain, {}, 1), 60)] != first
+    assert all(prompt.domain == DATA.row(prompt.row).domain for prompt in whole)
+    assert take(PromptStream(DATA.rows_by_domain, {}, 6), 60) != whole
 
 
 def test_each_epoch_of_a_domain_is_a_new_shuffle_of_all_its_rows() -> None:

@@ -36,17 +36,14 @@ TALK: Messages = [
     {"role": "system", "content": " Be <kind> & 'short'.\n"},
     {"role": "user", "content": "2 + 2 = ?\n\né 数 👩‍🔬"},
     {
-        "role": "assistant",
-        "content": "<think>\nhm\n</think>\n\n4",
+        "role": "assistant", "content": "<think>\nhm\n</think>\n\n4",
         "tool_calls": [{"name": "f", "arguments": {"x": 1.5}}],
     },
     {
-        "role": "user",
-        "content": [{"type": "image"}, {"type": "text", "text": "and this?"}],
-        "weight": 0.1,
-        "last": True,
+        "role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and this?"}],
+        "weight": 0.1, "last": True,
     },
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +118,8 @@ def test_knows_what_transformers_knows() -> None:
     assert {tag for one in mine.extensions.values() for tag in one.tags} == {
         tag for one in theirs.extensions.values() for tag in one.tags
     }
-    for name in (
-        "trim_blocks",
-        "lstrip_blocks",
-        "keep_trailing_newline",
-        "autoescape",
-        "undefined",
-        "loader",
-        "policies",
-    ):
+    names = ("trim_blocks", "lstrip_blocks", "keep_trailing_newline", "autoescape", "undefined", "loader", "policies")
+    for name in names:
         assert getattr(mine, name) == getattr(theirs, name), name
     assert type(mine).__mro__ == type(theirs).__mro__
 
@@ -198,9 +188,7 @@ def test_a_template_without_end_is_not_read(folder: Path, name: str) -> None:
 def test_a_tokenizer_with_templates_but_no_default(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     in_config(folder, [{"name": "a", "template": "x"}])  # type: ignore[arg-type]
-    with pytest.raises(
-        UserError, match="the chat template failed: This model has multiple chat templates with no default"
-    ):
+    with pytest.raises(UserError, match="template failed: This model has multiple chat templates with no default"):
         encode_prompts([CHAT], DataConfig(train=("-",)), load_tokenizer(folder), ["prompt 1"])
 
 
@@ -245,9 +233,7 @@ def test_many_rows_have_less_time_each_than_one(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(rendering, "MAX_RENDER_S", 0.5)
     monkeypatch.setattr(rendering, "MEAN_RENDER_S", 0.0)
     slow = "{% for a in range(20) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(
-        UserError, match=r"row [1-9]\d*: the chat template failed: it ran for 0.5 s on one row, or 0 s a row"
-    ):
+    with pytest.raises(UserError, match=r"row [1-9]\d*: .* failed: it ran for 0.5 s on one row, or 0 s a row"):
         render(slow, load_tokenizer(folder), [CHAT] * 5000)
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.data_plane.frames import DTYPES, OWN_FRAME_BYTES, FrameError, from_frames, packed, to_frames, unpacked
+from mopd.conversion.mapped import TORCH_DTYPES
+from mopd.data_plane.frames import OWN_FRAME_BYTES, FrameError, from_frames, packed, to_frames, unpacked
 
 
 def fields() -> dict[str, list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     values: dict[str, list[torch.Tensor]] = {}
-    for name, dtype in DTYPES.items():
+    for name, dtype in TORCH_DTYPES.items():
         shapes = ((3,), (0,), (2, 0, 4), (5, 7), (), (OWN_FRAME_BYTES // 2, 3))
         raw = [torch.randint(0, 2, shape, generator=generator) for shape in shapes]
         values[name] = [value.to(dtype) for value in raw]
@@ -43,23 +44,23 @@ def test_large_tensors_are_sent_from_where_they_lie_and_small_ones_share_a_frame
 
 
 def test_tensors_of_one_field_must_agree_in_dtype() -> None:
-    with pytest.raises(KeyError, match=r"field 'a' mixes dtypes \['float32', 'int64'\]"):
+    with pytest.raises(KeyError, match=r"field 'a' mixes dtypes \['F32', 'I64'\]"):
         to_frames({"a": [torch.ones(1), torch.ones(1).long()]})
 
 
 @pytest.mark.parametrize(
     ("head", "frames"),
     [
-        ([["a", "int64", [[2]]]], [b"12345678"]),  # less than said
-        ([["a", "int64", [[1]]]], [b"12345678", b"9"]),  # more
-        ([["a", "int64", [[1]]]], []),
+        ([["a", "I64", [[2]]]], [b"12345678"]),  # less than said
+        ([["a", "I64", [[1]]]], [b"12345678", b"9"]),  # more
+        ([["a", "I64", [[1]]]], []),
         ([["a", "object", [[1]]]], [b"12345678"]),
-        ([["a", "int8", [[-1]]]], [b""]),
-        ([["a", "int8", [[2**70]]]], [b"1"]),
-        ([["a", "int8", [["1"]]]], [b"1"]),
-        ([["a", "int8"]], [b""]),
+        ([["a", "I8", [[-1]]]], [b""]),
+        ([["a", "I8", [[2**70]]]], [b"1"]),
+        ([["a", "I8", [["1"]]]], [b"1"]),
+        ([["a", "I8"]], [b""]),
         (7, []),
-        ([[["a"], "int8", [[1]]]], [b"1"]),
+        ([[["a"], "I8", [[1]]]], [b"1"]),
     ],
 )
 def test_frames_that_are_no_tensors_are_told(head: Any, frames: list[bytes]) -> None:
