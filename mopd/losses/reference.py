@@ -54,7 +54,7 @@ def gather(inp: Tensor, call: LossCall, ids_TN: Tensor) -> tuple[Tensor, Tensor]
 
 def scaled_logits(inp: Tensor, call: LossCall) -> Tensor:
     """Return z / temperature over the true vocabulary, ``[T, V]`` float64; rows of weight 0 are 0, no gradient."""
-    return call.only_active(inp.flatten(0, -2)[:, : call.shard.vocab_size].double() / call.options.temperature)
+    return call.only_active(inp.flatten(0, -2)[:, : call.shard.vocab_size].double() / call.temperature)
 
 
 def topk_loss(log_p_TV: Tensor, kind: TopKLoss, teacher: TeacherRows) -> Tensor:

@@ -31,7 +31,7 @@ from mopd.report.pipeline import (
     summarise_pipeline,
 )
 from mopd.report.run_files import RunFiles, best_of
-from mopd.report.terminal import Terminal
+from mopd.report.terminal import Terminal, make_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,16 +86,7 @@ def build_report(run_dir: str | Path) -> Report:
     steps, validations = files.steps(), files.validations()
     recipe = files.recipe_tree()
     report = summarise(steps, validations, files.teacher_rewards(), planned_steps=recipe["schedule"]["steps"])
-    page = render_page(
-        asdict(report),
-        steps=steps,
-        validations=validations,
-        teacher_examples=files.teacher_examples(),
-        machine=files.machine_record(),
-        recipe=recipe,
-        recipe_text=files.recipe_text(),
-        run_name=files.path.resolve().name,
-    )
+    page = render_page(asdict(report), files, recipe, steps, validations)
     write_text(files.report_json, json.dumps(asdict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_text(files.report_html, visible(page, keep="\n\t"))
     return report
@@ -182,18 +173,16 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
         console.print(line, highlight=False)
     if report.pipeline is not None:
         console.print(_stage_table(report.pipeline))
-    for line in [] if report.samples is None else [ages_line(report.samples), lengths_line(report.samples)]:
-        if line:
+    if report.samples is not None:
+        for line in filter(None, (ages_line(report.samples), lengths_line(report.samples))):
             console.print(line, highlight=False)
     console.print(f"{report.wall_s:,.0f} s in steps and validations, {rate} trained", highlight=False)
 
 
 def _stage_table(pipeline: PipelineResult) -> Table:
     title = f"bound by {stage_label(pipeline.bound_by)}"
-    table = Table(title=title, title_justify="left", padding=0, collapse_padding=True)
-    table.add_column("stage")
-    for heading in ("busy", "starved", "blocked", "replicas", "balanced"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("stage", "busy", "starved", "blocked", "replicas", "balanced")
+    table = make_table(*headings, title=title, title_justify="left", padding=0, collapse_padding=True)
     for name, stage in pipeline.stages.items():
         shares = percents([stage.busy, stage.starved, stage.blocked])
         counts = (cell(number, "{:d}") for number in (stage.replicas, stage.balanced_replicas))
@@ -202,10 +191,8 @@ def _stage_table(pipeline: PipelineResult) -> Table:
 
 
 def _group_table(groups: Mapping[str, Mapping[str, GroupResult]]) -> Table:
-    table = Table(padding=0, collapse_padding=True)
-    table.add_column("group")
-    for heading in ("samples", "tokens/s", LATENCY_HEADING, "MiB", "retries", "failures"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("group", "samples", "tokens/s", LATENCY_HEADING, "MiB", "retries", "failures")
+    table = make_table(*headings, padding=0, collapse_padding=True)
     for room, names in groups.items():
         table.add_section()
         for name, result in names.items():

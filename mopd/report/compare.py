@@ -14,7 +14,7 @@ from mopd.base.text import visible
 from mopd.base.types import UserError
 from mopd.config.load import differences, flatten
 from mopd.report.build import Report, summarise
-from mopd.report.charts import Series, cell, short
+from mopd.report.charts import Series, cell, named_series, short
 from mopd.report.curves import Curves, curves_by_metric, is_zero, panel_of
 from mopd.report.page import chart, duration, render
 from mopd.report.run_files import RunFiles
@@ -211,10 +211,7 @@ def _metric_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
         panel = panel_of(metric)
         for domain in sorted({domain for run in runs for domain in run.curves.get(metric, ())}):
             points = {run.name: run.curves.get(metric, {}).get(domain, []) for run in runs}
-            series = [
-                Series(name=name, index=index, points=points[name], is_noisy=panel.is_noisy)
-                for index, name in enumerate(points)
-            ]
+            series = named_series(points, is_noisy=panel.is_noisy)
             title = f"{panel.title}, {domain}" if domain else panel.title
             made = chart(title, panel.text, series, metric=metric, from_zero=panel.from_zero)
             charts.append({**made, "is_zero": is_zero(points)})

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Group
 from rich.live import Live
@@ -30,15 +30,20 @@ from mopd.config.schema import Recipe
 from mopd.report.groups import ALL, BREAKER_STATES, LATENCY_HEADING, Room, group_values, label, latencies, trouble
 from mopd.report.pipeline import ages_line, pipeline_line, summarise_ages, summarise_pipeline
 from mopd.report.run_files import RunFiles
-from mopd.report.terminal import Terminal
+from mopd.report.terminal import Terminal, make_table
 
 
-class Sink(Protocol):
-    """Takes numbers; never changes them."""
+class Sink:
+    """Destination of a run's numbers; it never changes them."""
 
-    def log(self, metrics: StepMetrics) -> None: ...
-    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+    def log(self, metrics: StepMetrics) -> None:
+        """Take one step's numbers."""
+
+    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
+        """Take the mean rewards by domain of a validation."""
+
+    def close(self) -> None:
+        """Flush and release what the sink holds."""
 
 
 class Sinks:
@@ -92,8 +97,8 @@ class Sinks:
         self._close()
 
 
-class JsonlSink:
-    """``metrics.jsonl``: one line per step. Validation has a file of its own."""
+class JsonlSink(Sink):
+    """Writer of ``metrics.jsonl``: one line per step. The validation writes ``validation.jsonl`` itself."""
 
     def __init__(self, path: Path) -> None:
         self._writer = JsonlWriter(path)
@@ -101,14 +106,11 @@ class JsonlSink:
     def log(self, metrics: StepMetrics) -> None:
         self._writer.write(metrics.record)
 
-    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
-        """Nothing: ``validation.jsonl`` is written by whoever validates."""
-
     def close(self) -> None:
         self._writer.close()
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """TensorBoard event files; ``kl_k1/math`` becomes the chart ``math`` of the group ``kl_k1``.
 
     Written here, not by torch's ``SummaryWriter``: its thread would meet a full disk behind the run's back.
@@ -147,7 +149,7 @@ class TensorBoardSink:
             self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
-class WandBSink:
+class WandBSink(Sink):
     """A Weights & Biases run, found again at resume by the id kept in ``wandb_id`` of the run folder."""
 
     def __init__(self, cfg: WandBConfig, run_dir: Path, recipe_tree: Mapping[str, Any]) -> None:
@@ -192,16 +194,14 @@ FLOOR = "kl_floor"
 """Metric that does not change in a run, and is missing where the teachers could not be compared with their folders."""
 
 
-def make_progress(
-    console: Terminal, steps: int, start_step: int, rewards: Mapping[str, float]
-) -> LiveProgress | PlainProgress:
-    """The form that suits ``console``. ``rewards`` are those of the last validation (empty before the first)."""
+def make_progress(console: Terminal, steps: int, start_step: int, rewards: Mapping[str, float]) -> Sink:
+    """Make the progress that suits ``console``. ``rewards`` are those of the last validation, empty before it."""
     if console.is_terminal:
         return LiveProgress(console, steps, start_step, rewards)
     return PlainProgress(console, steps, start_step)
 
 
-class LiveProgress:
+class LiveProgress(Sink):
     """One row per domain, and a bar with the time left."""
 
     def __init__(self, console: Terminal, steps: int, start_step: int, rewards: Mapping[str, float]) -> None:
@@ -245,7 +245,7 @@ class LiveProgress:
         return Group(table, *below, *self._pipeline, self._bar)
 
 
-class PlainProgress:
+class PlainProgress(Sink):
     """A line for the first step, the last, and now and then between; one for each validation."""
 
     def __init__(
@@ -288,9 +288,6 @@ class PlainProgress:
         by_domain = "  ".join(f"{domain} {_number(reward)}" for domain, reward in rewards.items())
         self._line(f"step {step}/{self._steps}  reward {by_domain}")
 
-    def close(self) -> None:
-        """Nothing to do."""
-
     def _log_trouble(self, metrics: StepMetrics) -> None:
         """A replica that stops working or works again is told at once, and once."""
         texts = trouble(metrics.values)
@@ -308,10 +305,8 @@ class PlainProgress:
 
 def _group_table(groups: Mapping[str, Room]) -> Table:
     """Who answered how fast in the last step, and which replica does not work."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("group", overflow="fold")
-    for heading in ("up", "tok/s", LATENCY_HEADING, "MB", "queue", "in\nflight", "retries"):
-        table.add_column(Text(heading), justify="right", no_wrap=True)
+    headings = map(Text, ("group", "up", "tok/s", LATENCY_HEADING, "MB", "queue", "in\nflight", "retries"))
+    table = make_table(*headings, box=None, pad_edge=False)
     for room, names in groups.items():
         for name, values in names.items():
             is_group = "replicas" in values

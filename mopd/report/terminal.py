@@ -33,6 +33,15 @@ class Terminal(Console):
         super().print(*objects, **options)
 
 
+def make_table(*headings: str | Text, **options: Any) -> Table:
+    """Make a table whose first column holds names and whose others hold numbers, right-aligned and on one line."""
+    table = Table(**options)
+    table.add_column(headings[0], overflow="fold")
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
 class LogFormatter(logging.Formatter):
     """Messages without control characters; tracebacks keep their lines."""
 

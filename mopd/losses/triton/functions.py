@@ -67,7 +67,7 @@ def teacher_lists(
     call: LossCall, ids: Tensor, logprobs: Tensor, weights: Tensor | None, target: Tensor | None
 ) -> TeacherLists:
     """Flatten the teachers' inputs. Raise ValueError if the call checks values and finds wrong ones."""
-    if call.options.check_values:
+    if call.check_values:
         teacher_rows(call, ids, logprobs, weights, target)
     return TeacherLists(
         call.flat(ids.detach()).flatten(1).contiguous(),
@@ -140,7 +140,7 @@ def _solve(
         limit, cap = hard, coefficients.HARD.value
     elif soft is not None:
         limit, cap = soft, coefficients.SOFT.value
-    temperature = call.options.temperature
+    temperature = call.temperature
     padded, teachers = power_of_two(n), power_of_two(n // teacher.k)
     coefficients.loss_kernel[(rows,)](
         gathered.pay, gathered.sorted_ids, gathered.order, teacher.logprobs_TN, teacher.weights_TD, call.weight_T,
@@ -163,7 +163,7 @@ class TritonGather(torch.autograd.Function):
         logprobs = inp.new_empty(rows, n, dtype=torch.float32)
         lse = inp.new_empty(rows, dtype=torch.float32)
         row_data, runs = inp.new_empty(2, rows, dtype=torch.float32), inp.new_empty(rows, dtype=torch.int32)
-        temperature = call.options.temperature
+        temperature = call.temperature
         with on_device(inp):
             g = collect(inp, call, TeacherLists(ids_TN, n))
             padded = power_of_two(n)
@@ -194,7 +194,7 @@ class TritonGather(torch.autograd.Function):
                 gather_gradient_kernel[(rows,)](
                     sorted_ids, order, logprobs, row_data, grad_TN, *strides,
                     grad_lse_T, 0 if grad_lse_T is None else grad_lse_T.stride(0),
-                    entry, data, rows, 1.0 / ctx.call.options.temperature,
+                    entry, data, rows, 1.0 / ctx.call.temperature,
                     N=n, N_PAD=padded, num_warps=small_warps(padded),
                 )  # fmt: skip
         return _gradient(ctx.call, inp, sorted_ids, entry, data, runs, None), None, None
@@ -215,13 +215,13 @@ def _gradient(
     multiplies each row, None stands for 1. Written over the logits if asked to; autograd is then told that they
     changed.
     """
-    out = inp if call.options.overwrite_input else torch.empty_like(inp)
+    out = inp if call.overwrite_input else torch.empty_like(inp)
     rows, n = entry_TN.shape
     if rows:
         shard, z, o = call.shard, layout(inp), layout(out)
         with on_device(inp):
             how = entry_for(inp, shard, rows).dense
-            dense(inp, z, out, o, row_data, grad_T, shard, scale_of(call.options.temperature), how)
+            dense(inp, z, out, o, row_data, grad_T, shard, scale_of(call.temperature), how)
             padded = power_of_two(n)
             fixup_kernel[(rows,)](
                 o.base(out), sorted_ids, entry_TN, runs_T, grad_T, 0 if grad_T is None else grad_T.stride(0),
@@ -279,7 +279,7 @@ def collect(inp: Tensor, call: LossCall, lists: TeacherLists, entropy: bool = Fa
     if rows:
         marks = new_marks(inp, z, shard, entry.stats, entry.splits)
         _select(inp, z, call, lists, gathered, marks)
-        scale = scale_of(call.options.temperature)
+        scale = scale_of(call.temperature)
         neighbours(inp, z, sorted_ids, pay, marks, shard, scale, entropy, entry.splits)
         stats(inp, z, marks, call.weight_T, pay, shard, scale, entropy, entry.stats, entry.splits)
     if shard.world_size > 1:
