@@ -13,16 +13,17 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 CPU_FLUSH_BYTES = 128 << 20
-"""More than the last-level cache of current servers' sockets, so that no contender finds its inputs there."""
+"""Size of the buffer that flushes a CPU's caches: more than the last-level cache of current servers, so that no
+contender finds its inputs there."""
 HEAD_START_CYCLES = 4_000_000
-"""About 2 ms of a GPU's clock: the GPU waits that long before a timed region, so that the host, which queues kernels
+"""About 2 ms of a GPU's clock, for which it waits before a timed region, so that the host, which queues kernels
 meanwhile, is not what is measured. A contender that waits for the device in its middle pays for it."""
 COPY_LIMIT_BYTES = 1 << 32
 """Size of the largest copy that is timed."""
 
 
 class Clock:
-    """Times one run of a contender in parts: by wall clock, on a GPU by device time between events."""
+    """Stopwatch for the parts of one run: by wall clock, on a GPU by device time between events."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda, size = device.type == "cuda", CPU_FLUSH_BYTES

@@ -57,7 +57,7 @@ UNIT = 16
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Measure and print; the exit code.
+    """Measure and print. Return the exit code.
 
     Raises:
         UserError: an impossible option, or a package is missing.

@@ -50,9 +50,9 @@ from mopd.rewards.domains import build_rewards
 MOST_OF_BOUND = 1.10
 """Largest allowed step, relative to what bounds it."""
 MOST_BYTES = 1024.0
-"""Bytes of a sample that trainer ranks are sent: its share of the plan, whatever its tensors weigh."""
+"""Largest allowed number of bytes of a sample that trainer ranks are sent: its share of the plan, without tensors."""
 MOST_DEVIATION = 1.0
-"""Prompts of a domain that a batch may have more or less than its share."""
+"""Largest allowed difference, in prompts, between a domain's part of a batch and its share."""
 STEPS, QUICK_STEPS = 6, 3
 WARM_UP, QUICK_WARM_UP = 5, 3
 QUICK_FACTOR = 0.2
@@ -78,7 +78,7 @@ DoneT = TypeVar("DoneT")
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Measure and print; the exit code."""
+    """Measure and print. Return the exit code."""
     report = BenchReport(benchmark="pipeline", arguments=arguments, as_json=args.json, device=torch.device("cpu"))
     others, scenarios = Others(family_busy_s), list(SCENARIOS)
     steps, warm_up = (QUICK_STEPS, QUICK_WARM_UP) if args.quick else (STEPS, WARM_UP)
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """What a controller orders: a run's own workers, routers and storage around the stand-ins."""
+    """What a controller directs: a run's own workers, routers and storage around the stand-ins."""
 
     rollout: RolloutWorker
     teachers: TeacherWorker
@@ -168,7 +168,7 @@ class SleepingStudent:
         self._version = self.plan_bytes = self.num_of_two_versions = 0
         self.sample_ids: list[int] = []
         self.mixes: list[Counter[str]] = []
-        """Samples of each batch by domain."""
+        """Numbers of samples of each batch, by domain."""
 
     async def expect_step(self) -> None:
         pass
@@ -197,7 +197,7 @@ class SleepingStudent:
 
 
 class StepEnds:
-    """Implements ``Observer``: when each step was over, and its metrics."""
+    """Observer that keeps when each step ended, and its metrics."""
 
     def __init__(self, last: int) -> None:
         self._last = last
@@ -215,7 +215,7 @@ class StepEnds:
         pass
 
     async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
-        raise AssertionError("nobody asks")
+        raise AssertionError("no stop was requested")
 
 
 def run_controller(
@@ -270,13 +270,13 @@ def run_controller(
 
 
 def mix_deviation(mixes: Sequence[Mapping[str, int]], scenario: Scenario) -> float:
-    """Prompts of one domain by which the worst batch differs from the stream's shares."""
+    """Return the largest difference, in prompts of one domain, between a batch and the stream's shares."""
     per_prompt, num = scenario.samples_per_prompt, scenario.num_prompts
     return max(abs(mix[domain] // per_prompt - share * num) for mix in mixes for domain, share in SHARES.items())
 
 
 def _ages(steps: Sequence[Mapping[str, float]], max_staleness: int) -> list[float]:
-    """Share of each age among the samples of all steps."""
+    """Return the share of each age among the samples of all steps."""
     if not max_staleness:
         return [1.0]
     return [sum(values[f"staleness_share/{age}"] for values in steps) / len(steps) for age in range(max_staleness + 1)]
@@ -292,7 +292,7 @@ class StageSeconds:
     trainer: float
     """Forward, backward, optimizer, and handing the weights over."""
     sync: float
-    """Until the rollout uses the weights that the student has handed over."""
+    """Time until the rollout uses the weights that the student has handed over."""
 
     @property
     def slowest_s(self) -> float:
@@ -357,7 +357,8 @@ def measure_alone(scenario: Scenario, *, steps: int) -> StageSeconds:
 
 
 def measure_scenario(scenario: Scenario, *, steps: int, warm_up: int) -> list[tuple[Comparison, Goals]]:
-    """Each stage alone, the sum, and the controller at 0 and at each staleness of the scenario."""
+    """Measure each stage alone, the sum of the stages, and the controller at 0 and at each staleness of the
+    scenario."""
     say(f"pipeline: {scenario.name}")
     single = measure_alone(scenario, steps=steps)
     nominal = nominal_times(scenario, steps=steps, warm_up=warm_up)

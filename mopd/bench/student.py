@@ -34,18 +34,18 @@ from mopd.student import parallel
 from mopd.student.worker import StudentWorker
 
 MOST_OF_PLAIN = 1.3
-"""Times plain PyTorch's step that the student's may take."""
+"""Largest allowed time of the student's step, relative to plain PyTorch's."""
 LEAST_PACKED = 1.8
-"""Times the padded samples' tokens a second that packed ones must train."""
+"""Least rate of packed samples, relative to padded ones' tokens a second."""
 LEAST_SHARE, LEAST_SPEED_UP = 0.40, 1.5
 """Goals at a published size: share of a GPU's bf16 peak, and speed-up over transformers' model."""
 NUM_THREADS = 2
 MIXED_ROUNDS, MIXED_SAMPLES, QUICK_SAMPLES = 3, 24, 8
 SHORTEST, LONGEST = 64, 4096
 MAX_TOKENS = 8192
-"""Tokens of a micro-batch of mixed lengths."""
+"""Largest number of tokens of a micro-batch of mixed lengths."""
 SAMPLES_AS_DRAWN = 4
-"""Samples of a right-padded micro-batch in the order in which they come."""
+"""Number of samples of a right-padded micro-batch whose samples are not sorted by length."""
 SIZED_LENGTHS = [(512, 1536)] * 8
 """(prompt, response) of a step at a published size: 16,384 tokens."""
 SIZED_PER_FORWARD, SIZED_ROUNDS = 4, 5
@@ -61,7 +61,7 @@ Makers = Mapping[str, Callable[[], Step]]
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Measure and print; the exit code.
+    """Measure and print. Return the exit code.
 
     Raises:
         UserError: an impossible option.
@@ -227,7 +227,8 @@ def _allocated(device: torch.device) -> int:
 
 
 class PlainStep:
-    """Forward KL on the teacher's top k and the rest as one outcome, mean over response tokens; clipping; Adam.
+    """Training step in plain PyTorch: forward KL on the teacher's top k and the rest as one outcome, mean over response
+    tokens; clipping; Adam.
 
     ``per_forward`` samples pass the model at a time. Weights, gradients and Adam's states are of ``dtype``; the loss is
     computed in fp32.
@@ -244,7 +245,7 @@ class PlainStep:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, **adam)
 
     def __call__(self) -> tuple[float, float]:
-        """One optimizer step; the loss, and the gradient's norm before clipping."""
+        """Take one optimizer step. Return the loss, and the gradient's norm before clipping."""
         self._optimizer.zero_grad()
         num_rows = sum(meta.response_length for meta in self._samples.metas)
         total = torch.zeros((), device=self._device)
@@ -257,7 +258,7 @@ class PlainStep:
         return total.item(), norm.item()
 
     def _losses(self, part: slice) -> Tensor:
-        """[R] of the part's response tokens."""
+        """Return the losses of the part's response tokens, ``[R]``."""
         fields = {name: tensors[part] for name, tensors in self._samples.fields.items()}
         tokens = pad_sequence(fields["tokens"], batch_first=True)
         rows = [  # flat numbers of those that score a response token

@@ -83,12 +83,12 @@ class Sinks:
             self._close = unwind.pop_all().close
 
     def log(self, metrics: StepMetrics) -> None:
-        """One step's numbers."""
+        """Pass one step's numbers to every sink."""
         for sink in self._sinks:
             sink.log(metrics)
 
     def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
-        """Mean reward by domain on the validation prompts after ``step`` optimizer steps."""
+        """Pass on the mean reward by domain on the validation prompts after ``step`` optimizer steps."""
         for sink in self._sinks:
             sink.log_validation(step, rewards)
 
@@ -111,7 +111,7 @@ class JsonlSink(Sink):
 
 
 class TensorBoardSink(Sink):
-    """TensorBoard event files; ``kl_k1/math`` becomes the chart ``math`` of the group ``kl_k1``.
+    """Writer of TensorBoard event files; ``kl_k1/math`` becomes the chart ``math`` of the group ``kl_k1``.
 
     Written here, not by torch's ``SummaryWriter``: its thread would meet a full disk behind the run's back.
     """
@@ -150,7 +150,7 @@ class TensorBoardSink(Sink):
 
 
 class WandBSink(Sink):
-    """A Weights & Biases run, found again at resume by the id kept in ``wandb_id`` of the run folder."""
+    """Sink to a Weights & Biases run, found again at resume by the id kept in ``wandb_id`` of the run folder."""
 
     def __init__(self, cfg: WandBConfig, run_dir: Path, recipe_tree: Mapping[str, Any]) -> None:
         import wandb
@@ -187,7 +187,7 @@ class WandBSink(Sink):
 
 
 LINE_EVERY_S = 10.0
-"""Plain lines are at least this far apart, however fast the steps are."""
+"""Least time between two plain lines, however fast the steps are."""
 COLUMNS = {"kl_k1": "KL", "loss": "loss", "topk_overlap": "overlap", "response_length": "length"}
 """Metric -> heading of the live table. Overlap comes on diagnostic steps only and stays until the next."""
 FLOOR = "kl_floor"
@@ -202,7 +202,7 @@ def make_progress(console: Terminal, steps: int, start_step: int, rewards: Mappi
 
 
 class LiveProgress(Sink):
-    """One row per domain, and a bar with the time left."""
+    """Live table with a row per domain, and a bar with the time left."""
 
     def __init__(self, console: Terminal, steps: int, start_step: int, rewards: Mapping[str, float]) -> None:
         self._rows: dict[str, dict[str, float]] = {}
@@ -246,7 +246,7 @@ class LiveProgress(Sink):
 
 
 class PlainProgress(Sink):
-    """A line for the first step, the last, and now and then between; one for each validation."""
+    """Lines for the first step, the last, some between, and each validation."""
 
     def __init__(
         self, console: Terminal, steps: int, start_step: int, clock: Callable[[], float] = time.monotonic
@@ -289,7 +289,7 @@ class PlainProgress(Sink):
         self._line(f"step {step}/{self._steps}  reward {by_domain}")
 
     def _log_trouble(self, metrics: StepMetrics) -> None:
-        """A replica that stops working or works again is told at once, and once."""
+        """Print at once, and once, that a replica stops working or works again."""
         texts = trouble(metrics.values)
         for text in texts:
             if text not in self._trouble:
@@ -304,7 +304,7 @@ class PlainProgress(Sink):
 
 
 def _group_table(groups: Mapping[str, Room]) -> Table:
-    """Who answered how fast in the last step, and which replica does not work."""
+    """Make a table of each group's and replica's rates and state in the last step."""
     headings = map(Text, ("group", "up", "tok/s", LATENCY_HEADING, "MB", "queue", "in\nflight", "retries"))
     table = make_table(*headings, box=None, pad_edge=False)
     for room, names in groups.items():
@@ -321,7 +321,7 @@ def _group_table(groups: Mapping[str, Room]) -> Table:
 
 
 def _pipeline(metrics: StepMetrics) -> list[str]:
-    """Lines: who worked and who waited in this step, and how old its samples were; none where nothing tells."""
+    """Return lines on the stages' shares and the samples' ages in this step; none if they are not recorded."""
     pipeline, ages = summarise_pipeline([metrics.values]), summarise_ages([metrics.values])
     lines = ["" if pipeline is None else pipeline_line(pipeline), "" if ages is None else ages_line(ages)]
     return [line for line in lines if line]
@@ -348,7 +348,7 @@ def _speed(metrics: StepMetrics) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits, never in powers of ten."""
+    """Write three digits, without powers of ten."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

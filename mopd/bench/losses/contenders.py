@@ -26,11 +26,11 @@ from mopd.losses import LinearHead, linear_loss, parallel_topk_distill
 from mopd.losses.linear.head import Rows
 
 CHUNK_ROWS = 1024
-"""Rows at a time of the NeMo-RL style."""
+"""Number of rows that the NeMo-RL style computes at a time."""
 
 
 def bucket_terms(logp: Tensor, logprobs: Tensor, tail_floor: float) -> Tensor:
-    """KL over K ids and one more outcome for the rest, from log-probs [T, K], under autograd."""
+    """Return the KL over K ids and one more outcome for the rest, from log-probs [T, K], under autograd."""
     q = logprobs.exp()
     rest_q = (1 - q.sum(1)).clamp_min(tail_floor)
     rest_p = (1 - logp.exp().sum(1)).clamp_min(tail_floor)
@@ -38,7 +38,7 @@ def bucket_terms(logp: Tensor, logprobs: Tensor, tail_floor: float) -> Tensor:
 
 
 def eager(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """Log-softmax of the whole vocabulary in fp32, then gather: what one writes first."""
+    """Plain style: log-softmax of the whole vocabulary in fp32, then gather."""
     log_p = torch.log_softmax(logits, 1, dtype=torch.float32)
     return bucket_terms(log_p.gather(1, ids), logprobs, 1e-6)
 
@@ -112,7 +112,7 @@ class VerlTopK(torch.autograd.Function):
 
 
 def _in_rows(values: Tensor, ids: Tensor) -> Tensor:
-    """[T, K] bool: where a value is among the ids of its own row."""
+    """Return [T, K] bool: whether a value is among the ids of its own row."""
     ordered = ids.sort(1).values
     at = torch.searchsorted(ordered, values).clamp_max(ids.size(1) - 1)
     return ordered.gather(1, at) == values
@@ -151,7 +151,8 @@ class ChunkedGather(torch.autograd.Function):
 
 
 def _log_softmax(z: Tensor) -> Tensor:
-    """Log-softmax as a vocabulary-parallel one is made: shift, exp, sum, and a place for an all-reduce after each."""
+    """Compute a log-softmax as vocabulary-parallel code does: shift, exp, sum, and a place for an all-reduce after
+    each."""
     shifted = z - z.amax(1, keepdim=True)
     return shifted.sub_(shifted.exp().sum(1, keepdim=True).log())
 
@@ -176,7 +177,7 @@ def exact_rows(loss: str, logits: Tensor, ids: Tensor, log_q: Tensor) -> Tensor:
     the row at [0, 10]; ``renormalized`` of the distributions conditional on the ids; ``renormalized teacher`` of the
     conditional teacher and the student over the whole vocabulary.
     """
-    log_q, options = log_q.double(), {"tail": TAILS[loss]}
+    log_q, options = log_q.double(), dict[str, Any](tail=TAILS[loss])
     if loss == "cross entropy":
         ids, log_q = ids[:, :1], torch.zeros_like(log_q[:, :1])
     elif loss == "renormalized teacher":
@@ -188,7 +189,7 @@ def exact_rows(loss: str, logits: Tensor, ids: Tensor, log_q: Tensor) -> Tensor:
 
 
 def error(loss: str, got: Tensor, logits: Tensor, ids: Tensor, logprobs: Tensor, upstream: Tensor) -> float:
-    """||got - exact|| / ||exact|| of a gradient [T, V] of sum upstream x loss; NaN where ``got`` holds one."""
+    """Return ||got - exact|| / ||exact|| of a gradient [T, V] of sum upstream x loss; NaN where ``got`` holds one."""
     leaf = logits.detach().double().requires_grad_()
     (exact,) = torch.autograd.grad(exact_rows(loss, leaf, ids, logprobs), leaf, upstream.double())
     return float((got.double() - exact).norm() / exact.norm())
@@ -199,7 +200,7 @@ FLOOR = "the three GEMMs alone"
 CHECKED_ROWS = 32
 """Rows, evenly spaced, whose gradient is compared with float64."""
 MEMORY_SHARE = 10
-"""``linear_loss`` gets 1 / this of the memory of the logits."""
+"""Memory of the logits over the budget of ``linear_loss``."""
 RowLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 STYLES: tuple[tuple[str, str, RowLoss], ...] = (
     ("ghost-token style", "bucket", ghost_token),
@@ -219,16 +220,16 @@ class Contender:
     loss: str
     """Name of what is computed: times are comparable between equal losses."""
     forward: Callable[[], Tensor] | str
-    """Or why it cannot run here: it gets a row all the same."""
+    """Function to time, or the reason why the contender cannot run here; it gets a row all the same."""
     leaves: Sequence[Tensor]
     upstream: Tensor | None = None
     """Gradient that backward starts from; None for a scalar loss."""
     restore: Callable[[], object] = lambda: None
-    """Undoes what a run does to the inputs; outside the timed region."""
+    """Function that undoes what a run does to the inputs, outside the timed region."""
     overwrites: bool = False
-    """The gradient lies in the logits' own memory."""
+    """Whether the gradient is written over the logits."""
     check: Callable[[Sequence[Tensor]], float] | None = None
-    """Gradients to their error against float64."""
+    """Function from gradients to their error against float64."""
     note: str = ""
 
 
@@ -336,7 +337,8 @@ def head_contenders(inputs: HeadInputs) -> list[Contender]:
 
 
 def _fused(inputs: HeadInputs, loss: str) -> Contender:
-    """``linear_loss`` within a small budget; the weight gradient goes to an fp32 ``main_grad``, as in Megatron."""
+    """Make the contender ``linear_loss`` within a small budget; the weight gradient goes to an fp32 ``main_grad``, as
+    in Megatron."""
     logits_bytes = inputs.hidden.size(0) * inputs.weight.size(0) * inputs.hidden.element_size()
     budget = max(logits_bytes // MEMORY_SHARE, 6 * inputs.hidden.numel())
     weight = inputs.weight.detach().requires_grad_()
@@ -357,7 +359,5 @@ def _fused(inputs: HeadInputs, loss: str) -> Contender:
 
     note = f"memory budget {budget / 2**20:.3g} MiB, 1 / {logits_bytes / budget:.3g} of the logits"
     note += "; weight gradient added to an fp32 main_grad"
-    restore, leaves = main_grad.zero_, (inputs.hidden,)
-    return Contender(
-        name="linear_loss", group="ours", loss=loss, forward=total, leaves=leaves, restore=restore, note=note
-    )
+    made: dict[str, Any] = {"leaves": (inputs.hidden,), "restore": main_grad.zero_, "note": note}
+    return Contender(name="linear_loss", group="ours", loss=loss, forward=total, **made)
