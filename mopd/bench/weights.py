@@ -53,7 +53,6 @@ from mopd.config.groups import RoutingConfig
 from mopd.config.schema import Recipe
 from mopd.config.weights import MAX_BUCKET_MIB, CollectiveConfig, HttpConfig, IpcConfig
 from mopd.conversion.models.reading import read_dims
-from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams
 from mopd.engines.replicas.interface import Replica
@@ -79,14 +78,11 @@ LEAST_OF_BARE, LEAST_OVER_HTTP = 0.7, 3.0
 """Goals relative to the bare broadcast's rate, and to HTTP's."""
 MOST_BUCKETS = 2.0
 """Largest allowed memory beyond the models' in any process, in buckets."""
-MOST_CLAIM_S = 0.05
-"""Largest allowed delay of a claim from the data plane while weights travel by HTTP."""
 LIMITS = {"mb": 100_000, "replicas": 64, "bucket_mib": MAX_BUCKET_MIB, "rounds": 1000}
 SMALL_BYTES = 2**27
 """Size below which a student has narrow layers, so that there are several."""
 VOCAB_SIZE, STD = 4096, 0.02
 SAMPLING = SamplingParams(max_new_tokens=4)
-CLAIM_EVERY_S = 0.005
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -165,9 +161,8 @@ def result(
         "of_bare_broadcast": at_least(ratio(seconds, BARE, way), LEAST_OF_BARE),
         "over_http": at_least(ratio(seconds, HTTP, way), LEAST_OVER_HTTP),
         "extra_buckets": at_most(max(taken[way].values()) / facts["bucket_bytes"], MOST_BUCKETS),
-        "claim_s": at_most(statistics.median(updates.claim_s), MOST_CLAIM_S),
     }
-    facts = {**facts, "phases": phases, "extra_bytes": taken, "claim_s": updates.claim_s}
+    facts = {**facts, "phases": phases, "extra_bytes": taken}
     remarks = [", ".join(f"{key.removeprefix('timing/')} {value:.2f}" for key, value in phases.items())]
     part = Comparison(title=title, columns=columns, rows=rows(seconds, BARE, figures), facts=facts, remarks=remarks)
     return part, {f"{title}/{name}": goal for name, goal in goals.items()}
@@ -195,7 +190,6 @@ class Updates:
             self._way: through.student(recipe, GroupWeightSync(self._router, targets=targets)),
             HTTP: through.student(by_http, GroupWeightSync(self._router)),
         }
-        self._plane = LocalDataPlane()
         self._version = -1
         self._answers: list[Any] = []
         self.phases: list[dict[str, float]] = []
@@ -203,8 +197,6 @@ class Updates:
         sides = [name.split()[0] for name in self._holders]
         self.extra_bytes: dict[str, dict[str, int]] = {name: dict.fromkeys(sides, 0) for name in (self._way, HTTP)}
         """Largest memory, by way, that the sender, this process and any receiver took above what they had."""
-        self.claim_s: list[float] = []
-        """Largest delay of a claim, in each update by HTTP."""
 
     async def begin(self) -> None:
         """Measure the memory that updates take. On a CPU the first one says nothing: engines without weights have never
@@ -218,18 +210,13 @@ class Updates:
                 side = name.split()[0]
                 most[side] = max(most[side], extra)
         await self.end_round()
-        self.phases, self.claim_s = [], []
+        self.phases = []
 
     async def publish(self, way: str) -> float:
         """Publish new weights and return the seconds that it took. Keep what every server then draws."""
         self._version += 1
-        started, student = time.perf_counter(), self._students[way]
-        if way == HTTP:
-            async with self._claiming() as late_s:
-                await student.publish(self._version)
-            self.claim_s.append(max(late_s))
-        else:
-            await student.publish(self._version)
+        started = time.perf_counter()
+        await self._students[way].publish(self._version)
         seconds = time.perf_counter() - started
         for engine in self._engines:
             (drawn,) = await engine.generate([[3, 4, 5]], SAMPLING, [0])
@@ -250,27 +237,6 @@ class Updates:
         await self._router.close()
         for engine in self._engines:
             await engine.close()
-
-    @asynccontextmanager
-    async def _claiming(self) -> AsyncIterator[list[float]]:
-        """Claim from the data plane every few milliseconds in the block; how much later than it should each was
-        over."""
-        late_s: list[float] = []
-        is_over = asyncio.Event()
-
-        async def claim() -> None:
-            while not is_over.is_set():
-                began = time.perf_counter()
-                await asyncio.sleep(CLAIM_EVERY_S)
-                await self._plane.claim([], [])
-                late_s.append(time.perf_counter() - began - CLAIM_EVERY_S)
-
-        claims = asyncio.ensure_future(claim())
-        try:
-            yield late_s
-        finally:
-            is_over.set()
-            await claims
 
 
 class BenchStudent:
