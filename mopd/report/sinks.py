@@ -97,17 +97,11 @@ class Sinks:
         self._close()
 
 
-class JsonlSink(Sink):
+class JsonlSink(JsonlWriter, Sink):
     """Writer of ``metrics.jsonl``: one line per step. The validation writes ``validation.jsonl`` itself."""
 
-    def __init__(self, path: Path) -> None:
-        self._writer = JsonlWriter(path)
-
     def log(self, metrics: StepMetrics) -> None:
-        self._writer.write(metrics.record)
-
-    def close(self) -> None:
-        self._writer.close()
+        self.write(metrics.record)
 
 
 class TensorBoardSink(Sink):
