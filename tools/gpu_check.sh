@@ -89,11 +89,14 @@ pytest() { # SECONDS FILES: the project's own options name plugins that may be m
         --import-mode=importlib -p no:cacheprovider -q -rfEs "${@:2}"
 }
 kernels() {
-    pytest "$1" tests/gpu/test_kernels.py tests/parity/losses/test_triton_*.py tests/unit/losses/test_non_finite*.py \
-        tests/unit/losses/test_triton_*.py
+    pytest "$1" tests/gpu/test_kernels.py tests/parity/losses/test_{triton_*,topk_definition,precision}.py \
+        tests/unit/losses/test_{non_finite*,triton_*,topk_properties,misuse}.py
 }
 goals() { pytest "$1" tests/gpu --ignore-glob='*test_kernels*'; }
-losses() { pytest "$1" tests/parity/losses tests/unit/losses --ignore-glob='*test_triton_*' --ignore-glob='*test_non_finite*'; }
+losses() {
+    pytest "$1" tests/parity/losses tests/unit/losses --ignore-glob='*test_triton_*' --ignore-glob='*test_non_finite*' \
+        --ignore-glob='*test_topk_*' --ignore-glob='*test_precision*' --ignore-glob='*losses/test_misuse*'
+}
 benchmark() {
     local status=0
     PYTHONUNBUFFERED=1 timeout "$1" "$python" -m mopd.bench.losses --device cuda "${shapes[@]}" "${bench[@]}" \

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,16 +13,17 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 CPU_FLUSH_BYTES = 128 << 20
-"""More than the last-level cache of current servers' sockets, so that no contender finds its inputs there."""
+"""Size of the buffer that flushes a CPU's caches: more than the last-level cache of current servers, so that no
+contender finds its inputs there."""
 HEAD_START_CYCLES = 4_000_000
-"""About 2 ms of a GPU's clock: the GPU waits that long before a timed region, so that the host, which queues kernels
+"""About 2 ms of a GPU's clock, for which it waits before a timed region, so that the host, which queues kernels
 meanwhile, is not what is measured. A contender that waits for the device in its middle pays for it."""
 COPY_LIMIT_BYTES = 1 << 32
 """Size of the largest copy that is timed."""
 
 
 class Clock:
-    """Times one run of a contender in parts: by wall clock, on a GPU by device time between events."""
+    """Stopwatch for the parts of one run: by wall clock, on a GPU by device time between events."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda, size = device.type == "cuda", CPU_FLUSH_BYTES
@@ -33,7 +33,7 @@ class Clock:
         self._marks: list[Any] = []
 
     def start(self) -> None:
-        """Empty the caches and begin."""
+        """Empty the caches and begin the first part."""
         if self._is_cuda:
             torch.cuda.synchronize()
         self._flush.fill_(1)
@@ -43,7 +43,7 @@ class Clock:
         self.mark()
 
     def mark(self) -> None:
-        """End a part."""
+        """End a part and begin the next."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -52,7 +52,7 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def stop(self) -> list[float]:
-        """Seconds of each part, in order."""
+        """Return the seconds of each part, in order."""
         parts = zip(self._marks[:-1], self._marks[1:], strict=True)
         if not self._is_cuda:
             return [b - a for a, b in parts]
@@ -61,8 +61,8 @@ class Clock:
 
 
 def copy_rate(like: Tensor, clock: Clock) -> float:
-    """Bytes a second, read and written, of a plain copy of a tensor as large as ``like`` into memory that was written
-    before: the rate that the floor is reckoned with."""
+    """Measure the bytes a second, read and written, of a plain copy of a tensor as large as ``like`` into memory that
+    was written before. The floor follows from this rate."""
     source = like.detach().flatten()[: COPY_LIMIT_BYTES // like.element_size()]
     target = torch.zeros_like(source)
     clock.start()
@@ -72,7 +72,7 @@ def copy_rate(like: Tensor, clock: Clock) -> float:
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Largest number of bytes that lived at one moment of ``work`` and did not live before it.
+    """Measure the largest number of bytes that live at one moment of ``work`` and did not live before it.
 
     On CUDA the caching allocator keeps count. On a CPU the profiler reports every allocation and release of PyTorch's
     allocator, those inside operators and compiled code included; what libraries take from elsewhere is not seen on
@@ -89,14 +89,8 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 
 def _peak_on_cpu(work: Callable[[], object]) -> int:
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _quiet():
-        profiler.__enter__()
-    try:
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    finally:
-        with _quiet():
-            profiler.__exit__(None, None, None)
     recorded: Any = profiler.profiler
     events = recorded.kineto_results.events()
     changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
@@ -109,8 +103,7 @@ def _peak_on_cpu(work: Callable[[], object]) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Some builds of the profiler write to the error stream when they start and stop."""
-    sys.stderr.flush()
+    """Close the error stream to what C++ libraries write: the profiler of some builds reports its start and stop."""
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:

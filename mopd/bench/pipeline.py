@@ -3,23 +3,21 @@ run's orchestrator, around stages that sleep.
 
 ::
 
-    alone    each stage by itself, over the same stretch of the stream as the runs: what a run is held against
-    nominal  the same by arithmetic, which holds nothing of ours: what routers and workers cost shows beside it
-    runs     the controller with units of a whole step (the sum of the stages), and prompt by prompt at every staleness
+    one step  each stage by itself, given one step's samples at a time: bounds a synchronous run
+    nominal   the stages' times by arithmetic, with every replica always busy: bounds an asynchronous run
+    runs      the controller with units of a whole step (the sum of the stages), and prompt by prompt at every staleness
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import bisect
 import itertools
 import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +33,6 @@ from mopd.bench import stand_ins
 from mopd.bench.harness import BenchReport, Comparison, Goals, Others, at_most, say
 from mopd.bench.processes import family_busy_s
 from mopd.bench.stand_ins import SHARES, Lengths, Scenario, make_recipe, make_stream
-from mopd.config.groups import RoutingConfig
 from mopd.config.schema import Recipe
 from mopd.data.packing import PackingRules
 from mopd.data_plane.local import LocalDataPlane
@@ -53,20 +50,18 @@ from mopd.placement.weights import GroupWeightSync
 from mopd.rewards.domains import build_rewards
 
 MOST_OF_BOUND = 1.10
-"""Largest allowed step, relative to what bounds it: measured, and of an asynchronous run also nominal."""
+"""Largest allowed step, relative to what bounds it."""
 MOST_BYTES = 1024.0
-"""Bytes of a sample that trainer ranks are sent: its share of the plan, whatever its tensors weigh."""
+"""Largest allowed number of bytes of a sample that trainer ranks are sent: its share of the plan, without tensors."""
 MOST_DEVIATION = 1.0
-"""Prompts of a domain that a batch may have more or less than its share."""
+"""Largest allowed difference, in prompts, between a domain's part of a batch and its share."""
 STEPS, QUICK_STEPS = 6, 3
 WARM_UP, QUICK_WARM_UP = 5, 3
-SAME_TIME_S = 0.02
-"""Items that end closer together than this were in one request, or in requests of replicas that keep step."""
 QUICK_FACTOR = 0.2
 TENSOR_MB = 4
 COLUMNS = {
-    "step s": "mean_step_s:.3f", "bound s": "bound_s:.3f", "x bound": "ratio:.3f", "x nominal": "nominal_ratio:.3f",
-    "mix": "mix_deviation:.1f", "refused": "refused:d", "ages, %": "percent:", "bytes": "bytes_per_sample:.0f",
+    "step s": "mean_step_s:.3f", "bound s": "bound_s:.3f", "x bound": "ratio:.3f", "mix": "mix_deviation:.1f",
+    "refused": "refused:d", "ages, %": "percent:", "bytes": "bytes_per_sample:.0f",
 }  # fmt: skip
 
 TIMES: dict[str, Any] = {
@@ -83,12 +78,11 @@ SCENARIOS = (
     Scenario(name="slow_trainer", staleness=(1, 4), most_age=2.0, **HEAVY, **SLOW_TRAINER),
 )
 
-ItemT = TypeVar("ItemT")
 DoneT = TypeVar("DoneT")
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Measure and print; the exit code."""
+    """Measure and print. Return the exit code."""
     report = BenchReport(benchmark="pipeline", arguments=arguments, as_json=args.json, device=torch.device("cpu"))
     others, scenarios = Others(family_busy_s), list(SCENARIOS)
     steps, warm_up = (QUICK_STEPS, QUICK_WARM_UP) if args.quick else (STEPS, WARM_UP)
@@ -103,20 +97,17 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 class UnpackedWeights(GroupWeightSync):
-    """The way of staged weights to stand-in engines: unpacked and checked as one server does it, then swapped in."""
+    """Way of staged weights to stand-in engines: unpacked and checked as one server does it, then swapped in."""
 
     def __init__(self, router: Router, recipe: Recipe, slots: Mapping[str, Tensor]) -> None:
         super().__init__(router, on_running=recipe.on_new_weights)
         self._slots = slots
 
     async def send(self, staged: StagedWeights) -> None:
-        """Returns when the engines draw with them."""
-        await asyncio.to_thread(self._unpack, staged)
-        await self.ask_for(staged.weight_version)
-
-    async def ask_for(self, weight_version: int) -> None:
-        """Have the engines draw as with weights of this version, without any bytes."""
-        await super().send(stage_updates([], weight_version))
+        """Return when the engines draw with them."""
+        if staged.bodies:
+            await asyncio.to_thread(self._unpack, staged)
+        await super().send(stage_updates([], staged.weight_version))
 
     def _unpack(self, staged: StagedWeights) -> None:
         staging = Staging(self._slots, staged.begin)
@@ -126,14 +117,14 @@ class UnpackedWeights(GroupWeightSync):
 
 
 def make_weights(num_mb: int) -> dict[str, Tensor]:
-    """fp32 tensors of ``TENSOR_MB`` megabytes each, ``num_mb`` together, touched."""
+    """Make fp32 tensors of ``TENSOR_MB`` megabytes each, ``num_mb`` together, touched."""
     size = TENSOR_MB * 10**6 // 4
     return {f"layers.{i}.weight": torch.full((size,), float(i)) for i in range(num_mb // TENSOR_MB)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """What a controller orders: a run's own workers, routers and storage around the stand-ins."""
+    """What a controller directs: a run's own workers, routers and storage around the stand-ins."""
 
     rollout: RolloutWorker
     teachers: TeacherWorker
@@ -157,26 +148,31 @@ def with_workers(recipe: Recipe, scenario: Scenario, work: Callable[[Workers], A
 
 
 async def make_workers(recipe: Recipe, scenario: Scenario) -> Workers:
-    """Build them; the engines draw as with the first weights."""
-    plane, dataset, most = LocalDataPlane(), stand_ins.make_dataset(), scenario.max_sequences
-    drawing: dict[str, Any] = {"s_per_token": scenario.s_per_drawn_token, "swap_s": scenario.swap_s}
+    """Build the workers; the engines draw as with the first weights."""
+    plane, dataset = LocalDataPlane(), stand_ins.make_dataset()
+    limits = EngineLimits(max_sequences=scenario.max_sequences)
 
-    def router(name: str, engines: Sequence[Any], routing: RoutingConfig, kind: Any) -> Router:
-        limits = EngineLimits(max_sequences=most)
-        replicas = [Replica(name=f"{name}.{i}", engine=engine, limits=limits) for i, engine in enumerate(engines)]
-        return Router(name, replicas, routing, kind=kind)
+    def replicas(name: str, engines: Sequence[Any]) -> list[Replica]:
+        return [Replica(name=f"{name}.{i}", engine=engine, limits=limits) for i, engine in enumerate(engines)]
 
     def teacher(name: str) -> TeacherGroup:
-        scorer = partial(stand_ins.SleepingScorer, s_per_token=scenario.s_per_scored_token(name))
-        engines = [scorer() for _ in range(stand_ins.TEACHER_REPLICAS)]
-        own = router(name, engines, recipe.teachers[name].routing, "teacher")
-        return TeacherGroup(name, own, vocab_size=stand_ins.VOCAB_SIZE)
+        s_per_token = scenario.s_per_scored_token(name)
+        engines = [stand_ins.SleepingScorer(s_per_token=s_per_token) for _ in range(stand_ins.TEACHER_REPLICAS)]
+        router = Router(name, replicas(name, engines), recipe.teachers[name].routing, kind="teacher")
+        return TeacherGroup(name, router, vocab_size=stand_ins.VOCAB_SIZE)
 
-    generator = partial(stand_ins.SleepingGenerator, scenario.lengths, max_sequences=most, **drawing)
-    generators = [generator() for _ in range(stand_ins.ROLLOUT_REPLICAS)]
-    rollout = router("rollout", generators, recipe.rollout.routing, "rollout")
+    generators = [
+        stand_ins.SleepingGenerator(
+            scenario.lengths,
+            max_sequences=scenario.max_sequences,
+            s_per_token=scenario.s_per_drawn_token,
+            swap_s=scenario.swap_s,
+        )
+        for _ in range(stand_ins.ROLLOUT_REPLICAS)
+    ]
+    rollout = Router("rollout", replicas("rollout", generators), recipe.rollout.routing, kind="rollout")
     sync = UnpackedWeights(rollout, recipe, make_weights(scenario.weights_mb))
-    await sync.ask_for(0)
+    await sync.send(stage_updates([], 0))
     words = WordLevel({f"w{i}": i for i in range(stand_ins.VOCAB_SIZE)}, unk_token="w0")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
     sampling = SamplingParams(max_new_tokens=scenario.max_response_length)
@@ -192,7 +188,7 @@ async def make_workers(recipe: Recipe, scenario: Scenario) -> Workers:
 
 
 class SleepingStudent:
-    """Sleeps for each of its duties, and keeps who was trained on."""
+    """Student that sleeps as long as its work would take, and keeps the ids that it was trained on."""
 
     dp_size = 1
     packing = PackingRules(is_packed=True, max_tokens=1 << 20, micro_batch_size=None, square_cost=0.0)
@@ -200,11 +196,11 @@ class SleepingStudent:
     def __init__(self, scenario: Scenario, sync: UnpackedWeights) -> None:
         self._scenario, self._sync = scenario, sync
         self._weights = make_weights(scenario.weights_mb)
-        self._staged: StagedWeights | None = None
-        self._version = self.plan_bytes = self.weight_bytes = self.num_of_two_versions = 0
+        self._staged = stage_updates([], 0)
+        self.plan_bytes = self.num_of_two_versions = 0
         self.sample_ids: list[int] = []
         self.mixes: list[Counter[str]] = []
-        """Samples of each batch by domain."""
+        """Numbers of samples of each batch, by domain."""
 
     async def expect_step(self) -> None:
         pass
@@ -224,22 +220,16 @@ class SleepingStudent:
 
     async def stage(self, weight_version: int) -> None:
         await asyncio.sleep(self._scenario.stage_s)
-        self._version = weight_version
-        if self._weights:
-            self._staged = await asyncio.to_thread(stage_updates, self._weights.items(), weight_version)
+        self._staged = await asyncio.to_thread(stage_updates, self._weights.items(), weight_version)
 
     async def send(self) -> None:
-        version, staged = self._version, self._staged
+        staged = self._staged  # the next version may be staged while this one travels
         await asyncio.sleep(self._scenario.send_s)
-        if staged is None:
-            await self._sync.ask_for(version)
-        else:
-            self.weight_bytes += sum(map(len, staged.bodies))
-            await self._sync.send(staged)
+        await self._sync.send(staged)
 
 
 class StepEnds:
-    """Implements ``Observer``: when each step was over, and its metrics."""
+    """Observer that keeps when each step ended, and its metrics."""
 
     def __init__(self, last: int) -> None:
         self._last = last
@@ -257,7 +247,7 @@ class StepEnds:
         pass
 
     async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
-        raise AssertionError("nobody asks")
+        raise AssertionError("no stop was requested")
 
 
 def run_controller(
@@ -271,8 +261,7 @@ def run_controller(
         (seconds from one optimizer step to the next) with its mean; ``num_samples`` trained on, each once;
         ``mix_deviation``; ``refused`` samples, which were drawn again; ``ages``: share of the samples of these steps
         that were so many versions old, and their mean; ``two_versions``: share of the samples that more than one
-        version of the weights has drawn; ``bytes_per_sample`` of the plans that trainer ranks are sent;
-        ``weight_bytes`` of real weights that were handed over.
+        version of the weights has drawn; ``bytes_per_sample`` of the plans that trainer ranks are sent.
 
     Raises:
         RuntimeError: a sample was trained on twice.
@@ -306,21 +295,20 @@ def run_controller(
             "max_staleness": max_staleness, "unit": unit, "step_s": step_s, "mean_step_s": sum(step_s) / steps,
             "num_samples": num, "mix_deviation": mix_deviation(student.mixes, scenario), "refused": round(sum(refused)),
             "ages": ages, "mean_age": sum(age * share for age, share in enumerate(ages)),
-            "two_versions": student.num_of_two_versions / num, "weight_bytes": student.weight_bytes,
-            "bytes_per_sample": student.plan_bytes / num,
+            "two_versions": student.num_of_two_versions / num, "bytes_per_sample": student.plan_bytes / num,
         }  # fmt: skip
 
     return with_workers(recipe, scenario, work)
 
 
 def mix_deviation(mixes: Sequence[Mapping[str, int]], scenario: Scenario) -> float:
-    """Prompts of one domain by which the worst batch differs from the stream's shares."""
+    """Return the largest difference, in prompts of one domain, between a batch and the stream's shares."""
     per_prompt, num = scenario.samples_per_prompt, scenario.num_prompts
     return max(abs(mix[domain] // per_prompt - share * num) for mix in mixes for domain, share in SHARES.items())
 
 
 def _ages(steps: Sequence[Mapping[str, float]], max_staleness: int) -> list[float]:
-    """Share of each age among the samples of all steps."""
+    """Return the share of each age among the samples of all steps."""
     if not max_staleness:
         return [1.0]
     return [sum(values[f"staleness_share/{age}"] for values in steps) / len(steps) for age in range(max_staleness + 1)]
@@ -336,7 +324,7 @@ class StageSeconds:
     trainer: float
     """Forward, backward, optimizer, and handing the weights over."""
     sync: float
-    """Until the rollout uses the weights that the student has handed over."""
+    """Time until the rollout uses the weights that the student has handed over."""
 
     @property
     def slowest_s(self) -> float:
@@ -350,8 +338,8 @@ class StageSeconds:
 
 
 def nominal_times(scenario: Scenario, *, steps: int, warm_up: int) -> StageSeconds:
-    """Arithmetic over the same steps that ``measure_alone`` measures: the stages' own times and the lengths that are
-    drawn, with all replicas busy all the time."""
+    """Compute each stage's time for a step by arithmetic, over the steps that count in a run, from the lengths that are
+    drawn, with all replicas always busy. Nothing is measured, so slow routers and workers cannot hide in the bound."""
     seed, per_prompt = make_recipe(scenario, max_staleness=0, steps=1).seed, scenario.samples_per_prompt
     stream = make_stream(seed)
     stream.next(warm_up * scenario.num_prompts)
@@ -374,19 +362,13 @@ def nominal_times(scenario: Scenario, *, steps: int, warm_up: int) -> StageSecon
     )
 
 
-def measure_alone(scenario: Scenario, *, steps: int, warm_up: int) -> tuple[StageSeconds, StageSeconds]:
-    """Each stage by itself with nothing else running, over ``steps`` after the first ``warm_up``.
-
-    Returns:
-        Capacity, the rate at which a stage works when it never lacks work: twice a step's samples are always given to
-        it, until there is less to do. Then the mean of single steps, from when all of a step's samples are given to the
-        stage to the last one's end: a synchronous step has no others to fill the time in which the longest response
-        ends.
-    """
+def measure_alone(scenario: Scenario, *, steps: int) -> StageSeconds:
+    """Measure each stage by itself: mean seconds from when all of a step's samples are given to it to the last one's
+    end. A synchronous step has no others to fill the time in which the longest response ends."""
     recipe, per_step = make_recipe(scenario, max_staleness=0, steps=1), scenario.num_prompts
-    prompts = make_stream(recipe.seed).next((warm_up + steps + 2) * per_step)[warm_up * per_step :]
+    prompts = make_stream(recipe.seed).next(steps * per_step)
 
-    async def work(workers: Workers) -> tuple[StageSeconds, StageSeconds]:
+    async def work(workers: Workers) -> StageSeconds:
         rollout, teachers, drawn_s, scored_s = workers.rollout, workers.teachers, 0.0, 0.0
         for start in range(0, steps * per_step, per_step):
             began = time.perf_counter()
@@ -394,52 +376,23 @@ def measure_alone(scenario: Scenario, *, steps: int, warm_up: int) -> tuple[Stag
             drawn = time.perf_counter()
             await asyncio.gather(*(teachers.score(unit) for unit in units))
             drawn_s, scored_s = drawn_s + drawn - began, scored_s + time.perf_counter() - drawn
-            await workers.plane.discard([sample.sample_id for unit in units for sample in unit])
-        rollout_s, units = await _at_capacity(prompts, lambda prompt: rollout.generate([prompt]), per_step)
-        of_domains = {domain: [unit for unit in units if unit[0].domain == domain] for domain in SHARES}
-        ways = (
-            _at_capacity(own, teachers.score, round(SHARES[domain] * per_step)) for domain, own in of_domains.items()
-        )
-        teachers_s = max(seconds for seconds, _ in await asyncio.gather(*ways))
         student = SleepingStudent(scenario, workers.sync)
         began = time.perf_counter()
         await asyncio.sleep(scenario.train_s)
         await student.stage(0)
         staged = time.perf_counter()
         await student.send()
-        rest = {"trainer": staged - began, "sync": time.perf_counter() - staged}
-        single = StageSeconds(rollout=drawn_s / steps, teachers=scored_s / steps, **rest)
-        return StageSeconds(rollout=rollout_s, teachers=teachers_s, **rest), single
+        sync_s = time.perf_counter() - staged
+        return StageSeconds(rollout=drawn_s / steps, teachers=scored_s / steps, trainer=staged - began, sync=sync_s)
 
     return with_workers(recipe, scenario, work)
 
 
-async def _at_capacity(
-    items: Sequence[ItemT], do: Callable[[ItemT], Awaitable[DoneT]], per_step: int
-) -> tuple[float, list[DoneT]]:
-    """Seconds of a step's worth of ``items`` when two steps' worth are always under way; what ``do`` returned.
-
-    Requests end with all of their items: those that end with the last one that counts, count too.
-    """
-    results: list[DoneT] = []
-    ended: list[float] = []
-    left, began = iter(items), time.perf_counter()
-
-    async def one_after_another() -> None:
-        for item in left:
-            results.append(await do(item))
-            ended.append(time.perf_counter())
-
-    await asyncio.gather(*(one_after_another() for _ in range(2 * per_step)))
-    last = len(items) - 2 * per_step  # from then on there are fewer
-    num = bisect.bisect_right(ended, ended[last - 1] + SAME_TIME_S)
-    return (ended[num - 1] - began) / num * per_step, results
-
-
 def measure_scenario(scenario: Scenario, *, steps: int, warm_up: int) -> list[tuple[Comparison, Goals]]:
-    """Each stage alone, the sum, and the controller at 0 and at each staleness of the scenario."""
+    """Measure each stage alone, the sum of the stages, and the controller at 0 and at each staleness of the
+    scenario."""
     say(f"pipeline: {scenario.name}")
-    capacity, single = measure_alone(scenario, steps=steps, warm_up=warm_up)
+    single = measure_alone(scenario, steps=steps)
     nominal = nominal_times(scenario, steps=steps, warm_up=warm_up)
     runs = [run_controller(scenario, max_staleness=0, steps=steps, warm_up=warm_up, unit=scenario.num_prompts)]
     for max_staleness in (0, *scenario.staleness):
@@ -448,41 +401,30 @@ def measure_scenario(scenario: Scenario, *, steps: int, warm_up: int) -> list[tu
         settling = warm_up if scenario.most_age is None else max(warm_up, 3 * (max_staleness + 1))
         runs.append(run_controller(scenario, max_staleness=max_staleness, steps=steps, warm_up=settling))
     columns = {name: f"{name}:.3f" for name in asdict(nominal)}
-    kinds = {"capacity": capacity, "one step": single, "nominal": nominal}
-    stages = [{"name": name, **asdict(times)} for name, times in kinds.items()]
+    stages = [{"name": "one step", **asdict(single)}, {"name": "nominal", **asdict(nominal)}]
     alone = Comparison(title=f"{scenario.name}, s", columns=columns, rows=stages, facts={"scenario": asdict(scenario)})
-    return [(alone, {}), runs_part(scenario, capacity, single, nominal, runs)]
+    return [(alone, {}), runs_part(scenario, single, nominal, runs)]
 
 
 def runs_part(
-    scenario: Scenario,
-    capacity: StageSeconds,
-    single: StageSeconds,
-    nominal: StageSeconds,
-    runs: Sequence[dict[str, Any]],
+    scenario: Scenario, single: StageSeconds, nominal: StageSeconds, runs: Sequence[dict[str, Any]]
 ) -> tuple[Comparison, Goals]:
-    """The runs beside their bounds; the first, the sum of the stages, has no goal."""
+    """Hold the runs against their bounds; the first, the sum of the stages, has no goal."""
     for run in runs:
-        is_async, step_s = run["max_staleness"] > 0, run["mean_step_s"]
-        bound_s = capacity.slowest_s if is_async else single.streamed_s
+        bound_s = nominal.slowest_s if run["max_staleness"] else single.streamed_s
         run["name"] = f"n = {run['max_staleness']}" + (", whole steps" if run["unit"] > 1 else "")
-        run |= {
-            "bound_s": bound_s,
-            "ratio": step_s / bound_s,
-            "percent": " ".join(f"{100 * age:.0f}" for age in run["ages"]),
-        }
-        run["nominal_ratio"] = step_s / (nominal.slowest_s if is_async else nominal.streamed_s)
+        percent = " ".join(f"{100 * age:.0f}" for age in run["ages"])
+        run |= {"bound_s": bound_s, "ratio": run["mean_step_s"] / bound_s, "percent": percent}
+    bounds = {
+        "ratio": MOST_OF_BOUND, "bytes_per_sample": MOST_BYTES, "mix_deviation": MOST_DEVIATION, "refused": 0,
+        "mean_age": scenario.most_age,
+    }  # fmt: skip
     goals = {
-        "over_bound": at_most(max(run["ratio"] for run in runs[1:]), MOST_OF_BOUND),
-        "over_nominal": at_most(max(run["nominal_ratio"] for run in runs[1:] if run["max_staleness"]), MOST_OF_BOUND),
-        "bytes_per_sample": at_most(max(run["bytes_per_sample"] for run in runs[1:]), MOST_BYTES),
-        "mix_deviation": at_most(max(run["mix_deviation"] for run in runs[1:]), MOST_DEVIATION),
-        "refused": at_most(max(run["refused"] for run in runs[1:]), 0),
+        f"{scenario.name}/{'over_bound' if figure == 'ratio' else figure}": at_most(
+            max(run[figure] for run in runs[1:]), bound
+        )
+        for figure, bound in bounds.items()
+        if bound is not None
     }
-    if scenario.most_age is not None:
-        goals["mean_age"] = at_most(max(run["mean_age"] for run in runs[1:]), scenario.most_age)
-    remark = (
-        "bound: the slowest stage at capacity (n > 0), or max(rollout, teachers) of one step + trainer + sync (n = 0)"
-    )
-    part = Comparison(title=scenario.name, columns=COLUMNS, rows=runs, remarks=[remark])
-    return part, {f"{scenario.name}/{name}": goal for name, goal in goals.items()}
+    remark = "bound: the slowest stage (n > 0), or max(rollout, teachers) of one step + trainer + sync (n = 0)"
+    return Comparison(title=scenario.name, columns=COLUMNS, rows=runs, remarks=[remark]), goals

@@ -29,13 +29,13 @@ TIMEOUT_S = 600.0
 TOKEN = secrets.token_hex(16)
 """Secret of this benchmark's servers."""
 RESET_PEAK = "5"
-"""Resets a process's peak of resident memory: proc(5), clear_refs."""
+"""Text that resets a process's peak of resident memory: proc(5), clear_refs."""
 LOOK_EVERY_S = 0.002
 
 
 def forks(module: str) -> ForkServerContext:
-    """Processes forked from a server that has imported ``module`` and done nothing else: a process group or threads of
-    this process would come along."""
+    """Return a context whose processes are forked from a server that has imported ``module`` and done nothing else: a
+    process group or threads of this process would come along."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
     return context
@@ -62,7 +62,7 @@ def children(work: Callable[..., None], arguments: Sequence[tuple[object, ...]])
 
 
 def received(end: Connection, who: str) -> bytes:
-    """The next bytes of a child.
+    """Wait for the next message of a child and return its bytes.
 
     Raises:
         UserError: it ended, or said nothing in time.
@@ -108,7 +108,7 @@ async def _ready(server: ServerProcess) -> tuple[str, int]:
 
 
 def family_busy_s() -> float:
-    """Busy seconds of this process and its children, those included that still run."""
+    """Return the busy seconds of this process and its children, running ones included."""
     busy_s = own_busy_s()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
@@ -117,10 +117,10 @@ def family_busy_s() -> float:
 
 
 class HostPeaks:
-    """Peak memory of processes over a while, above what they had: resident, as Linux counts it."""
+    """Meter of processes' peak resident memory, as Linux counts it, above what they had at the start."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
-        """Begin the while for these processes. What this process has freed is given back before, so that none of it is
+        """Begin to watch these processes. What this process has freed is given back before, so that none of it is
         taken again unseen."""
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):
@@ -131,7 +131,7 @@ class HostPeaks:
         self._before = {name: _status_bytes(pid, "VmRSS") for name, pid in pids.items()}
 
     def extra_bytes(self) -> dict[str, int]:
-        """Each process's peak since then above what it had."""
+        """Return each process's peak since the start above what it had."""
         return {name: _status_bytes(pid, "VmHWM") - self._before[name] for name, pid in self._pids.items()}
 
 
@@ -142,11 +142,11 @@ def _status_bytes(pid: int, key: str) -> int:
 
 
 class DevicePeaks:
-    """Peak memory of GPUs over a while, above what was taken: looked at every other millisecond, as CUDA keeps no peak
-    of other processes' memory. What allocators keep for the next time is not seen again."""
+    """Meter of GPUs' peak memory above what was in use at the start. It polls every other millisecond, as CUDA keeps no
+    peak of other processes' memory. What allocators keep for the next time is not seen again."""
 
     def __init__(self, gpus: Mapping[str, int]) -> None:
-        """Begin the while for GPUs of these numbers."""
+        """Begin to watch GPUs of these numbers."""
         self._gpus = gpus
         self._before = self._taken()
         self._most = dict(self._before)
@@ -155,7 +155,7 @@ class DevicePeaks:
         self._thread.start()
 
     def extra_bytes(self) -> dict[str, int]:
-        """Each GPU's peak since then above what it had; ends the while."""
+        """Stop watching. Return each GPU's peak above what was in use at the start."""
         self._is_over.set()
         self._thread.join()
         return {name: self._most[name] - self._before[name] for name in self._gpus}

@@ -42,7 +42,7 @@ class Lengths:
     sigma: float = 0.0
 
     def draw(self, seed: int, most: int) -> int:
-        """Length of the response with this seed, 1 to ``most``."""
+        """Draw the length of the response with this seed, 1 to ``most``."""
         if not self.sigma:
             return min(self.mean, most)
         normal = np.random.default_rng(seed).standard_normal()
@@ -51,14 +51,14 @@ class Lengths:
 
 
 class SleepingGenerator:
-    """Draws ``max_sequences`` responses at a time, each in its own time, and tells of each as it ends (continuous
-    batching). New weights stop it for ``swap_s``; running responses then go on under them."""
+    """Engine that draws ``max_sequences`` responses at a time, each in its own time, and reports each as it ends
+    (continuous batching). New weights stop it for ``swap_s``; running responses then go on under them."""
 
     def __init__(self, lengths: Lengths, *, max_sequences: int, s_per_token: float, swap_s: float) -> None:
         self._lengths, self._s_per_token, self._swap_s = lengths, s_per_token, swap_s
         self._turns = asyncio.Semaphore(max_sequences)
         self._free_at = [-math.inf] * max_sequences
-        """A heap of when each place that is free was due to become so. The next response begins then, not when this
+        """Heap of the times at which free slots were due to become free. The next response begins then, not when this
         process noticed: a server has its own processor. So in ``SleepingScorer``."""
         self._works = asyncio.Event()
         self._works.set()
@@ -113,7 +113,7 @@ class SleepingGenerator:
 
 
 class SleepingScorer:
-    """Scores one request after the other, in a time that grows with its tokens (a prefill)."""
+    """Engine that scores one request after the other, in a time that grows with its tokens (a prefill)."""
 
     def __init__(self, *, s_per_token: float) -> None:
         self._s_per_token = s_per_token
@@ -155,7 +155,7 @@ class Scenario:
     max_response_length: int
     top_k: int = 16
     num_prompts: int = 64
-    """Prompts of a step."""
+    """Number of prompts of a step."""
     samples_per_prompt: int = 2
     max_sequences: int = 8
     """Responses that one rollout replica works on at a time."""
@@ -164,9 +164,9 @@ class Scenario:
     """Time of each teacher, shared by its replicas."""
     slow_domain: str | None = None
     slow_factor: float = 4.0
-    """Times as long as others that its teacher takes."""
+    """How many times as long as the others its teacher takes."""
     train_s: float = 0.0
-    """Forward, backward and optimizer."""
+    """Time of forward, backward and optimizer."""
     stage_s: float = 0.0
     """Time in which the student hands its weights over."""
     send_s: float = 0.0
@@ -177,13 +177,13 @@ class Scenario:
     """Megabytes of real weights that are copied for handing over, unpacked and checked, in the place of ``stage_s`` and
     ``send_s``."""
     staleness: tuple[int, ...] = (1, 2)
-    """Each ``max_staleness`` that is run, beside 0."""
+    """Values of ``max_staleness`` to run, beside 0."""
     most_age: float | None = None
     """Goal of the samples' mean age in optimizer steps, at any staleness; ``None`` where the rollout decides it."""
 
     @property
     def num_samples(self) -> int:
-        """Samples of a step."""
+        """Number of samples of a step."""
         return self.num_prompts * self.samples_per_prompt
 
     @property
@@ -199,7 +199,7 @@ class Scenario:
         return seconds * TEACHER_REPLICAS / tokens
 
     def scaled(self, factor: float) -> Scenario:
-        """All times ``factor`` as long."""
+        """Return the scenario with all times multiplied by ``factor``."""
         return replace(self, **{name: factor * value for name, value in asdict(self).items() if name.endswith("_s")})
 
 

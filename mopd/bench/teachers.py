@@ -42,18 +42,18 @@ from mopd.placement.engine_file import teacher_file
 Score = Callable[[Sequence[Tensor], Sequence[int]], Awaitable[object]]
 
 MODEL = {**qwen3(512, 1408, 4, 8, 8, 64, vocab=32_000), "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-"""28 million weights with tied embeddings."""
+"""Llama of 28 million weights with tied embeddings."""
 MAX_LENGTH = 256
 PROMPT_LENGTH = 32
 LEAST_THROUGHPUT = 0.85
-"""Goal, relative to the bare engine."""
+"""Goal of the path's throughput, relative to the bare engine."""
 STOP_TIMEOUT_S = 30.0
 COLUMNS = {"s": "median_s:.3f", "tokens/s": "tokens_per_s:,.0f"}
 SIZED_SEQUENCES, SIZED_LENGTH, SIZED_PROMPT, SIZED_PER_FORWARD, SIZED_ROUNDS = 16, 2048, 512, 4, 5
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Measure and print; the exit code.
+    """Measure and print. Return the exit code.
 
     Raises:
         UserError: an impossible option, or an engine that does not start.
@@ -113,13 +113,11 @@ async def measure_path(report: BenchReport, engine: str, num_pairs: int, num_seq
         rows=rows(seconds, "bare", lambda name, median_s: {"tokens_per_s": num_tokens / median_s}),
         facts={"engine": engine, "top_k": top_k, **sizes},
         remarks=[
-            f"{num_weights / 1e6:.0f} M weights, {num_sequences} sequences, {num_rows:,} rows scored, K = {top_k}"
+            f"{num_weights / 1e6:.0f} M weights, {num_sequences} sequences, {num_rows:,} scored rows, K = {top_k}"
         ],
     )
-    goals = {
-        "throughput": at_least(ratio(seconds, "bare", "path"), LEAST_THROUGHPUT),
-        "answer_bytes_per_token": at_most(num_bytes / num_rows, 8 * top_k + 32),
-    }
+    goals = {"throughput": at_least(ratio(seconds, "bare", "path"), LEAST_THROUGHPUT)}
+    goals["answer_bytes_per_token"] = at_most(num_bytes / num_rows, 8 * top_k + 32)
     report.add(part, goals)
 
 
@@ -139,7 +137,7 @@ def _engine_config(engine: str) -> TorchEngineConfig | VllmEngineConfig:
 
 @asynccontextmanager
 async def _bare(model: Path, cfg: TorchEngineConfig | VllmEngineConfig, wanted: dict[str, Any]) -> AsyncIterator[Score]:
-    """The engine alone, without any of our code around vLLM's."""
+    """Yield the score function of the engine alone, without any of our code around vLLM's."""
     if isinstance(cfg, TorchEngineConfig):
         engine = TorchEngine.from_pretrained(model, cfg, "cuda" if torch.cuda.is_available() else "cpu")
         yield functools.partial(engine.score, **wanted)

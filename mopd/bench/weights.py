@@ -53,7 +53,6 @@ from mopd.config.groups import RoutingConfig
 from mopd.config.schema import Recipe
 from mopd.config.weights import MAX_BUCKET_MIB, CollectiveConfig, HttpConfig, IpcConfig
 from mopd.conversion.models.reading import read_dims
-from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams
 from mopd.engines.replicas.interface import Replica
@@ -74,23 +73,20 @@ from mopd.weights.group import GroupOrder, GroupStore, Pending, TransferGroup
 MIB = 2**20
 BARE, HTTP = "bare broadcast", "http"
 WAYS: dict[str, type[CollectiveConfig] | type[IpcConfig]] = {"collective": CollectiveConfig, "ipc": IpcConfig}
-"""Ways that are measured beside both; one at a time, as an engine is in one group."""
+"""Ways that can be measured beside the bare broadcast and HTTP; one at a time, as an engine is in one group."""
 LEAST_OF_BARE, LEAST_OVER_HTTP = 0.7, 3.0
 """Goals relative to the bare broadcast's rate, and to HTTP's."""
 MOST_BUCKETS = 2.0
-"""Buckets of memory beyond the models', on either side."""
-MOST_CLAIM_S = 0.05
-"""Latest claim from the data plane while weights travel by HTTP."""
+"""Largest allowed memory beyond the models' in any process, in buckets."""
 LIMITS = {"mb": 100_000, "replicas": 64, "bucket_mib": MAX_BUCKET_MIB, "rounds": 1000}
 SMALL_BYTES = 2**27
-"""A student below has narrow layers, so that there are several."""
+"""Size below which a student has narrow layers, so that there are several."""
 VOCAB_SIZE, STD = 4096, 0.02
 SAMPLING = SamplingParams(max_new_tokens=4)
-CLAIM_EVERY_S = 0.005
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Measure and print; the exit code.
+    """Measure and print. Return the exit code.
 
     Raises:
         UserError: an impossible option, a server did not start, or servers answer otherwise after one way than after
@@ -143,20 +139,15 @@ async def measure(
             await updates.end_round()
             say(", ".join(f"{name} {times[-1]:.2f} s" for name, times in seconds.items()))
         report.others_cores = cores = others.cores()
-    facts: dict[str, Any] = {
-        "way": way,
-        "num_bytes": size,
-        "num_replicas": num_replicas,
-        "bucket_bytes": bucket_mib * MIB,
-    }
-    facts["others_cores"] = cores
+    sizes = {"num_bytes": size, "num_replicas": num_replicas, "bucket_bytes": bucket_mib * MIB}
+    facts = {"way": way, **sizes, "others_cores": cores}
     report.add(*result(seconds, facts, updates))
 
 
 def result(
     seconds: Mapping[str, Sequence[float]], facts: Mapping[str, Any], updates: Updates
 ) -> tuple[Comparison, Goals]:
-    """The table, and the goals of one student and one number of replicas."""
+    """Make the table and the goals of one student and one number of replicas."""
     way, size, taken = facts["way"], facts["num_bytes"], updates.extra_bytes
 
     def figures(name: str, median_s: float) -> dict[str, Any]:
@@ -170,16 +161,15 @@ def result(
         "of_bare_broadcast": at_least(ratio(seconds, BARE, way), LEAST_OF_BARE),
         "over_http": at_least(ratio(seconds, HTTP, way), LEAST_OVER_HTTP),
         "extra_buckets": at_most(max(taken[way].values()) / facts["bucket_bytes"], MOST_BUCKETS),
-        "claim_s": at_most(statistics.median(updates.claim_s), MOST_CLAIM_S),
     }
-    facts = {**facts, "phases": phases, "extra_bytes": taken, "claim_s": updates.claim_s}
+    facts = {**facts, "phases": phases, "extra_bytes": taken}
     remarks = [", ".join(f"{key.removeprefix('timing/')} {value:.2f}" for key, value in phases.items())]
     part = Comparison(title=title, columns=columns, rows=rows(seconds, BARE, figures), facts=facts, remarks=remarks)
     return part, {f"{title}/{name}": goal for name, goal in goals.items()}
 
 
 class Updates:
-    """Both ways to the same servers."""
+    """Weight updates by the way under test and by HTTP, to the same servers."""
 
     def __init__(self, through: Hop, recipe: Recipe, servers: Mapping[str, int]) -> None:
         """``recipe`` has the way beside HTTP; ``servers``: URLs, with their processes' ids."""
@@ -200,16 +190,13 @@ class Updates:
             self._way: through.student(recipe, GroupWeightSync(self._router, targets=targets)),
             HTTP: through.student(by_http, GroupWeightSync(self._router)),
         }
-        self._plane = LocalDataPlane()
         self._version = -1
         self._answers: list[Any] = []
         self.phases: list[dict[str, float]] = []
         """Metrics of each round's update by the way: see ``Transfer.take_numbers``."""
         sides = [name.split()[0] for name in self._holders]
         self.extra_bytes: dict[str, dict[str, int]] = {name: dict.fromkeys(sides, 0) for name in (self._way, HTTP)}
-        """Most memory, by way, that the sender, this process and any receiver took above what they had."""
-        self.claim_s: list[float] = []
-        """How late the latest claim was over, of each update by HTTP."""
+        """Largest memory, by way, that the sender, this process and any receiver took above what they had."""
 
     async def begin(self) -> None:
         """Measure the memory that updates take. On a CPU the first one says nothing: engines without weights have never
@@ -223,18 +210,13 @@ class Updates:
                 side = name.split()[0]
                 most[side] = max(most[side], extra)
         await self.end_round()
-        self.phases, self.claim_s = [], []
+        self.phases = []
 
     async def publish(self, way: str) -> float:
-        """Seconds of an update; what every server then draws is kept."""
+        """Publish new weights and return the seconds that it took. Keep what every server then draws."""
         self._version += 1
-        started, student = time.perf_counter(), self._students[way]
-        if way == HTTP:
-            async with self._claiming() as late_s:
-                await student.publish(self._version)
-            self.claim_s.append(max(late_s))
-        else:
-            await student.publish(self._version)
+        started = time.perf_counter()
+        await self._students[way].publish(self._version)
         seconds = time.perf_counter() - started
         for engine in self._engines:
             (drawn,) = await engine.generate([[3, 4, 5]], SAMPLING, [0])
@@ -249,38 +231,17 @@ class Updates:
         self.phases.append(await self._students[self._way].optim_step())
 
     async def close(self) -> None:
-        """Leave the group, and the servers."""
+        """Leave the group, and close the connections to the servers."""
         for student in self._students.values():
             await student.close()
         await self._router.close()
         for engine in self._engines:
             await engine.close()
 
-    @asynccontextmanager
-    async def _claiming(self) -> AsyncIterator[list[float]]:
-        """Claim from the data plane every few milliseconds in the block; how much later than it should each was
-        over."""
-        late_s: list[float] = []
-        is_over = asyncio.Event()
-
-        async def claim() -> None:
-            while not is_over.is_set():
-                began = time.perf_counter()
-                await asyncio.sleep(CLAIM_EVERY_S)
-                await self._plane.claim([], [])
-                late_s.append(time.perf_counter() - began - CLAIM_EVERY_S)
-
-        claims = asyncio.ensure_future(claim())
-        try:
-            yield late_s
-        finally:
-            is_over.set()
-            await claims
-
 
 class BenchStudent:
-    """A Megatron model of a given size on one rank, without gradients and optimizer: what commands need of a
-    ``StudentWorker``."""
+    """Megatron model of a given size on one rank, without gradients and optimizer: the part of a ``StudentWorker`` that
+    the commands of a weight update need."""
 
     constants: frozenset[str] = frozenset()
     weight_version = 0
@@ -300,13 +261,13 @@ class BenchStudent:
         return {}
 
     def memory(self) -> dict[str, float]:
-        """No metrics."""
+        """Return no metrics."""
         return {}
 
     def weights(
         self, part: WeightPart, *, in_place: bool = False, by_stage: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """As ``StudentWorker.weights``; all are trained."""
+        """Return all weights as ``StudentWorker.weights`` does."""
         return iter_hf_weights([self._model], self.dims, self.layout, in_place=in_place, by_stage=by_stage)
 
 
@@ -327,13 +288,8 @@ def bare_broadcast(
     """Seconds until all of so many processes have received so many bytes, from and into two buckets that every process
     allocated and wrote before the time begins."""
     store = GroupStore(TIMEOUT_S)
-    common: dict[str, Any] = {
-        "group_id": "bare",
-        "bucket_bytes": bucket_bytes,
-        "timeout_s": TIMEOUT_S,
-        "secret": "bench",
-    }
-    order = GroupOrder(port=store.port, world_size=1 + num_receivers, **common)
+    common: dict[str, Any] = {"bucket_bytes": bucket_bytes, "timeout_s": TIMEOUT_S, "secret": "bench"}
+    order = GroupOrder(group_id="bare", port=store.port, world_size=1 + num_receivers, **common)
     members = [(order, rank, num_bytes, device.type) for rank in range(1, order.world_size)]
     with children(_receive, members) as ends:
         group = TransferGroup(order, 0, store, device=device)
@@ -355,7 +311,7 @@ def bare_broadcast(
 
 
 def _receive(end: Connection, order: GroupOrder, rank: int, num_bytes: int, kind: str) -> None:
-    """A receiver's whole life."""
+    """Run a receiver's process: one broadcast for each message."""
     torch.set_num_threads(1)
     group = TransferGroup(order, rank, device=torch.device(f"cuda:{rank}" if kind == "cuda" else kind))
     buckets = _buckets(group, order.bucket_bytes)
@@ -366,12 +322,12 @@ def _receive(end: Connection, order: GroupOrder, rank: int, num_bytes: int, kind
 
 
 def _buckets(group: TransferGroup, bucket_bytes: int) -> list[Tensor]:
-    """Two of [bucket_bytes] uint8, whose pages are there."""
+    """Return two buffers of [bucket_bytes] uint8 whose memory pages exist already."""
     return [torch.full((bucket_bytes,), number, dtype=torch.uint8, device=group.device) for number in range(2)]
 
 
 def _broadcast(group: TransferGroup, num_bytes: int, buckets: Sequence[Tensor]) -> None:
-    """Two buckets are on their way at a time."""
+    """Broadcast ``num_bytes``, with two buckets on their way at a time."""
     flying = deque[Pending]()
     for number, start in enumerate(range(0, num_bytes, len(buckets[0]))):
         if len(flying) == 2:
@@ -386,16 +342,16 @@ END_S = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """The orchestrator's side."""
+    """The orchestrator's side of the link to the student's process."""
 
     ranks: Ranks
     pid: int
     """Process id of rank 0."""
     facts: dict[str, Any]
-    """What a run's orchestrator is told of the student (``facts_of``)."""
+    """Facts of the student that a run's orchestrator receives (``facts_of``)."""
 
     def student(self, recipe: Recipe, weights: GroupWeightSync) -> StudentGroup:
-        """The student as a run's controller has it; its weights go as ``recipe.weight_sync`` says."""
+        """Return the student as a run's controller has it; its weights go as ``recipe.weight_sync`` says."""
         return StudentGroup(recipe, self.ranks, self.facts, weights)
 
 
@@ -423,7 +379,7 @@ async def hop(make: Callable[[Recipe], Any], recipe: Recipe) -> AsyncIterator[Ho
 
 
 def _follow(make: Callable[[Recipe], Any], recipe: Recipe, end: socket.socket) -> None:
-    """The child's whole life."""
+    """Run the child's process: build the worker and obey commands until the link ends."""
     torch.set_num_threads(1)  # as beside as many busy engines
     worker, link = make(recipe), RankLink(end, "the benchmark")
     with suppress(LinkEnded):

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=text,
         description=text,
         epilog="examples:\n"
-        "  mopd bench pipeline              five scenarios, at several values of max_staleness: some minutes\n"
+        "  mopd bench pipeline              four scenarios, at several values of max_staleness: some minutes\n"
         "  mopd bench pipeline --quick      one of them, shorter, at 0 and 2: some ten seconds\n"
         "  mopd bench pipeline --json       every number",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mopd.losses import checks, reference
-from mopd.losses.call import LossCall, Options, accumulation_dtype, resolve_shard
+from mopd.losses.call import LossCall, accumulation_dtype, resolve_shard
 from mopd.losses.chunked import functions as chunked
 from mopd.losses.chunked.diagnostics import LARGEST_EXACT_ID, entropy_and_overlap
 from mopd.losses.sampled import (
@@ -46,9 +46,25 @@ from mopd.losses.sampled import (
 )
 from mopd.losses.topk import TopKLoss, teacher_rows
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Backend = Literal["auto", "reference", "chunked", "triton"]
 Metrics = dict[str, Tensor]
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Shared(TypedDict, total=False):
+    """Arguments that all functions with a gradient share; the module docstring explains them."""
+
+    temperature: float
+    loss_weight: Tensor | None
+    dist_process_group: dist.ProcessGroup | None
+    vocab_range: tuple[int, int] | None
+    true_vocab_size: int | None
+    overwrite_input: bool
+    backend: Backend
+    check_values: bool
 
 
 def parallel_topk_distill(
@@ -59,21 +75,14 @@ def parallel_topk_distill(
     loss: str = "forward_kl",
     tail: str = "bucket",
     beta: float = 0.5,
-    temperature: float = 1.0,
     logprob_min_clamp: float | None = None,
     loss_max_clamp: float | None = None,
     loss_soft_cap: float | None = None,
-    loss_weight: Tensor | None = None,
     teacher_weights: Tensor | None = None,
     target: Tensor | None = None,
     with_entropy: bool = False,
     reduce_loss: bool = False,
-    dist_process_group: dist.ProcessGroup | None = None,
-    vocab_range: tuple[int, int] | None = None,
-    true_vocab_size: int | None = None,
-    overwrite_input: bool = False,
-    backend: Backend = "auto",
-    check_values: bool = False,
+    **shared: Unpack[Shared],
 ) -> tuple[Tensor, Metrics]:
     """Compute the divergence between teacher and student on the teacher's top-k ids (the set S) of each row.
 
@@ -101,8 +110,7 @@ def parallel_topk_distill(
         log-prob is at the floor; ``tail_floored`` 1 where a tail is below 1e-6; ``student_logprobs`` with ``target``;
         ``entropy`` in nats.
     """
-    options = Options(temperature, backend, overwrite_input, check_values)
-    call = _open_call(inp, options, loss_weight, dist_process_group, vocab_range, true_vocab_size)
+    call = _open_call(inp, **shared)
     checks.check_choice(loss, tail, beta)
     checks.check_caps(logprob_min_clamp, loss_max_clamp, loss_soft_cap)
     checks.check_teacher(call.rows, teacher_ids, teacher_logprobs, teacher_weights, call.shard.vocab_size)
@@ -122,15 +130,7 @@ def parallel_topk_distill(
 def parallel_gather_logprobs(
     inp: Tensor,
     ids: Tensor,
-    *,
-    temperature: float = 1.0,
-    loss_weight: Tensor | None = None,
-    dist_process_group: dist.ProcessGroup | None = None,
-    vocab_range: tuple[int, int] | None = None,
-    true_vocab_size: int | None = None,
-    overwrite_input: bool = False,
-    backend: Backend = "auto",
-    check_values: bool = False,
+    **shared: Unpack[Shared],
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs of ``ids`` (int32 or int64 ``[rows, K]``), differentiable: the primitive of the sampled
     losses.
@@ -140,13 +140,12 @@ def parallel_gather_logprobs(
     Returns:
         log-probs ``[rows, K]`` (-inf for ids outside the true vocabulary), log-sum-exp of the scaled logits ``[rows]``.
     """
-    options = Options(temperature, backend, overwrite_input, check_values)
-    call = _open_call(inp, options, loss_weight, dist_process_group, vocab_range, true_vocab_size)
+    call = _open_call(inp, **shared)
     checks.check_columns("ids", ids, call.rows, "int")
     if ids.dim() != len(call.rows) + 1:
         raise ValueError(f"ids is {list(ids.shape)}: inp has rows {list(call.rows)}, pass {list(call.rows)} + [K]")
     flat = call.flat(ids)
-    if check_values:
+    if call.check_values:
         active = None if call.active_T is None else call.active_T.unsqueeze(1).expand_as(flat)
         checks.check_targets(flat, None, active, call.shard.vocab_size)
     logprobs, lse = _gather(inp, call, flat)
@@ -161,16 +160,9 @@ def parallel_sampled_kl(
     *,
     rollout_logprobs: Tensor | None = None,
     correction: tuple[str, float, float] | None = None,
-    temperature: float = 1.0,
     loss_max_clamp: float | None = None,
-    loss_weight: Tensor | None = None,
     reduce_loss: bool = False,
-    dist_process_group: dist.ProcessGroup | None = None,
-    vocab_range: tuple[int, int] | None = None,
-    true_vocab_size: int | None = None,
-    overwrite_input: bool = False,
-    backend: Backend = "auto",
-    check_values: bool = False,
+    **shared: Unpack[Shared],
 ) -> tuple[Tensor, Metrics]:
     """Compute a KL estimator from the sampled token; Delta = student - teacher log-prob of ``target``.
 
@@ -191,8 +183,7 @@ def parallel_sampled_kl(
     check_estimator(estimator)
     check_correction(correction, rollout=rollout_logprobs is not None)
     checks.check_caps(None, loss_max_clamp, None)
-    options = Options(temperature, backend, overwrite_input, check_values)
-    call = _open_call(inp, options, loss_weight, dist_process_group, vocab_range, true_vocab_size)
+    call = _open_call(inp, **shared)
     logprobs, teacher = _sampled_rows(inp, call, target, teacher_logprobs)
     delta = logprobs - teacher
     clamped = torch.zeros_like(delta, dtype=torch.bool)
@@ -226,15 +217,8 @@ def parallel_policy_gradient(
     clip_ratio_high: float = 0.2,
     dual_clip: float | None = None,
     correction: tuple[str, float, float] | None = None,
-    temperature: float = 1.0,
-    loss_weight: Tensor | None = None,
     reduce_loss: bool = False,
-    dist_process_group: dist.ProcessGroup | None = None,
-    vocab_range: tuple[int, int] | None = None,
-    true_vocab_size: int | None = None,
-    overwrite_input: bool = False,
-    backend: Backend = "auto",
-    check_values: bool = False,
+    **shared: Unpack[Shared],
 ) -> tuple[Tensor, Metrics]:
     """Compute the policy-gradient loss with the detached advantage A = -(student - teacher log-prob) + weight x task
     advantage.
@@ -259,8 +243,7 @@ def parallel_policy_gradient(
         raise ValueError(f"task_advantage {given} and task_reward_weight is {task_reward_weight}: set both or neither")
     surrogate = Surrogate(clip_ratio_low, clip_ratio_high, dual_clip, correction)
     surrogate.check(old=old_logprobs is not None, rollout=rollout_logprobs is not None)
-    options = Options(temperature, backend, overwrite_input, check_values)
-    call = _open_call(inp, options, loss_weight, dist_process_group, vocab_range, true_vocab_size)
+    call = _open_call(inp, **shared)
     logprobs, teacher = _sampled_rows(inp, call, target, teacher_logprobs)
     delta = (logprobs - teacher).detach()
     total_advantage = -delta
@@ -294,8 +277,9 @@ def parallel_entropy_and_topk_overlap(
         entropy of the student in nats ``[rows]``, and overlap ``[rows]``: the share of the teacher's ids (those in the
         vocabulary) among the student's K most probable.
     """
-    options = Options(temperature, backend="chunked")
-    call = _open_call(inp, options, loss_weight, dist_process_group, vocab_range, true_vocab_size)
+    call = _open_call(
+        inp, temperature, loss_weight, dist_process_group, vocab_range, true_vocab_size, backend="chunked"
+    )
     checks.check_columns("teacher_ids", teacher_ids, call.rows, "int")
     if teacher_ids.dim() != len(call.rows) + 1 or teacher_ids.size(-1) > call.shard.vocab_size:
         raise ValueError(
@@ -325,7 +309,7 @@ def _sampled_rows(inp: Tensor, call: LossCall, target: Tensor, teacher_logprobs:
     """Return the sampled tokens' log-probs: the student's, differentiable, and the teacher's."""
     ids = call.ids("target", target)
     teacher = call.logprobs("teacher_logprobs", teacher_logprobs)
-    if call.options.check_values:
+    if call.check_values:
         checks.check_targets(ids, teacher, call.active_T, call.shard.vocab_size)
     return _gather(inp, call, ids.unsqueeze(1))[0].squeeze(1), teacher
 
@@ -336,23 +320,25 @@ def _rollout_rows(call: LossCall, rollout_logprobs: Tensor | None) -> Tensor | N
 
 def _open_call(
     inp: Tensor,
-    options: Options,
-    loss_weight: Tensor | None,
-    group: dist.ProcessGroup | None,
-    vocab_range: tuple[int, int] | None,
-    true_vocab_size: int | None,
+    temperature: float = 1.0,
+    loss_weight: Tensor | None = None,
+    dist_process_group: dist.ProcessGroup | None = None,
+    vocab_range: tuple[int, int] | None = None,
+    true_vocab_size: int | None = None,
+    overwrite_input: bool = False,
+    backend: str = "auto",
+    check_values: bool = False,
 ) -> LossCall:
     """Check the arguments that all functions share. Raise ValueError."""
-    world_size = 1 if group is None else dist.get_world_size(group)
-    checks.check_logits(inp, options.temperature, options.backend, options.overwrite_input, world_size)
+    world_size = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)
+    checks.check_logits(inp, temperature, backend, overwrite_input, world_size)
     rows, dtype = tuple(inp.shape[:-1]), accumulation_dtype(inp)
-    shard = resolve_shard(inp.size(-1), group, vocab_range, true_vocab_size)
-    layer = resolve_layer(options.backend, inp)
-    weight = None
+    shard = resolve_shard(inp.size(-1), dist_process_group, vocab_range, true_vocab_size)
+    layer, weight = resolve_layer(backend, inp), None
     if loss_weight is not None:
         checks.check_rows("loss_weight", loss_weight, rows, "float")
         weight = loss_weight.detach().flatten().to(dtype)
-    return LossCall(rows, shard, options, layer, dtype, weight)
+    return LossCall(rows, shard, layer, dtype, weight, temperature, backend, overwrite_input, check_values)
 
 
 def resolve_layer(backend: str, inp: Tensor) -> str:

@@ -44,28 +44,22 @@ class VocabShard:
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of a call; their meaning is in ``mopd.losses.api``."""
-
-    temperature: float = 1.0
-    backend: str = "auto"
-    overwrite_input: bool = False
-    check_values: bool = False
-
-
-@dataclass(frozen=True)
 class LossCall:
     """Everything that a function of the package needs beside the logits, after the checks."""
 
     rows: tuple[int, ...]
     """Leading dims of the logits."""
     shard: VocabShard
-    options: Options
     layer: str
     """The layer that serves this call: reference, chunked or triton."""
     dtype: torch.dtype
     """Dtype of losses and metrics."""
     weight_T: Tensor | None
+    temperature: float = 1.0
+    backend: str = "auto"
+    """The layer that was asked for."""
+    overwrite_input: bool = False
+    check_values: bool = False
 
     @cached_property
     def active_T(self) -> Tensor | None:
@@ -80,7 +74,7 @@ class LossCall:
         if self.layer != "triton":
             return False
         most = min(MOST_IDS, MOST_PAIRS // teachers)
-        if num_ids > most and self.options.backend == "triton":
+        if num_ids > most and self.backend == "triton":
             raise ValueError(
                 f"backend is 'triton' and a row holds {num_ids} ids of {teachers} teachers: at most {most} ids fit, "
                 "set 'chunked' or 'auto'"
@@ -129,7 +123,7 @@ class LossCall:
 
     def refuse_second_backward(self, ctx: Any) -> None:
         """Raise RuntimeError on a second backward with ``overwrite_input``: the first has overwritten the logits."""
-        if self.options.overwrite_input and ctx.spent:
+        if self.overwrite_input and ctx.spent:
             raise RuntimeError(
                 "overwrite_input=True: the first backward has overwritten the logits with their gradient"
             )

@@ -18,6 +18,8 @@ from mopd.losses.topk import TeacherRows, TopKLoss, group_ids, solve
 
 TAIL_FLOOR = 1e-6
 TINY = 1e-30
+Tails = tuple[Tensor, Tensor]
+"""The student's mass outside S and its logarithm, [T] each."""
 
 
 def topk_rows(
@@ -54,7 +56,7 @@ def gather(inp: Tensor, call: LossCall, ids_TN: Tensor) -> tuple[Tensor, Tensor]
 
 def scaled_logits(inp: Tensor, call: LossCall) -> Tensor:
     """Return z / temperature over the true vocabulary, ``[T, V]`` float64; rows of weight 0 are 0, no gradient."""
-    return call.only_active(inp.flatten(0, -2)[:, : call.shard.vocab_size].double() / call.options.temperature)
+    return call.only_active(inp.flatten(0, -2)[:, : call.shard.vocab_size].double() / call.temperature)
 
 
 def topk_loss(log_p_TV: Tensor, kind: TopKLoss, teacher: TeacherRows) -> Tensor:
@@ -71,7 +73,7 @@ def topk_loss(log_p_TV: Tensor, kind: TopKLoss, teacher: TeacherRows) -> Tensor:
     return total
 
 
-def student_tail(log_p_TV: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+def student_tail(log_p_TV: Tensor, ids: Tensor, valid: Tensor) -> Tails:
     """Return the student's mass outside S and its logarithm, ``[T]``. Computed as 1 - P where S lists an id twice,
     which P counts twice; else from the log-probs outside, as 1 - P has no digits left below 1e-16."""
     listed = torch.zeros_like(log_p_TV).scatter_add(1, ids, valid.to(log_p_TV.dtype))
@@ -84,11 +86,8 @@ def student_tail(log_p_TV: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, 
     return tail, torch.where(some & ~is_twice, log_tail, tail.clamp_min(TINY).log())
 
 
-def one_teacher(
-    log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: tuple[Tensor, Tensor], kind: TopKLoss
-) -> Tensor:
+def one_teacher(log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: Tails, kind: TopKLoss) -> Tensor:
     """Return one teacher's loss from log-probs ``[T, K]`` on S; entries that are not valid count in the tails."""
-    p_tail, log_p_tail = student_tail
     q_tail = (1 - _sum(log_q.exp(), valid)).clamp_min(0)
     if kind.logprob_min_clamp is not None:
         log_p = log_p.clamp_min(kind.logprob_min_clamp)
@@ -97,20 +96,18 @@ def one_teacher(
         log_p, log_q = _normalized(log_p, valid), _normalized(log_q, valid)
     beta = kind.teacher_share
     if beta == 0:
-        return _forward(log_p, log_q, valid, p_tail, log_p_tail, q_tail, kind.tail)
+        return _forward(log_p, log_q, valid, student_tail, q_tail, kind.tail)
     if beta == 1:
-        return _reverse(log_p, log_q, valid, p_tail, log_p_tail, q_tail, kind.tail)
+        return _reverse(log_p, log_q, valid, student_tail, q_tail, kind.tail)
     loss = _sum(_jensen_shannon(log_p, log_q, beta), valid)
     if kind.tail == "bucket":
-        loss = loss + _jensen_shannon(log_p_tail, q_tail.clamp_min(TINY).log(), beta)
+        loss = loss + _jensen_shannon(student_tail[1], q_tail.clamp_min(TINY).log(), beta)
     return loss
 
 
-def _forward(
-    log_p: Tensor, log_q: Tensor, valid: Tensor, p_tail: Tensor, log_p_tail: Tensor, q_tail: Tensor, tail: str
-) -> Tensor:
+def _forward(log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: Tails, q_tail: Tensor, tail: str) -> Tensor:
     """Return KL(teacher || student) ``[T]``."""
-    p, q = log_p.exp(), log_q.exp()
+    (p_tail, log_p_tail), p, q = student_tail, log_p.exp(), log_q.exp()
     loss = _sum(q * (log_q - log_p), valid)
     if tail == "generalized":
         return loss + _sum(p - q, valid)
@@ -122,11 +119,9 @@ def _forward(
     return loss + q_tail * (q_tail.clamp_min(TINY).log() - log_p_tail)
 
 
-def _reverse(
-    log_p: Tensor, log_q: Tensor, valid: Tensor, p_tail: Tensor, log_p_tail: Tensor, q_tail: Tensor, tail: str
-) -> Tensor:
+def _reverse(log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: Tails, q_tail: Tensor, tail: str) -> Tensor:
     """Return KL(student || teacher) ``[T]``."""
-    p, q = log_p.exp(), log_q.exp()
+    (p_tail, log_p_tail), p, q = student_tail, log_p.exp(), log_q.exp()
     loss = _sum(_expectation(log_p, log_p - log_q), valid)
     if tail == "generalized":
         return loss + _sum(q - p, valid)

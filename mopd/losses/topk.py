@@ -65,7 +65,7 @@ def teacher_rows(
     if call.active_T is not None:
         live = live & call.active_T.view(-1, 1, 1)
     target_T = None if target is None else call.ids("target", target).long()
-    if call.options.check_values:
+    if call.check_values:
         checks.check_teacher_values(ids_TDK, logprobs_TDK, live.expand_as(ids_TDK), call.shard.vocab_size)
         if target_T is not None:
             checks.check_targets(target_T, None, call.active_T, call.shard.vocab_size)

@@ -31,7 +31,7 @@ from mopd.report.pipeline import (
     summarise_pipeline,
 )
 from mopd.report.run_files import RunFiles, best_of
-from mopd.report.terminal import Terminal
+from mopd.report.terminal import Terminal, make_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,34 +42,35 @@ class DomainResult:
     after: float | None
     teacher: float | None
     headroom_recovery: float | None
-    """``None`` also where the teacher does not beat ``before``."""
+    """Recovered share of the teacher's lead; ``None`` also where the teacher does not beat ``before``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What ``report.json`` holds, with ``domains`` by name."""
+    """Content of ``report.json``, with ``domains`` by name."""
 
     domains: Mapping[str, DomainResult]
     mean_headroom_recovery: float | None
     best_step: int | None
     """Step of ``after``."""
     steps: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     planned_steps: int
     wall_s: float
     """Seconds of all steps (``timing/step_s``) and validations; not start, checkpoints or export."""
     train_tokens_per_s: float | None
     """Prompt and response tokens trained on, per second of the steps (rollout and scoring included)."""
     phases: Mapping[str, Phase]
-    """What the trainer does one after another, by name; ``other`` is what is left. Empty before the first step."""
+    """Consecutive phases of the trainer by name; ``other`` is the rest. Empty before the first step."""
     vision_tower_share: float | None
-    """Of the first pipeline stage's passes, mean over steps; ``None`` for a student without vision."""
+    """Vision tower's share of the first pipeline stage's passes, mean over steps; ``None`` for a student without
+    vision."""
     pipeline_bubble_share: float | None
-    """Of a step's passes, time in which ranks do not compute, mean over steps; ``None`` without vision."""
+    """Share of a step's passes in which ranks do not compute, mean over steps; ``None`` without vision."""
     pipeline: PipelineResult | None
-    """Who worked and who waited."""
+    """Busy and waiting times of the stages."""
     samples: AgeResult | None
-    """How old the samples were, and how many were not trained on."""
+    """Ages of the samples, and numbers of samples that were not trained on."""
     groups: Mapping[str, Mapping[str, GroupResult]]
     """``teachers`` and ``rollout`` -> group or replica -> its work; a group of one replica stands for it. The rollout's
     are ``all`` and the numbers of its replicas."""
@@ -86,16 +87,7 @@ def build_report(run_dir: str | Path) -> Report:
     steps, validations = files.steps(), files.validations()
     recipe = files.recipe_tree()
     report = summarise(steps, validations, files.teacher_rewards(), planned_steps=recipe["schedule"]["steps"])
-    page = render_page(
-        asdict(report),
-        steps=steps,
-        validations=validations,
-        teacher_examples=files.teacher_examples(),
-        machine=files.machine_record(),
-        recipe=recipe,
-        recipe_text=files.recipe_text(),
-        run_name=files.path.resolve().name,
-    )
+    page = render_page(asdict(report), files, recipe, steps, validations)
     write_text(files.report_json, json.dumps(asdict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_text(files.report_html, visible(page, keep="\n\t"))
     return report
@@ -108,7 +100,8 @@ def summarise(
     *,
     planned_steps: int,
 ) -> Report:
-    """The report of the records of ``metrics.jsonl`` and ``validation.jsonl`` and the teachers' rewards by domain."""
+    """Make the report from the records of ``metrics.jsonl`` and ``validation.jsonl`` and the teachers' rewards by
+    domain."""
     before: Mapping[str, float] = next((record["rewards"] for record in validations if record["step"] == 0), {})
     best = best_of(validations)
     after: Mapping[str, float] = next((r["rewards"] for r in validations if best and r["step"] == best.step), {})
@@ -142,20 +135,21 @@ def summarise(
 
 
 def _mean(steps: Sequence[Mapping[str, Any]], metric: str) -> float | None:
-    """Over the steps that have it."""
+    """Return a metric's mean over the steps that have it."""
     values = [record[metric] for record in steps if record.get(metric) is not None]
     return sum(values) / len(values) if values else None
 
 
 def headroom_recovery(before: float | None, after: float | None, teacher: float | None) -> float | None:
-    """``(after - before) / (teacher - before)``; ``None`` unless all are known and the teacher beats ``before``."""
+    """Return ``(after - before) / (teacher - before)``; ``None`` unless all are known and the teacher beats
+    ``before``."""
     if before is None or after is None or teacher is None or teacher <= before:
         return None
     return (after - before) / (teacher - before)
 
 
 def print_summary(report: Report, console: Terminal | None = None) -> None:
-    """The report as a table on the terminal."""
+    """Print the report as tables on the terminal."""
     table = Table(title=f"step {report.steps} of {report.planned_steps}", title_justify="left")
     table.add_column("domain")
     after = "after" if report.best_step is None else f"after (step {report.best_step})"
@@ -182,18 +176,16 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
         console.print(line, highlight=False)
     if report.pipeline is not None:
         console.print(_stage_table(report.pipeline))
-    for line in [] if report.samples is None else [ages_line(report.samples), lengths_line(report.samples)]:
-        if line:
+    if report.samples is not None:
+        for line in filter(None, (ages_line(report.samples), lengths_line(report.samples))):
             console.print(line, highlight=False)
     console.print(f"{report.wall_s:,.0f} s in steps and validations, {rate} trained", highlight=False)
 
 
 def _stage_table(pipeline: PipelineResult) -> Table:
     title = f"bound by {stage_label(pipeline.bound_by)}"
-    table = Table(title=title, title_justify="left", padding=0, collapse_padding=True)
-    table.add_column("stage")
-    for heading in ("busy", "starved", "blocked", "replicas", "balanced"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("stage", "busy", "starved", "blocked", "replicas", "balanced")
+    table = make_table(*headings, title=title, title_justify="left", padding=0, collapse_padding=True)
     for name, stage in pipeline.stages.items():
         shares = percents([stage.busy, stage.starved, stage.blocked])
         counts = (cell(number, "{:d}") for number in (stage.replicas, stage.balanced_replicas))
@@ -202,10 +194,8 @@ def _stage_table(pipeline: PipelineResult) -> Table:
 
 
 def _group_table(groups: Mapping[str, Mapping[str, GroupResult]]) -> Table:
-    table = Table(padding=0, collapse_padding=True)
-    table.add_column("group")
-    for heading in ("samples", "tokens/s", LATENCY_HEADING, "MiB", "retries", "failures"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("group", "samples", "tokens/s", LATENCY_HEADING, "MiB", "retries", "failures")
+    table = make_table(*headings, padding=0, collapse_padding=True)
     for room, names in groups.items():
         table.add_section()
         for name, result in names.items():

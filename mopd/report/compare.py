@@ -14,7 +14,7 @@ from mopd.base.text import visible
 from mopd.base.types import UserError
 from mopd.config.load import differences, flatten
 from mopd.report.build import Report, summarise
-from mopd.report.charts import Series, cell, short
+from mopd.report.charts import Series, cell, named_series, short
 from mopd.report.curves import Curves, curves_by_metric, is_zero, panel_of
 from mopd.report.page import chart, duration, render
 from mopd.report.run_files import RunFiles
@@ -22,26 +22,26 @@ from mopd.report.terminal import Terminal
 
 MAX_RUNS = 16
 LAST = 20
-"""Steps at the end of a run over which loss and KL are averaged: one step's are noise."""
+"""Number of last steps over which loss and KL are averaged; single steps are noisy."""
 RUNS_IN_A_TABLE = 3
-"""As many fit a terminal of 80 columns."""
+"""Number of runs that fit a terminal of 80 columns."""
 METRICS = (
     "kl_k1", "loss", "topk_overlap", "entropy", "response_length", "truncated_share", "grad_norm", "lr",
     "timing/step_s", "rate/train_tokens_per_s", "memory/student_peak_gib",
 )  # fmt: skip
-"""Drawn, by domain where they are."""
+"""Metrics that are drawn, by domain if they have domains."""
 NAME_OF_RUN = "run_dir"
-"""The key that always differs."""
+"""Recipe key that always differs."""
 Section = tuple[str, list[tuple[str, list[str]]]]
-"""Heading, and rows: what is compared, and a text for each run."""
+"""Heading, and rows of a name and a text for each run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedRun:
-    """One run's files, read."""
+    """Content of one run's files."""
 
     name: str
-    """Its folder's name, or the path as it was given where two folders have one name."""
+    """Name of the run's folder, or the path as given if two folders have one name."""
     report: Report
     steps: Sequence[Mapping[str, Any]]
     curves: Curves
@@ -50,13 +50,13 @@ class ComparedRun:
     recipe: Mapping[str, Any]
 
     def mean_of_last(self, name: str) -> float | None:
-        """Mean over the last ``LAST`` steps; ``None`` for what was not measured."""
+        """Return the mean over the last ``LAST`` steps; ``None`` for a metric that was not measured."""
         values = [step[name] for step in self.steps[-LAST:] if step.get(name) is not None]
         return sum(values) / len(values) if values else None
 
 
 def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
-    """Every run folder, finished or not, in the order given.
+    """Read every run folder, finished or not, in the order given.
 
     Raises:
         UserError: fewer than two, too many, the same one twice, or a folder that holds no run or a damaged one.
@@ -90,7 +90,7 @@ def _read(files: RunFiles, name: str) -> ComparedRun:
 
 
 def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
-    """What ``--json`` prints: the numbers of each run by its name, and the values of every key that differs."""
+    """Return what ``--json`` prints: the numbers of each run by its name, and the values of every key that differs."""
     return {
         "runs": {run.name: _numbers(run) for run in runs},
         "recipe_differences": {
@@ -101,7 +101,7 @@ def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 
 
 def recipe_differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """Dotted path -> each run's value (``None`` where absent) of every key that is not the same in all."""
+    """Return each run's value (``None`` where absent) of every key that differs, by dotted path."""
     first, *others = runs
     keys = dict.fromkeys(key for other in others for key in differences(first.recipe, other.recipe))
     flat = [flatten(run.recipe) for run in runs]
@@ -125,7 +125,7 @@ def _domains(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def sections(runs: Sequence[ComparedRun]) -> list[Section]:
-    """The tables of terminal and page, as texts."""
+    """Make the tables of terminal and page, as texts."""
     numbers = [_numbers(run) for run in runs]
 
     def row(what: str, texts: Iterator[str]) -> tuple[str, list[str]]:
@@ -159,7 +159,7 @@ def sections(runs: Sequence[ComparedRun]) -> list[Section]:
 
 
 def print_comparison(runs: Sequence[ComparedRun], console: Terminal | None = None) -> None:
-    """Tables on the terminal, so many runs in each as have room."""
+    """Print tables on the terminal, with as many runs in each as fit."""
     console = console or Terminal()
     made = sections(runs)
     for start in range(0, len(runs), RUNS_IN_A_TABLE):
@@ -178,7 +178,7 @@ def print_comparison(runs: Sequence[ComparedRun], console: Terminal | None = Non
 
 
 def comparison_page(runs: Sequence[ComparedRun]) -> str:
-    """One HTML page without outside references: the tables, and curves with a colour for each run."""
+    """Return one HTML page without outside references: the tables, and curves with a colour for each run."""
     charts = [*_reward_charts(runs), *_metric_charts(runs)]
     text = render(
         "compare.html.j2",
@@ -211,10 +211,7 @@ def _metric_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
         panel = panel_of(metric)
         for domain in sorted({domain for run in runs for domain in run.curves.get(metric, ())}):
             points = {run.name: run.curves.get(metric, {}).get(domain, []) for run in runs}
-            series = [
-                Series(name=name, index=index, points=points[name], is_noisy=panel.is_noisy)
-                for index, name in enumerate(points)
-            ]
+            series = named_series(points, is_noisy=panel.is_noisy)
             title = f"{panel.title}, {domain}" if domain else panel.title
             made = chart(title, panel.text, series, metric=metric, from_zero=panel.from_zero)
             charts.append({**made, "is_zero": is_zero(points)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mopd.base.metrics import VOLATILE_PREFIXES
@@ -14,7 +14,7 @@ from mopd.report.pipeline import AGE_SHARE
 Curves = dict[str, dict[str, list[Point]]]
 """Metric -> domain -> points; a metric without domains has the one domain ``""``."""
 OTHER = "other"
-"""What is left of a step beside its phases."""
+"""Name of the phase that holds the rest of a step."""
 PHASE_NAMES = {
     "rollout": "Rollout",
     "teachers": "Scoring by the teachers",
@@ -30,142 +30,129 @@ PHASE_NAMES = {
     OTHER: "Other",
 }
 WITHOUT_DOMAINS = (*VOLATILE_PREFIXES, "moe/", "packing/", "response_versions/")
-"""Beginnings of names whose other part is no domain."""
+"""Prefixes of metrics whose second part is not a domain."""
 TRAINER_PHASES = ("wait_batch", "pack", "forward_backward", "optim_step", "stage_weights", "weight_sync")
-"""What the trainer does one after another; all other phases run beside it, or while it waits."""
+"""Phases of the trainer, one after another; all other phases run beside it, or while it waits."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
-    """One metric's chart."""
+    """Title, text and form of one metric's chart."""
 
     title: str
     text: str = ""
     is_noisy: bool = True
-    """An estimate from each step's few samples. What is counted or set is none."""
+    """Whether each value is an estimate from few samples; False for what is counted or set."""
     from_zero: bool = True
-    """False: what matters are small differences near 1."""
+    """Whether the y axis begins at 0; False where small differences near 1 matter."""
 
 
 PANELS = {
-    "kl_k1": Panel(
-        title="KL(student ‖ teacher)",
-        text="Nats per token, on the student's own tokens. 0: agrees with its teacher.",
-    ),
-    "loss": Panel(title="Loss", text="What the student minimised, per response token."),
+    "kl_k1": Panel("KL(student ‖ teacher)", "Nats per token, on the student's own tokens. 0: agrees with its teacher."),
+    "loss": Panel("Loss", "What the student minimised, per response token."),
     "topk_overlap": Panel(
-        title="Top-k overlap",
-        text="Share of the teacher's top-k tokens that are in the student's top-k.",
-        from_zero=False,
+        "Top-k overlap", "Share of the teacher's top-k tokens that are in the student's top-k.", from_zero=False
     ),
-    "kl_k3": Panel(
-        title="KL, never-negative estimate", text="The same KL by another estimator, k3; KL(student ‖ teacher) is k1."
-    ),
+    "kl_k3": Panel("KL, never-negative estimate", "The same KL by another estimator, k3; KL(student ‖ teacher) is k1."),
     "kl_net": Panel(
-        title="KL above its floor",
-        text="KL(student ‖ teacher) less what the teacher's engine measured against the teacher itself.",
+        "KL above its floor",
+        "KL(student ‖ teacher) less what the teacher's engine measured against the teacher itself.",
     ),
     "kl_floor": Panel(
-        title="Floor of the KL",
-        text="What a teacher's engine measured against its own folder, before the first step.",
+        "Floor of the KL",
+        "What a teacher's engine measured against its own folder, before the first step.",
         is_noisy=False,
     ),
-    "entropy": Panel(title="Student entropy", text="Nats per token."),
+    "entropy": Panel("Student entropy", "Nats per token."),
     "teacher_mass": Panel(
-        title="Teacher mass in the top-k", text="Probability that the teacher's top-k captures.", from_zero=False
+        "Teacher mass in the top-k", "Probability that the teacher's top-k captures.", from_zero=False
     ),
     "student_mass": Panel(
-        title="Student mass in the teacher's top-k",
-        text="Probability that the student gives to those tokens.",
-        from_zero=False,
+        "Student mass in the teacher's top-k", "Probability that the student gives to those tokens.", from_zero=False
     ),
-    "response_length": Panel(title="Response length", text="Tokens, mean over the step's responses."),
-    "truncated_share": Panel(title="Truncated responses", text="Share cut at the length limit."),
-    "clamped_share": Panel(title="Clamped tokens", text="Share whose loss met a clamp: their gradient is zero."),
+    "response_length": Panel("Response length", "Tokens, mean over the step's responses."),
+    "truncated_share": Panel("Truncated responses", "Share cut at the length limit."),
+    "clamped_share": Panel("Clamped tokens", "Share whose loss met a clamp: their gradient is zero."),
     "tail_floored_share": Panel(
-        title="Floored tails", text="Share of tokens whose mass outside the top-k met its numerical floor."
+        "Floored tails", "Share of tokens whose mass outside the top-k met its numerical floor."
     ),
-    "ratio": Panel(title="Policy ratio", text="PPO's ratio of new to old probability.", from_zero=False),
-    "clip_fraction": Panel(title="Clipped tokens", text="Share that PPO's clip held back."),
-    "correction_weight": Panel(title="Mismatch weight", text="Of trainer against rollout engine.", from_zero=False),
-    "grad_norm": Panel(title="Gradient norm", text="Before clipping."),
-    "lr": Panel(title="Learning rate", is_noisy=False),
-    "rollout_kl": Panel(title="KL(rollout ‖ student)", text="Nats per token: how far off-policy the samples were."),
+    "ratio": Panel("Policy ratio", "PPO's ratio of new to old probability.", from_zero=False),
+    "clip_fraction": Panel("Clipped tokens", "Share that PPO's clip held back."),
+    "correction_weight": Panel("Mismatch weight", "Of trainer against rollout engine.", from_zero=False),
+    "grad_norm": Panel("Gradient norm", "Before clipping."),
+    "lr": Panel("Learning rate", is_noisy=False),
+    "rollout_kl": Panel("KL(rollout ‖ student)", "Nats per token: how far off-policy the samples were."),
     "masked_sequences_share": Panel(
-        title="Responses left out", text="Share that the sequence mask of the correction kept out of the loss."
+        "Responses left out", "Share that the sequence mask of the correction kept out of the loss."
     ),
     "staleness": Panel(
-        title="Staleness", text="Optimizer steps that the weights behind the oldest sample lagged.", is_noisy=False
+        "Staleness", "Optimizer steps that the weights behind the oldest sample lagged.", is_noisy=False
     ),
-    "drawn_samples": Panel(title="Drawn samples", text="Responses that ended since the last step.", is_noisy=False),
-    "drawn_tokens": Panel(title="Tokens of drawn samples", text="Of their responses.", is_noisy=False),
-    "refused_tokens": Panel(title="Tokens of refused samples", text="Of their responses.", is_noisy=False),
+    "drawn_samples": Panel("Drawn samples", "Responses that ended since the last step.", is_noisy=False),
+    "drawn_tokens": Panel("Tokens of drawn samples", "Of their responses.", is_noisy=False),
+    "refused_tokens": Panel("Tokens of refused samples", "Of their responses.", is_noisy=False),
     "response_versions/mean": Panel(
-        title="Versions in a response", text="Of the weights that drew its tokens, mean.", from_zero=False
+        "Versions in a response", "Of the weights that drew its tokens, mean.", from_zero=False
     ),
     "response_versions/max": Panel(
-        title="Versions in a response, most", text="Of the weights that drew its tokens.", is_noisy=False
+        "Versions in a response, most", "Of the weights that drew its tokens.", is_noisy=False
     ),
     "refused_samples": Panel(
-        title="Refused samples", text="Too old when their batch came; their prompts were drawn again.", is_noisy=False
+        "Refused samples", "Too old when their batch came; their prompts were drawn again.", is_noisy=False
     ),
-    "tokens": Panel(title="Tokens per step", text="Of prompts and responses.", is_noisy=False),
-    "num_tokens": Panel(title="Loss tokens per step", text="Response tokens with a loss.", is_noisy=False),
-    "num_samples": Panel(title="Samples per step", is_noisy=False),
-    "replaced_samples": Panel(
-        title="Replaced samples", text="Discarded because a teacher could not score them.", is_noisy=False
-    ),
+    "tokens": Panel("Tokens per step", "Of prompts and responses.", is_noisy=False),
+    "num_tokens": Panel("Loss tokens per step", "Response tokens with a loss.", is_noisy=False),
+    "num_samples": Panel("Samples per step", is_noisy=False),
+    "replaced_samples": Panel("Replaced samples", "Discarded because a teacher could not score them.", is_noisy=False),
     "rate/vision_tower_share": Panel(
-        title="Vision tower", text="Its part of the first pipeline stage's forward and backward passes."
+        "Vision tower", "Its part of the first pipeline stage's forward and backward passes."
     ),
     "rate/pipeline_bubble_share": Panel(
-        title="Pipeline bubble", text="Part of the passes of a step in which ranks do not compute."
+        "Pipeline bubble", "Part of the passes of a step in which ranks do not compute."
     ),
-    "packing/padding_share": Panel(
-        title="Padding", text="Share of the tokens that the student computed.", is_noisy=False
-    ),
+    "packing/padding_share": Panel("Padding", "Share of the tokens that the student computed.", is_noisy=False),
     "packing/cost_max_over_mean": Panel(
-        title="Load of the busiest data-parallel rank",
-        text="Over the mean of the ranks. 1: even.",
+        "Load of the busiest data-parallel rank",
+        "Over the mean of the ranks. 1: even.",
         is_noisy=False,
         from_zero=False,
     ),
     "moe/load_max_over_mean": Panel(
-        title="Load of the busiest expert", text="Over the mean of its layer's experts, mean over layers. 1: even."
+        "Load of the busiest expert", "Over the mean of its layer's experts, mean over layers. 1: even."
     ),
     "moe/load_max_over_mean_worst_layer": Panel(
-        title="Load of the busiest expert, least even layer", text="Over the mean of its layer's experts. 1: even."
+        "Load of the busiest expert, least even layer", "Over the mean of its layer's experts. 1: even."
     ),
-    "moe/idle_experts_share": Panel(title="Idle experts", text="Share that got no token in the step."),
-    "moe/load_balancing_loss": Panel(title="Load balancing loss", text="Without its coefficient."),
-    "moe/seq_load_balancing_loss": Panel(title="Load balancing loss, by sequence", text="Without its coefficient."),
-    "moe/global_load_balancing_loss": Panel(title="Load balancing loss, global", text="Without its coefficient."),
-    "moe/z_loss": Panel(title="Router z-loss", text="Mean squared log-sum-exp of the router's logits."),
-    "rate/train_tokens_per_s": Panel(title="Trained tokens per second", text="Over the whole step, rollout included."),
-    "memory/student_peak_gib": Panel(title="Peak memory of the student", text="GiB.", is_noisy=False),
+    "moe/idle_experts_share": Panel("Idle experts", "Share that got no token in the step."),
+    "moe/load_balancing_loss": Panel("Load balancing loss", "Without its coefficient."),
+    "moe/seq_load_balancing_loss": Panel("Load balancing loss, by sequence", "Without its coefficient."),
+    "moe/global_load_balancing_loss": Panel("Load balancing loss, global", "Without its coefficient."),
+    "moe/z_loss": Panel("Router z-loss", "Mean squared log-sum-exp of the router's logits."),
+    "rate/train_tokens_per_s": Panel("Trained tokens per second", "Over the whole step, rollout included."),
+    "memory/student_peak_gib": Panel("Peak memory of the student", "GiB.", is_noisy=False),
 }
 """Metric -> its chart; others are named after themselves."""
 
 
 def panel_of(metric: str) -> Panel:
-    """How to show a metric, whatever it is called."""
+    """Return the chart of a metric, whatever its name."""
     if metric in PANELS:
         return PANELS[metric]
     room, _, name = metric.partition("/")
     if room == "timing":
         phase = name.removesuffix("_s")
-        return Panel(title=f"Time: {phase_name(phase).lower()}", text="Seconds per step.")
-    return replace(Panel(title=in_words(metric)), is_noisy=False)
+        return Panel(f"Time: {phase_name(phase).lower()}", "Seconds per step.")
+    return Panel(in_words(metric), is_noisy=False)
 
 
 def in_words(name: str) -> str:
-    """``some_new/metric`` as ``Some new metric``."""
+    """Write ``some_new/metric`` as ``Some new metric``."""
     text = name.replace("_", " ").replace("/", " ").strip()
     return f"{text[:1].upper()}{text[1:]}" or name
 
 
 def curves_by_metric(steps: Sequence[Mapping[str, Any]]) -> Curves:
-    """All curves of a run, those of groups of engines and of each age of samples left out."""
+    """Return all curves of a run but those of groups of engines and of single ages of samples."""
     curves: Curves = {}
     has_domains = {name.split("/", 1)[0] for record in steps for name in record if _domain_of(name)}
     for record in steps:
@@ -181,7 +168,7 @@ def curves_by_metric(steps: Sequence[Mapping[str, Any]]) -> Curves:
 
 
 def is_zero(curves: Mapping[str, Sequence[Point]]) -> bool:
-    """Nothing to see."""
+    """Return whether every value is 0, so that a chart would show nothing."""
     return all(value == 0 for points in curves.values() for _, value in points)
 
 
@@ -191,17 +178,17 @@ def _domain_of(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """What a part of the steps took."""
+    """Time that one part of the steps took."""
 
     mean_s: float
     """Seconds a step."""
     share: float
-    """Of the whole step; all phases of a run add up to 1."""
+    """Share of the whole step; all phases of a run add up to 1."""
 
 
 def phases(steps: Sequence[Mapping[str, Any]]) -> dict[str, Phase]:
-    """What the trainer did one after another, by name, the longest first and ``other`` last: they add up to the steps.
-    What its wait for a batch consisted of stands in no phase (``pipeline.py``)."""
+    """Return the trainer's consecutive phases by name, the longest first and ``other`` last; they add up to the steps.
+    What its wait for a batch consisted of is in no phase (``pipeline.py``)."""
     whole = sum(record.get("timing/step_s") or 0.0 for record in steps)
     if whole <= 0:
         return {}
@@ -214,12 +201,12 @@ def phases(steps: Sequence[Mapping[str, Any]]) -> dict[str, Phase]:
 
 
 def phase_name(name: str) -> str:
-    """In words."""
+    """Return a phase's name in words."""
     return PHASE_NAMES.get(name, in_words(name))
 
 
 def percents(shares: Sequence[float]) -> list[str]:
-    """Shares that add up to 1 as percents that add up to 100.0, each rounded up or down to a tenth."""
+    """Format shares that add up to 1 as percents that add up to 100.0, each rounded up or down to a tenth."""
     tenths = [int(1000 * share) for share in shares]
     by_rest = sorted(range(len(shares)), key=lambda i: tenths[i] - 1000 * shares[i])
     for i in by_rest[: 1000 - sum(tenths)]:

@@ -10,25 +10,25 @@ from typing import Any
 from mopd.base.metrics import GROUP_ROOMS
 
 BREAKER_STATES = ("ok", "trial", "broken", "stale", "restarting", "gone")
-"""What the values of ``breaker`` mean, in order."""
+"""Meanings of the values of ``breaker``, in order."""
 ALL = "all"
-"""What the rollout group is called beside its replicas, which have numbers."""
+"""Name of the rollout group; its replicas have numbers."""
 Room = dict[str, dict[str, float]]
 """Group or replica -> metric -> value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupResult:
-    """A group, or one replica of a group, over all steps; ``None`` where it was never measured."""
+    """Work of a group, or of one replica of a group, over all steps; ``None`` where it was never measured."""
 
     samples: int
-    """Samples that it answered for."""
+    """Number of samples that it answered for."""
     tokens: int
-    """Tokens of their prompts and responses."""
+    """Number of tokens of their prompts and responses."""
     tokens_per_s: float | None
-    """While it had work."""
+    """Rate while it had work."""
     latency_p50_s: float | None
-    """Of a request, from sending to the answer: the median over steps."""
+    """Median over steps of a request's latency, from sending to the answer."""
     latency_p95_s: float | None
     latency_p99_s: float | None
     queue_depth: int | None
@@ -36,15 +36,15 @@ class GroupResult:
     in_flight_tokens: int
     """Largest number of tokens under way on one replica."""
     payload_bytes: int | None
-    """Sent and received; ``None`` for engines of the trainer's process."""
+    """Bytes sent and received; ``None`` for engines of the trainer's process."""
     retries: int | None
-    """Requests sent again; groups only."""
+    """Number of requests sent again; groups only."""
     failures: int | None
-    """Attempts that failed; replicas only."""
+    """Number of attempts that failed; replicas only."""
 
 
 def group_values(record: Mapping[str, Any]) -> dict[str, Room]:
-    """One step's numbers by room (``teachers``, ``rollout``), in order of names."""
+    """Return one step's numbers by room (``teachers``, ``rollout``), in order of names."""
     rooms: dict[str, Room] = {}
     for room, name, metric, value in _parts(record):
         rooms.setdefault(room, {}).setdefault(name, {})[metric] = value
@@ -52,19 +52,19 @@ def group_values(record: Mapping[str, Any]) -> dict[str, Room]:
 
 
 def is_group_metric(name: str) -> bool:
-    """``name`` is a number of a group or replica."""
+    """Return whether the metric belongs to a group or replica."""
     return "/" in name and name.split("/", 1)[0] in GROUP_ROOMS
 
 
 def label(room: str, name: str) -> str:
-    """``teacher math.1``, ``rollout``, ``rollout.1``."""
+    """Name a group or replica: ``teacher math.1``, ``rollout``, ``rollout.1``."""
     if room == "teachers":
         return f"teacher {name}"
     return room if name == ALL else f"{room}.{name}"
 
 
 def summarise_groups(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, GroupResult]]:
-    """All steps' numbers by room and by name of group or replica."""
+    """Summarise all steps' numbers by room and by name of group or replica."""
     series: dict[str, dict[str, dict[str, list[float]]]] = {}
     for record in steps:
         for room, name, metric, value in _parts(record):
@@ -76,7 +76,7 @@ def summarise_groups(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def trouble(record: Mapping[str, Any]) -> list[str]:
-    """One step's replicas that do not work (``teacher math.1 broken``) and requests that had to be repeated."""
+    """List one step's replicas that do not work (``teacher math.1 broken``) and requests that had to be repeated."""
     texts = []
     for room, names in group_values(record).items():
         for name, values in names.items():
@@ -89,7 +89,7 @@ def trouble(record: Mapping[str, Any]) -> list[str]:
 
 
 def latencies(p50_s: float | None, p95_s: float | None, p99_s: float | None) -> str:
-    """``21/46/72``: whole milliseconds, empty where nothing was measured. One cell: three would not fit a terminal."""
+    """Write latencies as ``21/46/72``, whole milliseconds, in one cell: three would not fit. Empty if not measured."""
     known = [seconds for seconds in (p50_s, p95_s, p99_s) if seconds is not None]
     return "/".join(f"{1000 * seconds:.0f}" for seconds in known)
 
@@ -123,7 +123,7 @@ def _whole(value: float | None) -> int | None:
 
 
 def _parts(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]]:
-    """``(room, name, metric, value)`` of each number of a group."""
+    """Yield ``(room, name, metric, value)`` for each number of a group."""
     for key, value in record.items():
         if is_group_metric(key) and value is not None:
             room, metric, *name = key.split("/", 2)

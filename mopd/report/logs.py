@@ -13,24 +13,24 @@ from mopd.base.text import visible
 from mopd.base.types import UserError
 
 MAX_FILES = 20_000
-"""More than ranks and servers of the largest run."""
+"""Largest number of logs, more than the largest run has ranks and servers."""
 TAIL_BYTES = MAX_STEP_BYTES = 2**18
-"""Of each file: looked at for its last lines; read at a time while it grows."""
+"""Largest part of a file that is read for its last lines, or at a time while it grows."""
 MAX_LINE = 4000
-"""Characters that are shown of one."""
+"""Largest number of characters that are shown of one line."""
 _CURE = "name the run_dir of a run that has begun"
 
 
 @dataclass(slots=True)
 class _Tail:
-    """One file as far as it was read."""
+    """Position in one file."""
 
     path: Path
     source: str
     """``NODE/ROLE``."""
     offset: int = 0
     rest: bytes = field(default=b"")
-    """Of a line that is not whole yet."""
+    """Bytes of a line that is not complete yet."""
 
 
 class Logs:
@@ -48,7 +48,7 @@ class Logs:
         self._tails: dict[Path, _Tail] = {}
 
     def last(self, num_lines: int) -> Iterator[str]:
-        """The last lines of each file, each after its ``NODE/ROLE``; ``new`` goes on from there."""
+        """Yield the last lines of each file, each after its ``NODE/ROLE``; ``new`` goes on from there."""
         for tail in self._found():
             with open_regular(tail.path, cure=_CURE) as file:
                 size = file.seek(0, os.SEEK_END)
@@ -58,7 +58,7 @@ class Logs:
             yield from lines[-num_lines:] if num_lines else ()
 
     def new(self) -> Iterator[str]:
-        """What was written since the last call."""
+        """Yield the lines that were written since the last call."""
         for tail in self._found():
             with open_regular(tail.path, cure=_CURE) as file:
                 if file.seek(0, os.SEEK_END) < tail.offset:  # cut off, or another file
@@ -76,7 +76,7 @@ class Logs:
         return [f"{tail.source}: {visible(line, keep=chr(9))}" for line in shown]
 
     def _found(self) -> list[_Tail]:
-        """By node, then role."""
+        """Return the matching files, sorted by node, then role."""
         paths = sorted(self._folder.glob("*/*.log"))
         if len(paths) > MAX_FILES:
             raise UserError(f"{shown_path(self._folder)}: more than {MAX_FILES} logs: name --node or --role")

@@ -1,4 +1,4 @@
-"""``report.html``: one page without outside references, from plain records. Texts of users and models are escaped.
+"""``report.html``: one page without outside references, made of plain records. Texts of users and models are escaped.
 
 Its card says what the run was, from the recipe and what the run found on its machine.
 """
@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-from mopd.report.charts import NUM_COLOURS, Point, Series, cell, histogram, line_chart, short
+from mopd.report.charts import NUM_COLOURS, Point, Series, cell, colour, histogram, line_chart, named_series, short
 from mopd.report.curves import Curves, curves_by_metric, in_words, is_zero, panel_of, percents, phase_name
 from mopd.report.groups import group_values, label
 from mopd.report.pipeline import stage_label, stage_seconds
+from mopd.report.run_files import RunFiles
 
 MAIN = ("kl_k1", "loss", "topk_overlap")
-"""Shown at once; the others fold away."""
+"""Metrics whose charts are open; the others are folded."""
 REWARD = ("Validation reward", "Mean on held-out prompts; dotted: each domain’s teacher.")
 GROUP_CHARTS = {
     "tokens_per_s": ("tokens per second", "While the group had work; prompts and responses."),
@@ -44,23 +46,18 @@ STAGE_COLOURS = {"busy": 0, "starved": 7, "blocked": 1}
 
 def render_page(
     report: Mapping[str, Any],
-    *,
+    files: RunFiles,
+    recipe: Mapping[str, Any],
     steps: Sequence[Mapping[str, Any]],
     validations: Sequence[Mapping[str, Any]],
-    teacher_examples: Mapping[str, Sequence[Mapping[str, Any]]],
-    machine: Mapping[str, Any] | None,
-    recipe: Mapping[str, Any],
-    recipe_text: str,
-    run_name: str,
 ) -> str:
-    """The page as text.
+    """Return the page as text.
 
     Args:
         report: content of ``report.json``.
+        files: the run folder, for what else it holds.
+        recipe: values of the resolved recipe.
         steps, validations: records of ``metrics.jsonl`` and ``validation.jsonl``.
-        teacher_examples: domain -> the teacher's answers, of ``headroom.json``.
-        machine: content of ``machine.json``.
-        recipe, recipe_text: the resolved recipe, as values and as the run wrote it.
     """
     curves = curves_by_metric(steps)
     domains = sorted({*report["domains"], *(domain for curve in curves.values() for domain in curve if domain)})
@@ -69,9 +66,9 @@ def render_page(
     group_charts = _group_charts(steps)
     return render(
         "report.html.j2",
-        run_name=run_name,
+        run_name=files.path.resolve().name,
         report=report,
-        card=card(recipe, machine),
+        card=card(recipe, files.machine_record()),
         domains=domains,
         bars=[_bar(name, domains.index(name), result) for name, result in report["domains"].items()],
         reward_chart=_reward_chart(validations, domains, teachers),
@@ -86,27 +83,27 @@ def render_page(
         ],
         group_charts=[chart for chart in group_charts if not chart["is_zero"]],
         zero_group_charts=[chart for chart in group_charts if chart["is_zero"]],
-        examples=_examples(validations, report["best_step"], teacher_examples),
+        examples=_examples(validations, report["best_step"], files.teacher_examples()),
         pipeline=_pipeline(report["pipeline"], steps) if report["pipeline"] else None,
         ages=_ages(report["samples"]) if report["samples"] else None,
         phases=_phases(report["phases"]),
         step_title=phase_name("step"),
-        recipe_lines=[_recipe_line(line) for line in recipe_text.splitlines()],
+        recipe_lines=[_recipe_line(line) for line in files.recipe_text().splitlines()],
     )
 
 
 def render(template: str, **values: Any) -> str:
-    """A page of this room's templates."""
-    environment = Environment(
-        loader=PackageLoader("mopd.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    """Fill a template of this folder."""
+    form: dict[str, Any] = {
+        "autoescape": True,
+        "undefined": StrictUndefined,
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+    }
+    environment = Environment(loader=PackageLoader("mopd.report", "."), **form)
     environment.globals["num_colours"] = NUM_COLOURS
     environment.filters |= {
-        "colour": lambda index: f"s{index % NUM_COLOURS}" + (" again" if index >= NUM_COLOURS else ""),
+        "colour": colour,
         "short": short,
         "percent": lambda value: cell(value, "{:.0%}"),
         "reward": lambda value: cell(value, "{:.3f}"),
@@ -119,13 +116,16 @@ def render(template: str, **values: Any) -> str:
 def chart(
     title: str, text: str, series: Sequence[Series], *, metric: str = "", from_zero: bool = True
 ) -> dict[str, Any]:
-    """One figure of a page: title and text in words, the metric's name small beside."""
-    svg = line_chart(series, label=f"{title} over steps", from_zero=from_zero)
+    """Make one figure of a page: title and text in words, with the metric's name."""
+    return _figure(title, text, line_chart(series, label=f"{title} over steps", from_zero=from_zero), metric)
+
+
+def _figure(title: str, text: str, svg: Markup, metric: str) -> dict[str, Any]:
     return {"title": title, "text": text, "metric": metric, "svg": svg, "legend": []}
 
 
 def duration(seconds: float) -> str:
-    """``1 h 5 min``, ``2 min 10 s``, ``7 s``."""
+    """Write seconds as ``1 h 5 min``, ``2 min 10 s`` or ``7 s``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
@@ -135,21 +135,16 @@ def _charts(curves: Curves, domains: list[str]) -> list[dict[str, Any]]:
     charts = []
     for metric, by_domain in curves.items():
         panel = panel_of(metric)
-        series = [
-            Series(
-                name=domain or panel.title,
-                index=domains.index(domain) if domain else 0,
-                points=points,
-                is_noisy=panel.is_noisy,
-            )
-            for domain, points in sorted(by_domain.items())
-        ]
+        series = []
+        for domain, points in sorted(by_domain.items()):
+            name, index = (domain, domains.index(domain)) if domain else (panel.title, 0)
+            series.append(Series(name=name, index=index, points=points, is_noisy=panel.is_noisy))
         charts.append(chart(panel.title, panel.text, series, metric=metric, from_zero=panel.from_zero))
     return charts
 
 
 def _group_charts(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A chart per room and metric, one curve per group (replicas are in the table only)."""
+    """Make a chart for each room and metric, with a curve for each group (replicas are in the table only)."""
     points: dict[tuple[str, str], dict[str, list[Point]]] = {}
     for record in steps:
         for room, names in group_values(record).items():
@@ -161,12 +156,9 @@ def _group_charts(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     charts = []
     for (room, metric), curves in points.items():
         heading, text = GROUP_CHARTS[metric]
-        title = f"{in_words(room)}: {heading}"
-        series = [
-            Series(name=label(room, name), index=i, points=curves[name], is_noisy=metric != "queue_depth")
-            for i, name in enumerate(sorted(curves))
-        ]
-        made = chart(title, text, series, metric=f"{room}/{metric}")
+        named = {label(room, name): curve for name, curve in sorted(curves.items())}
+        series = named_series(named, is_noisy=metric != "queue_depth")
+        made = chart(f"{in_words(room)}: {heading}", text, series, metric=f"{room}/{metric}")
         charts.append({**made, "legend": series if len(series) > 1 else [], "is_zero": is_zero(curves)})
     return charts
 
@@ -174,21 +166,15 @@ def _group_charts(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _reward_chart(
     validations: Sequence[Mapping[str, Any]], domains: list[str], teachers: Mapping[str, float | None]
 ) -> dict[str, Any]:
-    series = [
-        Series(
-            name=domain,
-            index=index,
-            points=[(v["step"], v["rewards"][domain]) for v in validations if domain in v["rewards"]],
-            goal=teachers.get(domain),
-            has_marks=True,
-        )
-        for index, domain in enumerate(domains)
-    ]
+    series = []
+    for index, domain in enumerate(domains):
+        points = [(v["step"], v["rewards"][domain]) for v in validations if domain in v["rewards"]]
+        series.append(Series(name=domain, index=index, points=points, goal=teachers.get(domain), has_marks=True))
     return chart(*REWARD, series, from_zero=False)
 
 
 def _bar(name: str, index: int, result: Mapping[str, float | None]) -> dict[str, Any]:
-    """Positions in percent on a track from the lowest to the highest reward, at least 0 to 1."""
+    """Return positions in percent on a track from the lowest to the highest reward, at least 0 to 1."""
     known = [value for key, value in result.items() if key != "headroom_recovery" and value is not None]
     low, high = min([0.0, *known]), max([1.0, *known])
 
@@ -210,8 +196,8 @@ def _examples(
     best_step: int | None,
     teachers: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Domain -> rows of the same prompt, answered before and after training and by the teacher. A prompt may stand in
-    the data twice, so a row is known by its place and its prompt."""
+    """Return, by domain, rows of the same prompt, answered before and after training and by the teacher. A prompt may
+    stand in the data twice, so place and prompt together identify a row."""
     sides = {"before": 0, "after": best_step}
     answers: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
 
@@ -236,7 +222,7 @@ def _examples(
 
 
 def _prompt_text(prompt: Any) -> str:
-    """A prompt as text: chat messages become lines, the role named where there are several."""
+    """Return a prompt as text: chat messages become lines, the role named where there are several."""
     if not isinstance(prompt, list):
         return str(prompt)
     if len(prompt) == 1:
@@ -253,7 +239,7 @@ def _phases(found: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
 
 
 def _pipeline(found: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows of the stages' table, and a curve of each one's busy share."""
+    """Make the rows of the stages' table, and a curve of each stage's busy share."""
     rows = []
     for name, stage in found["stages"].items():
         percent = percents([stage[share] for share in STAGE_COLOURS])
@@ -267,56 +253,38 @@ def _pipeline(found: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> d
     for record in steps:
         for name, seconds in stage_seconds(record).items():
             points[name].append((record["step"], seconds[0] / sum(seconds)))
-    series = [
-        Series(name=stage_label(name), index=i, points=curve, is_noisy=True)
-        for i, (name, curve) in enumerate(points.items())
-    ]
-    made = chart("Busy share of each stage", "Of a step’s seconds.", series)
-    return {
-        "bound_by": stage_label(found["bound_by"]),
-        "rows": rows,
-        "colours": STAGE_COLOURS,
-        "chart": {**made, "legend": series},
-    }
+    series = named_series({stage_label(name): curve for name, curve in points.items()}, is_noisy=True)
+    made = {**chart("Busy share of each stage", "Of a step’s seconds.", series), "legend": series}
+    return {"bound_by": stage_label(found["bound_by"]), "rows": rows, "colours": STAGE_COLOURS, "chart": made}
 
 
 def _ages(found: Mapping[str, Any]) -> dict[str, Any]:
-    """A histogram of the samples' ages, and the counts of those that were not trained on."""
-    bars = [(float(age), share) for age, share in found["shares"].items()]
+    """Make a histogram of the samples' ages, and count the samples that were not trained on."""
     title = "Staleness of the samples"
-    domains = sorted({*found["refused_samples"], *found["replaced_samples"], *found["drawn_length"]})
+    text = "Share of the samples by the optimizer steps that the weights behind them lagged."
+    svg = histogram([(float(age), share) for age, share in found["shares"].items()], label=title)
+    mean, most = found["response_versions_mean"], found["response_versions_max"]
+    refused, replaced = found["refused_samples"], found["replaced_samples"]
+    counts = []
+    for name in sorted({*refused, *replaced, *found["drawn_length"]}):
+        tokens, num_refused = found["refused_tokens"].get(name), refused.get(name, 0)
+        counts.append({
+            "name": name,
+            "refused": num_refused,
+            "drawn": cell(found["drawn_length"].get(name), short),
+            "trained": cell(found["trained_length"].get(name), short),
+            "length": cell(tokens / num_refused if num_refused and tokens is not None else None, short),
+            "replaced": replaced.get(name, 0),
+        })  # fmt: skip
     return {
-        "histogram": {
-            "title": title,
-            "text": "Share of the samples by the optimizer steps that the weights behind them lagged.",
-            "metric": "staleness_share",
-            "svg": histogram(bars, label=title),
-            "legend": [],
-        },
-        "versions": {
-            "mean": cell(found["response_versions_mean"], "{:.2f}"),
-            "most": cell(found["response_versions_max"], "{:d}"),
-        },
-        "counts": [
-            {
-                "name": name,
-                "refused": found["refused_samples"].get(name, 0),
-                "drawn": cell(found["drawn_length"].get(name), short),
-                "trained": cell(found["trained_length"].get(name), short),
-                "length": _mean_length(found["refused_tokens"].get(name), found["refused_samples"].get(name)),
-                "replaced": found["replaced_samples"].get(name, 0),
-            }
-            for name in domains
-        ],
+        "histogram": _figure(title, text, svg, "staleness_share"),
+        "versions": {"mean": cell(mean, "{:.2f}"), "most": cell(most, "{:d}")},
+        "counts": counts,
     }
 
 
-def _mean_length(tokens: int | None, samples: int | None) -> str:
-    return cell(None if tokens is None or not samples else tokens / samples, short)
-
-
 def _recipe_line(line: str) -> tuple[str, str]:
-    """A line of YAML, cut before the comment that tells a value's origin."""
+    """Split a line of YAML before the comment that names a value's origin."""
     if line.startswith("#"):
         return "", line
     match = re.match(r"(.*?)(  # [^'\"]*)?$", line)
@@ -333,7 +301,7 @@ LOSS_TYPE = "type"
 
 
 def card(recipe: Mapping[str, Any], machine: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """Heading -> lines. Folders and models are as the recipe spells them.
+    """Describe a run, as lines by heading. Folders and models are as the recipe spells them.
 
     Args:
         recipe: values of ``recipe.yaml``, of this version or another: what is not there is left out.
@@ -362,7 +330,7 @@ def _teacher(name: str, teacher: Any) -> str:
 
 
 def _group(group: Any) -> str:
-    """Engine, placement and number of replicas."""
+    """Name a group's engine, placement and number of replicas."""
     parts = [_at(group, "engine", "type"), _at(group, "engine", "dtype"), _at(group, "placement", "type")]
     replicas = _at(group, "replicas")
     if isinstance(replicas, int) and replicas > 1:
@@ -371,7 +339,7 @@ def _group(group: Any) -> str:
 
 
 def _loss(loss: Any) -> str:
-    """Its type, and every plain setting that is there."""
+    """Name the loss' type and its scalar settings."""
     values = {key: value for key, value in _items(loss) if value is not None and not isinstance(value, (dict, list))}
     settings = (f"{key} {value}" for key, value in values.items() if key != LOSS_TYPE)
     return _joined(values.get(LOSS_TYPE), ", ".join(settings))
@@ -412,7 +380,7 @@ def _hardware(machine: Mapping[str, Any]) -> str:
 
 
 def _at(tree: Any, *path: str) -> Any:
-    """What stands there; ``None`` for what does not."""
+    """Return the value at a path of keys, or ``None``."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree

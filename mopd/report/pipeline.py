@@ -1,4 +1,4 @@
-"""Who of a run's pipeline worked and who waited, and how old its samples were, from the records of steps.
+"""Busy and waiting times of a run's pipeline stages, and ages of its samples, from the records of steps.
 
 Every stage of a step's seconds T is busy, starved (nothing to work on) or blocked (its results, or the next work, not
 let through), and the three add up to T::
@@ -22,12 +22,12 @@ from typing import Any
 from mopd.report.groups import ALL, group_values, label
 
 STEP_MARKS = ("timing/window_closed_s", "timing/stage_weights_s", "staleness_share/0")
-"""Runs that know when a stage was blocked have some of these numbers; others knew only what took how long."""
+"""Metrics of runs that record when a stage was blocked; older runs have none of them."""
 AGE_SHARE = "staleness_share"
 WAITS_LITTLE = 0.05
-"""Share of the steps below which the trainer's waits do not matter: it bounds them."""
+"""Share of the steps' time below which the trainer's waits are negligible: the trainer then bounds them."""
 MOST_DIGITS = 4
-"""Of an age; no run allows older samples."""
+"""Largest number of digits of an age; no run allows older samples."""
 Seconds = tuple[float, float, float]
 """Busy, starved, blocked."""
 
@@ -40,10 +40,10 @@ class StageResult:
     starved: float
     blocked: float
     replicas: int | None
-    """Of a group of engines; others have none."""
+    """Number of replicas of a group of engines; other stages have none."""
     balanced_replicas: int | None
-    """As many as would keep up with the trainer: the replicas' busy seconds over the trainer's, rounded up. ``None``
-    where the trainer did nothing."""
+    """Number of replicas that would keep up with the trainer: the replicas' busy seconds over the trainer's, rounded
+    up. ``None`` where the trainer did nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,18 +51,18 @@ class PipelineResult:
     """All stages, in the order of a sample's life."""
 
     bound_by: str
-    """The trainer, if it hardly waits, else the stage that is busy longest."""
+    """Name of the bounding stage: the trainer, if it hardly waits, else the stage that is busy longest."""
     stages: Mapping[str, StageResult]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgeResult:
-    """How old the weights were that drew the samples, and what became of samples that were not trained on."""
+    """Ages of the weights that drew the samples, and numbers of samples that were not trained on."""
 
     shares: Mapping[str, float]
     """Optimizer steps behind -> share of the samples; empty in a run without staleness."""
     response_versions_mean: float | None
-    """Versions of the weights that a response's tokens come from."""
+    """Mean number of versions of the weights that a response's tokens come from."""
     response_versions_max: int | None
     refused_samples: Mapping[str, int]
     """Domain -> samples that became too old, and whose prompts were drawn again."""
@@ -78,7 +78,8 @@ class AgeResult:
 
 
 def summarise_pipeline(steps: Sequence[Mapping[str, Any]]) -> PipelineResult | None:
-    """``None`` for runs whose records do not tell who was blocked, and before the first step."""
+    """Summarise the stages; ``None`` for runs that do not record when a stage was blocked, and before the first
+    step."""
     if not any(mark in record for record in steps for mark in STEP_MARKS):
         return None
     totals: dict[str, list[float]] = {}
@@ -111,7 +112,7 @@ def summarise_pipeline(steps: Sequence[Mapping[str, Any]]) -> PipelineResult | N
 
 
 def stage_seconds(record: Mapping[str, Any]) -> dict[str, Seconds]:
-    """One step's seconds by stage; empty without a step's length."""
+    """Return one step's seconds by stage; empty without a step's length."""
     whole = _number(record, "timing/step_s")
     if whole <= 0:
         return {}
@@ -128,7 +129,7 @@ def stage_seconds(record: Mapping[str, Any]) -> dict[str, Seconds]:
 
 
 def summarise_ages(steps: Sequence[Mapping[str, Any]]) -> AgeResult | None:
-    """``None`` for runs that count none of this."""
+    """Summarise ages and lost samples; ``None`` for runs that record none of this."""
     shares: dict[int, float] = {}
     counts: dict[str, dict[str, int]] = {"refused_samples": {}, "refused_tokens": {}, "replaced_samples": {}}
     for record in steps:
@@ -153,7 +154,8 @@ def summarise_ages(steps: Sequence[Mapping[str, Any]]) -> AgeResult | None:
 
 
 def _mean_lengths(steps: Sequence[Mapping[str, Any]], tokens: str, samples: str) -> dict[str, float]:
-    """Domain -> sum of ``tokens/DOMAIN`` over that of ``samples/DOMAIN``; empty for runs that do not count draws."""
+    """Return, by domain, the sum of ``tokens/DOMAIN`` over that of ``samples/DOMAIN``; empty if draws are not
+    counted."""
     drawn = "drawn_samples/"
     domains = sorted({name.removeprefix(drawn) for record in steps for name in record if name.startswith(drawn)})
     totals = {
@@ -164,13 +166,13 @@ def _mean_lengths(steps: Sequence[Mapping[str, Any]], tokens: str, samples: str)
 
 
 def stage_label(stage: str) -> str:
-    """``rollout``, ``teacher math``, ``weight sync``."""
+    """Name a stage: ``rollout``, ``teacher math``, ``weight sync``."""
     room, _, name = stage.partition("/")
     return label(room, name) if name else stage.replace("_", " ")
 
 
 def pipeline_line(pipeline: PipelineResult) -> str:
-    """All stages in one line, shares in whole percent."""
+    """Write all stages in one line, shares in whole percent."""
     stages = "  ".join(
         f"{stage_label(name)} {'/'.join(f'{100 * share:.0f}' for share in (one.busy, one.starved, one.blocked))}"
         for name, one in pipeline.stages.items()
@@ -185,7 +187,7 @@ def pipeline_line(pipeline: PipelineResult) -> str:
 
 
 def ages_line(ages: AgeResult) -> str:
-    """Ages of the samples, and how many were not trained on; empty where there is nothing to tell."""
+    """Write the ages of the samples, and how many were not trained on; empty if none is recorded."""
     texts = [f"{age} steps behind {100 * share:.0f} %" for age, share in ages.shares.items() if share]
     if ages.response_versions_mean is not None:
         texts.append(f"{ages.response_versions_mean:.2f} versions a response")
@@ -195,7 +197,8 @@ def ages_line(ages: AgeResult) -> str:
 
 
 def lengths_line(ages: AgeResult) -> str:
-    """Mean lengths of drawn, trained and refused responses by domain; empty for runs that do not count draws."""
+    """Write the mean lengths of drawn, trained and refused responses by domain; empty for runs that do not count
+    draws."""
     texts = []
     for domain, drawn in ages.drawn_length.items():
         if domain in ages.trained_length:
@@ -207,7 +210,7 @@ def lengths_line(ages: AgeResult) -> str:
 
 
 def _groups(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """The numbers of each group by its stage; replicas are none."""
+    """Return the numbers of each group by its stage, without replicas."""
     return {
         room if name == ALL else f"{room}/{name}": values
         for room, names in group_values(record).items()
@@ -217,7 +220,8 @@ def _groups(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _split(busy: float, blocked: float, whole: float) -> Seconds:
-    """What was measured between two records may reach beyond the step itself (a validation between them)."""
+    """Split a step into busy, starved and blocked seconds. A measured time may exceed the step (a validation
+    between)."""
     busy = min(busy, whole)
     blocked = min(blocked, whole - busy)
     return busy, whole - busy - blocked, blocked
@@ -228,7 +232,7 @@ def _place(stage: str) -> tuple[int, str]:
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:
-    """Not below 0, which is also what was not measured."""
+    """Return a metric, at least 0; 0 if it was not measured."""
     return max(0.0, values.get(name) or 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a run folder tells the report: its files, read and checked. Works while the run is still writing them."""
+"""Files of a run folder, read and checked, also while the run is still writing them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mopd.base.types import UserError
 from mopd.report.thumbnails import are_thumbnails
 
 MAX_NUMBER = 1e150
-"""Sums and products of two such numbers are finite; nothing that a run measures comes near."""
+"""Largest accepted number: sums and products of two are finite, and no measurement comes near."""
 CURE = "restore the file that the run wrote"
 MAX_METRICS = 10_000
-"""Names in one record; each gets a chart."""
+"""Largest number of names in one record; each gets a chart."""
 
 
 class RunFiles:
@@ -47,11 +47,11 @@ class RunFiles:
             raise UserError(f"{shown_path(self.path)!r} holds no run: name the run_dir of a run that has begun")
 
     def recipe_text(self) -> str:
-        """The resolved recipe as it was written, origins included."""
+        """Read the resolved recipe as it was written, origins included."""
         return read_text(self.recipe, cure=CURE)
 
     def recipe_tree(self) -> dict[str, Any]:
-        """The resolved recipe as plain values; ``schedule.steps`` and ``student.model`` are there."""
+        """Read the resolved recipe as plain values; ``schedule.steps`` and ``student.model`` are there."""
         tree = read_yaml_object(self.recipe, cure=CURE)
         for section, key, kind in (("schedule", "steps", int), ("student", "model", str)):
             keys = tree.get(section)
@@ -64,7 +64,7 @@ class RunFiles:
         return tree
 
     def steps(self) -> list[dict[str, Any]]:
-        """Records of ``metrics.jsonl``, in order of steps: numbers and nulls by name."""
+        """Read the records of ``metrics.jsonl``, in order of steps: numbers and nulls by name."""
         records = read_jsonl(self.metrics)
         for record in records:
             if len(record) > MAX_METRICS:
@@ -75,7 +75,7 @@ class RunFiles:
         return records
 
     def validations(self) -> list[dict[str, Any]]:
-        """Records of ``validation.jsonl``, in order of steps, with rewards by domain and perhaps examples."""
+        """Read the records of ``validation.jsonl``, in order of steps, with rewards by domain and perhaps examples."""
         records = read_jsonl(self.validation)
         for record in records:
             problem = _validation_problem(record)
@@ -84,16 +84,16 @@ class RunFiles:
         return records
 
     def last_rewards(self) -> dict[str, float]:
-        """Rewards by domain of the newest validation; empty before the first."""
+        """Read the rewards by domain of the newest validation; empty before the first."""
         records = self.validations()
         return records[-1]["rewards"] if records else {}
 
     def teacher_rewards(self) -> dict[str, float]:
-        """Each domain's own teacher on the validation prompts; empty if that was not measured."""
+        """Read the rewards of each domain's own teacher on the validation prompts; empty if not measured."""
         return _numbers(self.headroom, "teacher", cure=f"{CURE}, or remove it")
 
     def teacher_examples(self) -> dict[str, list[dict[str, Any]]]:
-        """Domain -> what its teacher answered to the first validation prompts; empty where that was not kept."""
+        """Read, by domain, the teacher's answers to the first validation prompts; empty if they were not kept."""
         found = {}
         cure = f"{CURE}, or remove it"
         for domain, entry in _entries(self.headroom, cure):
@@ -104,7 +104,8 @@ class RunFiles:
         return found
 
     def machine_record(self) -> dict[str, Any] | None:
-        """``gpus``, ``cpu``, ``num_cores``, ``memory_gib`` and ``packages`` of the machine; ``None`` where not kept."""
+        """Read ``gpus``, ``cpu``, ``num_cores``, ``memory_gib`` and ``packages`` of the machine; ``None`` if not
+        kept."""
         if not os.path.lexists(self.machine):
             return None
         cure = f"{CURE}, or remove it"
@@ -122,13 +123,13 @@ class RunFiles:
         return record
 
     def floors(self) -> dict[str, float]:
-        """Teacher -> KL floor, as the preflight measured it; empty if it did not yet. Rounding can make a KL of 0
-        negative, which is a floor of 0."""
+        """Read each teacher's KL floor, as the preflight measured it; empty if it did not yet. Rounding can make a KL
+        of 0 negative, which is a floor of 0."""
         cure = f"{CURE}, or remove it: the preflight then measures again"
         return {name: max(0.0, kl) for name, kl in _numbers(self.parity, "kl", cure=cure).items()}
 
     def wandb_id(self) -> str:
-        """The id by which Weights & Biases finds the run again."""
+        """Read the id by which Weights & Biases finds the run again."""
         cure = "remove it: a new run begins there"
         text = read_text(self.wandb, cure=cure, max_bytes=200).strip()
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
@@ -145,12 +146,13 @@ class Best:
 
 
 def mean(rewards: Mapping[str, float]) -> float:
-    """Over domains."""
+    """Return the mean reward over domains."""
     return sum(rewards.values()) / len(rewards)
 
 
 def best_of(validations: Sequence[Mapping[str, Any]], *, kept: Collection[int] | None = None) -> Best | None:
-    """Best validated step after training began, of those in ``kept`` (``None``: of all); ``None`` before the first.
+    """Return the best validated step after training began, of those in ``kept`` (``None``: of all); ``None`` before the
+    first.
 
     Going back to an older checkpoint (``--from``) can mean that the best one of that time has been removed since.
     """
@@ -177,7 +179,7 @@ def _validation_problem(record: Mapping[str, Any]) -> str | None:
 
 
 def _numbers(path: Path, key: str, *, cure: str) -> dict[str, float]:
-    """Name -> number that its object holds under ``key``; empty without such a file."""
+    """Read, by name, the number that its object holds under ``key``; empty without such a file."""
     numbers = {}
     for name, entry in _entries(path, cure):
         number = entry.get(key) if isinstance(entry, dict) else None
@@ -188,7 +190,7 @@ def _numbers(path: Path, key: str, *, cure: str) -> dict[str, float]:
 
 
 def _entries(path: Path, cure: str) -> Iterable[tuple[str, Any]]:
-    """Of the object in a file; none without the file."""
+    """Read the entries of the object in a file; none without the file."""
     return read_json_object(path, cure=cure).items() if os.path.lexists(path) else ()
 
 

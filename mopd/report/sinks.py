@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Group
 from rich.live import Live
@@ -30,15 +30,20 @@ from mopd.config.schema import Recipe
 from mopd.report.groups import ALL, BREAKER_STATES, LATENCY_HEADING, Room, group_values, label, latencies, trouble
 from mopd.report.pipeline import ages_line, pipeline_line, summarise_ages, summarise_pipeline
 from mopd.report.run_files import RunFiles
-from mopd.report.terminal import Terminal
+from mopd.report.terminal import Terminal, make_table
 
 
-class Sink(Protocol):
-    """Takes numbers; never changes them."""
+class Sink:
+    """Destination of a run's numbers; it never changes them."""
 
-    def log(self, metrics: StepMetrics) -> None: ...
-    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+    def log(self, metrics: StepMetrics) -> None:
+        """Take one step's numbers."""
+
+    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
+        """Take the mean rewards by domain of a validation."""
+
+    def close(self) -> None:
+        """Flush and release what the sink holds."""
 
 
 class Sinks:
@@ -78,12 +83,12 @@ class Sinks:
             self._close = unwind.pop_all().close
 
     def log(self, metrics: StepMetrics) -> None:
-        """One step's numbers."""
+        """Pass one step's numbers to every sink."""
         for sink in self._sinks:
             sink.log(metrics)
 
     def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
-        """Mean reward by domain on the validation prompts after ``step`` optimizer steps."""
+        """Pass on the mean reward by domain on the validation prompts after ``step`` optimizer steps."""
         for sink in self._sinks:
             sink.log_validation(step, rewards)
 
@@ -92,24 +97,15 @@ class Sinks:
         self._close()
 
 
-class JsonlSink:
-    """``metrics.jsonl``: one line per step. Validation has a file of its own."""
-
-    def __init__(self, path: Path) -> None:
-        self._writer = JsonlWriter(path)
+class JsonlSink(JsonlWriter, Sink):
+    """Writer of ``metrics.jsonl``: one line per step. The validation writes ``validation.jsonl`` itself."""
 
     def log(self, metrics: StepMetrics) -> None:
-        self._writer.write(metrics.record)
-
-    def log_validation(self, step: int, rewards: Mapping[str, float]) -> None:
-        """Nothing: ``validation.jsonl`` is written by whoever validates."""
-
-    def close(self) -> None:
-        self._writer.close()
+        self.write(metrics.record)
 
 
-class TensorBoardSink:
-    """TensorBoard event files; ``kl_k1/math`` becomes the chart ``math`` of the group ``kl_k1``.
+class TensorBoardSink(Sink):
+    """Writer of TensorBoard event files; ``kl_k1/math`` becomes the chart ``math`` of the group ``kl_k1``.
 
     Written here, not by torch's ``SummaryWriter``: its thread would meet a full disk behind the run's back.
     """
@@ -147,8 +143,8 @@ class TensorBoardSink:
             self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
-class WandBSink:
-    """A Weights & Biases run, found again at resume by the id kept in ``wandb_id`` of the run folder."""
+class WandBSink(Sink):
+    """Sink to a Weights & Biases run, found again at resume by the id kept in ``wandb_id`` of the run folder."""
 
     def __init__(self, cfg: WandBConfig, run_dir: Path, recipe_tree: Mapping[str, Any]) -> None:
         import wandb
@@ -185,24 +181,22 @@ class WandBSink:
 
 
 LINE_EVERY_S = 10.0
-"""Plain lines are at least this far apart, however fast the steps are."""
+"""Least time between two plain lines, however fast the steps are."""
 COLUMNS = {"kl_k1": "KL", "loss": "loss", "topk_overlap": "overlap", "response_length": "length"}
 """Metric -> heading of the live table. Overlap comes on diagnostic steps only and stays until the next."""
 FLOOR = "kl_floor"
 """Metric that does not change in a run, and is missing where the teachers could not be compared with their folders."""
 
 
-def make_progress(
-    console: Terminal, steps: int, start_step: int, rewards: Mapping[str, float]
-) -> LiveProgress | PlainProgress:
-    """The form that suits ``console``. ``rewards`` are those of the last validation (empty before the first)."""
+def make_progress(console: Terminal, steps: int, start_step: int, rewards: Mapping[str, float]) -> Sink:
+    """Make the progress that suits ``console``. ``rewards`` are those of the last validation, empty before it."""
     if console.is_terminal:
         return LiveProgress(console, steps, start_step, rewards)
     return PlainProgress(console, steps, start_step)
 
 
-class LiveProgress:
-    """One row per domain, and a bar with the time left."""
+class LiveProgress(Sink):
+    """Live table with a row per domain, and a bar with the time left."""
 
     def __init__(self, console: Terminal, steps: int, start_step: int, rewards: Mapping[str, float]) -> None:
         self._rows: dict[str, dict[str, float]] = {}
@@ -245,8 +239,8 @@ class LiveProgress:
         return Group(table, *below, *self._pipeline, self._bar)
 
 
-class PlainProgress:
-    """A line for the first step, the last, and now and then between; one for each validation."""
+class PlainProgress(Sink):
+    """Lines for the first step, the last, some between, and each validation."""
 
     def __init__(
         self, console: Terminal, steps: int, start_step: int, clock: Callable[[], float] = time.monotonic
@@ -288,11 +282,8 @@ class PlainProgress:
         by_domain = "  ".join(f"{domain} {_number(reward)}" for domain, reward in rewards.items())
         self._line(f"step {step}/{self._steps}  reward {by_domain}")
 
-    def close(self) -> None:
-        """Nothing to do."""
-
     def _log_trouble(self, metrics: StepMetrics) -> None:
-        """A replica that stops working or works again is told at once, and once."""
+        """Print at once, and once, that a replica stops working or works again."""
         texts = trouble(metrics.values)
         for text in texts:
             if text not in self._trouble:
@@ -307,11 +298,9 @@ class PlainProgress:
 
 
 def _group_table(groups: Mapping[str, Room]) -> Table:
-    """Who answered how fast in the last step, and which replica does not work."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("group", overflow="fold")
-    for heading in ("up", "tok/s", LATENCY_HEADING, "MB", "queue", "in\nflight", "retries"):
-        table.add_column(Text(heading), justify="right", no_wrap=True)
+    """Make a table of each group's and replica's rates and state in the last step."""
+    headings = map(Text, ("group", "up", "tok/s", LATENCY_HEADING, "MB", "queue", "in\nflight", "retries"))
+    table = make_table(*headings, box=None, pad_edge=False)
     for room, names in groups.items():
         for name, values in names.items():
             is_group = "replicas" in values
@@ -326,7 +315,7 @@ def _group_table(groups: Mapping[str, Room]) -> Table:
 
 
 def _pipeline(metrics: StepMetrics) -> list[str]:
-    """Lines: who worked and who waited in this step, and how old its samples were; none where nothing tells."""
+    """Return lines on the stages' shares and the samples' ages in this step; none if they are not recorded."""
     pipeline, ages = summarise_pipeline([metrics.values]), summarise_ages([metrics.values])
     lines = ["" if pipeline is None else pipeline_line(pipeline), "" if ages is None else ages_line(ages)]
     return [line for line in lines if line]
@@ -353,7 +342,7 @@ def _speed(metrics: StepMetrics) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits, never in powers of ten."""
+    """Write three digits, without powers of ten."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

@@ -25,7 +25,7 @@ class Terminal(Console):
         return super().render_str(visible(text), **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """What does not fit a table's cell goes on in its next line; rich would cut it."""
+        """Print objects; text that does not fit a table's cell goes on in its next line, where rich would cut it."""
         for table in objects:
             if isinstance(table, Table):
                 for column in table.columns:
@@ -33,15 +33,24 @@ class Terminal(Console):
         super().print(*objects, **options)
 
 
+def make_table(*headings: str | Text, **options: Any) -> Table:
+    """Make a table whose first column holds names and whose others hold numbers, right-aligned and on one line."""
+    table = Table(**options)
+    table.add_column(headings[0], overflow="fold")
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
 class LogFormatter(logging.Formatter):
-    """Messages without control characters; tracebacks keep their lines."""
+    """Formatter that removes control characters; tracebacks keep their lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record), keep="\n\t")
 
 
 def log_to_terminal() -> None:
-    """mopd's own messages on standard error; other libraries' only when they warn."""
+    """Send mopd's messages to standard error; other libraries' only from warnings on."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

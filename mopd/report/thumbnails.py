@@ -11,17 +11,18 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_THUMBNAILS = 4
-"""Of one example."""
+"""Largest number of thumbnails of one example."""
 MAX_CHARACTERS = 65536
-"""Of one thumbnail: noise of the largest size has 40,000."""
+"""Largest length of one thumbnail; noise of the largest size has 40,000 characters."""
 _SIDE = 160
-"""Pixels of the longer side, at most."""
+"""Largest length of the longer side, in pixels."""
 _QUALITY = 80
 _FORM = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]+={0,2}")
 
 
 def thumbnail(image: Image) -> str:
-    """A ``data:`` address of an RGB image that holds the whole of it, as JPEG; no larger than 160 pixels a side."""
+    """Return a ``data:`` address of an RGB image that holds the whole of it, as JPEG; no larger than 160 pixels a
+    side."""
     small, stream = image.copy(), io.BytesIO()
     small.thumbnail((_SIDE, _SIDE))
     small.save(stream, format="JPEG", quality=_QUALITY)
@@ -29,7 +30,7 @@ def thumbnail(image: Image) -> str:
 
 
 def are_thumbnails(values: Any) -> bool:
-    """What an example of a record may hold as its images; nothing that would make a page fetch or run something."""
+    """Return whether a record's example may hold these as images: nothing that makes a page fetch or run something."""
     return (
         isinstance(values, list)
         and len(values) <= MAX_THUMBNAILS

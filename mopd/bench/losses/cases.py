@@ -36,18 +36,18 @@ class Case:
     k: int
     dtype: str
     tp_shard: int = 1
-    """N: one of N shards is measured, its collective left out."""
+    """Number of vocabulary shards, of which one is measured without its collective."""
     hidden: int | None = None
     """Width of the hidden states; set for the problems that begin before the LM head."""
 
     @property
     def columns(self) -> int:
-        """Columns of the logits that exist: the vocabulary, or the largest of N shards."""
+        """Number of columns of the logits: the vocabulary, or the largest of N shards."""
         return -(-self.vocab // self.tp_shard)
 
     @property
     def title(self) -> str:
-        """One line for people."""
+        """Describe the case in one line."""
         text = f"T={self.rows} V={self.vocab} K={self.k} {self.dtype}"
         if self.hidden is not None:
             text += f" H={self.hidden}"
@@ -57,7 +57,7 @@ class Case:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``mopd bench losses``."""
+    """Add the options of ``mopd bench losses``."""
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--shapes", nargs="+", metavar="T,V,K", help="rows, vocabulary, ids a row; default: a grid, headline first")

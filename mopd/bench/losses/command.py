@@ -29,18 +29,13 @@ from mopd.bench.losses.contenders import BASELINE, FLOOR, Contender, head_baseli
 from mopd.bench.losses.inputs import make_head_inputs, make_inputs
 
 COLUMNS = {
-    "loss": "loss:",
-    "forward ms": "forward_ms:,.2f",
-    "fwd+bwd ms": "total_ms:,.2f",
-    "of floor": "floor_share:.0%",
-    "x base": "speedup:.2f",
-    "extra, x [T,V] fp32": "extra_over_logits:.3f",
-    "error": "error:.1e",
-}
+    "loss": "loss:", "forward ms": "forward_ms:,.2f", "fwd+bwd ms": "total_ms:,.2f", "of floor": "floor_share:.0%",
+    "x base": "speedup:.2f", "extra, x [T,V] fp32": "extra_over_logits:.3f", "error": "error:.1e",
+}  # fmt: skip
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Measure and print; the exit code, 1 if a row of ours failed.
+    """Measure and print. Return the exit code, 1 if a row of ours failed.
 
     Raises:
         UserError: impossible options, or a device that is not there.
@@ -67,7 +62,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def measure_case(case: Case, device: torch.device, repeats: int, give_up_at: float) -> tuple[Comparison, list[str]]:
-    """All contenders of one case, and what failed of ours."""
+    """Measure all contenders of one case. Return its table, and lines about those of ours that failed."""
     copied, floor_ms, base = None, None, BASELINE
     if case.hidden is None:
         inputs = make_inputs(case, device)
@@ -96,16 +91,14 @@ def measure_case(case: Case, device: torch.device, repeats: int, give_up_at: flo
         remarks.append(f"disturbed: other processes kept {others_cores:.1f} cores busy meanwhile: measure again")
     facts: dict[str, Any] = {"case": asdict(case), "floor_ms": floor_ms, "copy_gb_per_s": rate and rate / 1e9}
     facts |= {"base": base, "others_cores": others_cores}
-    part = Comparison(
-        title=case.title, columns=COLUMNS, rows=figures(case, rows, base, floor_ms), facts=facts, remarks=remarks
-    )
-    return part, [
-        f"failed: {case.title}: {row.name} ({row.loss}): {row.reason}" for row in rows if row.status == "failed"
-    ]
+    made = figures(case, rows, base, floor_ms)
+    failed = [f"{row.name} ({row.loss}): {row.reason}" for row in rows if row.status == "failed"]
+    part = Comparison(title=case.title, columns=COLUMNS, rows=made, facts=facts, remarks=remarks)
+    return part, [f"failed: {case.title}: {line}" for line in failed]
 
 
 def figures(case: Case, rows: Sequence[Row], base: str, floor_ms: float | None) -> list[dict[str, Any]]:
-    """Rows beside the floor, the baseline and the logits, the fastest first within each loss."""
+    """Set the rows beside the floor, the baseline and the logits, the fastest first within each loss."""
     base_ms = next((row.total_ms for row in rows if row.name == base), None)
     found = []
     for row in sorted(rows, key=lambda row: (row.loss, row.total_ms or math.inf)):
@@ -137,7 +130,7 @@ def _tune(cases: Sequence[Case], device: torch.device, give_up_at: float) -> Non
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The benchmark without the rest of the command line."""
+    """Run the benchmark without the rest of the command line."""
     parser = argparse.ArgumentParser(prog="python -m mopd.bench.losses", description=__doc__)
     add_arguments(parser)
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -152,10 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 WARM_UP_RUNS = {"cuda": 3, "cpu": 1}
-"""Runs before the first round, beside the one that checks the gradient and the one that counts memory."""
+"""Number of runs before the first round, beside the one that checks the gradient and the one that counts memory."""
 ENOUGH_ROUNDS = 5
 ENOUGH_S = {"cuda": 1.0, "cpu": 60.0}
-"""A contender with so many rounds that took so long in all sits out the rest: else the slow ones take all the time."""
+"""A contender with so many rounds that took so long in all sits out the rest, or slow ones would take all the time."""
 
 
 @dataclass(kw_only=True)
@@ -167,10 +160,10 @@ class Row:
     loss: str
     status: Literal["measured", "out of memory", "not available", "failed", "not reached"] = "measured"
     reason: str | None = None
-    """Why there are no numbers, or a remark."""
+    """Reason for missing numbers, or a remark."""
     forward_s: list[float] = field(default_factory=list)
     total_s: list[float] = field(default_factory=list)
-    """Forward and backward of each round."""
+    """Seconds of forward and backward of each round."""
     extra_bytes: int | None = None
     """Peak memory of forward and backward above inputs and gradients."""
     error: float | None = None
@@ -178,12 +171,12 @@ class Row:
 
     @property
     def forward_ms(self) -> float | None:
-        """Median over rounds."""
+        """Median time of forward over rounds."""
         return 1000 * median(self.forward_s) if self.total_ms is not None else None
 
     @property
     def total_ms(self) -> float | None:
-        """Median over rounds; None where the contender did not come through."""
+        """Median time of forward and backward over rounds; None if the contender was not measured to the end."""
         return 1000 * median(self.total_s) if self.status == "measured" and self.total_s else None
 
 
@@ -225,7 +218,7 @@ def measure(
 
 
 def _time_one(contender: Contender, row: Row, clock: Clock) -> None:
-    """One more time; memory that ran out, because others left it in pieces, ends the contender's part."""
+    """Time one more run. If fragmented memory does not suffice, the contender takes no further part."""
     try:
         clock.start()
         _run(contender, clock.mark)
@@ -239,7 +232,8 @@ def _time_one(contender: Contender, row: Row, clock: Clock) -> None:
 
 
 def _prepare(contender: Contender, device: torch.device, give_up_at: float) -> Row:
-    """Errors, peak memory and warm-up. Running out of memory is a result; an error of ours is a failure of the run."""
+    """Check the gradient, count peak memory and warm up. Running out of memory is a result; an error of ours is a
+    failure of the run."""
     row = Row(name=contender.name, group=contender.group, loss=contender.loss, reason=contender.note or None)
     if isinstance(contender.forward, str):
         row.status, row.reason = "not available", contender.forward
@@ -279,7 +273,7 @@ def _measure_alone(contender: Contender, row: Row, device: torch.device) -> None
 
 
 def _run(contender: Contender, mark: Callable[[], None] = lambda: None) -> tuple[Tensor, ...]:
-    """The gradients; ``mark`` is called after forward and after backward."""
+    """Run once and return the gradients; ``mark`` is called after forward and after backward."""
     assert not isinstance(contender.forward, str)
     loss = contender.forward()
     mark()

@@ -2,9 +2,8 @@
 
 Released packages are loaded by name and only here: nothing of mopd depends on them. Losses in the style of other
 toolkits are written for this benchmark from descriptions of their data flow, on one rank, where an all-reduce does
-nothing; where a description leaves a choice, the cheaper one is taken. ``exact`` ones are the definitions in float64
-under autograd. Each takes logits [T, V], ``ids`` int64 [T, K] and the teacher's ``logprobs`` fp32 [T, K] and returns
-fp32 row losses [T].
+nothing; where a description leaves a choice, the cheaper one is taken. Each takes logits
+[T, V], ``ids`` int64 [T, K] and the teacher's ``logprobs`` fp32 [T, K] and returns fp32 row losses [T].
 
 Shape legend: T rows, V columns, K ids of a row, H hidden width.
 """
@@ -27,11 +26,11 @@ from mopd.losses import LinearHead, linear_loss, parallel_topk_distill
 from mopd.losses.linear.head import Rows
 
 CHUNK_ROWS = 1024
-"""Rows at a time of the NeMo-RL style."""
+"""Number of rows that the NeMo-RL style computes at a time."""
 
 
 def bucket_terms(logp: Tensor, logprobs: Tensor, tail_floor: float) -> Tensor:
-    """KL over K ids and one more outcome for the rest, from log-probs [T, K], under autograd."""
+    """Return the KL over K ids and one more outcome for the rest, from log-probs [T, K], under autograd."""
     q = logprobs.exp()
     rest_q = (1 - q.sum(1)).clamp_min(tail_floor)
     rest_p = (1 - logp.exp().sum(1)).clamp_min(tail_floor)
@@ -39,7 +38,7 @@ def bucket_terms(logp: Tensor, logprobs: Tensor, tail_floor: float) -> Tensor:
 
 
 def eager(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """Log-softmax of the whole vocabulary in fp32, then gather: what one writes first."""
+    """Plain style: log-softmax of the whole vocabulary in fp32, then gather."""
     log_p = torch.log_softmax(logits, 1, dtype=torch.float32)
     return bucket_terms(log_p.gather(1, ids), logprobs, 1e-6)
 
@@ -65,21 +64,15 @@ def ghost_token(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
 
 
 def verl(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """verl style without diagnostics: truncated forward KL, log-probs held above -10, rows in [0, 10]."""
-    loss, _, _ = VerlTopK.apply(logits, ids, logprobs, False)
-    return loss.clamp_max(10.0).clamp_min(0.0)
-
-
-def verl_with_diagnostics(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """The same with the diagnostics that go with it: the student's own top-k, how many ids it shares with the teacher's
-    and the student's mass on the shared ones.
+    """verl style: truncated forward KL, log-probs held above -10, rows in [0, 10], and the diagnostics that go with it:
+    the student's own top-k, how many ids it shares with the teacher's and the student's mass on the shared ones.
     """
-    loss, _, _ = VerlTopK.apply(logits, ids, logprobs, True)
+    loss, _, _ = VerlTopK.apply(logits, ids, logprobs)
     return loss.clamp_max(10.0).clamp_min(0.0)
 
 
 class VerlTopK(torch.autograd.Function):
-    """``apply(logits, ids, logprobs, diagnostics)`` -> row losses, shared ids and student mass on those, [T] each.
+    """``apply(logits, ids, logprobs)`` -> row losses, shared ids and student mass on those, [T] each.
 
     Forward makes an fp32 copy and, in place where that is possible, shift, exp, log-softmax and probabilities, which
     are saved; backward scatters -q into (sum of active q) x p.
@@ -88,9 +81,7 @@ class VerlTopK(torch.autograd.Function):
     MIN_LOGPROB = -10.0
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, ids: Tensor, logprobs: Tensor, diagnostics: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         z = logits.to(torch.float32, copy=True)
         z.sub_(z.amax(1, keepdim=True))
         p = z.exp()
@@ -102,11 +93,9 @@ class VerlTopK(torch.autograd.Function):
         log_q = logprobs.clamp_min(VerlTopK.MIN_LOGPROB)
         q = log_q.exp()
         loss = (q * (log_q - chosen.clamp_min(VerlTopK.MIN_LOGPROB))).sum(1)
-        shared, mass = torch.zeros_like(loss), torch.zeros_like(loss)
-        if diagnostics:
-            best, best_ids = log_p.topk(ids.size(1), 1)
-            ours = _in_rows(best_ids, ids)
-            shared, mass = ours.sum(1).float(), torch.where(ours, best.exp(), 0).sum(1)
+        best, best_ids = log_p.topk(ids.size(1), 1)
+        ours = _in_rows(best_ids, ids)
+        shared, mass = ours.sum(1).float(), torch.where(ours, best.exp(), 0).sum(1)
         ctx.mark_non_differentiable(shared, mass)
         ctx.save_for_backward(p, ids, torch.where(active, q, 0))
         ctx.dtype = logits.dtype
@@ -119,11 +108,11 @@ class VerlTopK(torch.autograd.Function):
         gradient = p * q.sum(1, keepdim=True)
         gradient.scatter_add_(1, ids, -q)
         gradient.mul_(grad.unsqueeze(1))
-        return gradient.to(ctx.dtype), None, None, None
+        return gradient.to(ctx.dtype), None, None
 
 
 def _in_rows(values: Tensor, ids: Tensor) -> Tensor:
-    """[T, K] bool: where a value is among the ids of its own row."""
+    """Return [T, K] bool: whether a value is among the ids of its own row."""
     ordered = ids.sort(1).values
     at = torch.searchsorted(ordered, values).clamp_max(ids.size(1) - 1)
     return ordered.gather(1, at) == values
@@ -162,7 +151,8 @@ class ChunkedGather(torch.autograd.Function):
 
 
 def _log_softmax(z: Tensor) -> Tensor:
-    """Log-softmax as a vocabulary-parallel one is made: shift, exp, sum, and a place for an all-reduce after each."""
+    """Compute a log-softmax as vocabulary-parallel code does: shift, exp, sum, and a place for an all-reduce after
+    each."""
     shifted = z - z.amax(1, keepdim=True)
     return shifted.sub_(shifted.exp().sum(1, keepdim=True).log())
 
@@ -172,43 +162,36 @@ def torch_cross_entropy(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor
     return torch.nn.functional.cross_entropy(logits.float(), ids[:, 0], reduction="none")
 
 
-def row_losses(loss: str, log_p: Tensor, ids: Tensor, log_q: Tensor) -> Tensor:
-    """Row losses [T] from the student's log-probs [T, V], ``ids`` [T, K] and the teacher's log-probs [T, K], float64.
+TAILS = {
+    "bucket": "bucket", "cross entropy": "none", "truncated": "none", "renormalized": "renormalize",
+    "renormalized teacher": "none",
+}  # fmt: skip
+"""What is computed -> the tail of ``parallel_topk_distill`` that defines it."""
+
+
+def exact_rows(loss: str, logits: Tensor, ids: Tensor, log_q: Tensor) -> Tensor:
+    """Return row losses [T] in float64 under autograd, by the ``reference`` layer; meant for a few rows.
 
     ``cross entropy``: -log p of the first id. The others are KL(teacher || student) over the listed ids: ``bucket``
     with one outcome more for every id that is not listed; ``truncated`` with both log-probs held at -10 and above and
     the row at [0, 10]; ``renormalized`` of the distributions conditional on the ids; ``renormalized teacher`` of the
     conditional teacher and the student over the whole vocabulary.
     """
-    chosen = log_p.gather(1, ids)
+    log_q, options = log_q.double(), dict[str, Any](tail=TAILS[loss])
     if loss == "cross entropy":
-        return -chosen[:, 0]
-    if loss == "truncated":
-        chosen, log_q = chosen.clamp_min(-10), log_q.clamp_min(-10)
-    if loss in ("renormalized", "renormalized teacher"):
+        ids, log_q = ids[:, :1], torch.zeros_like(log_q[:, :1])
+    elif loss == "renormalized teacher":
         log_q = log_q.log_softmax(1)
-    if loss == "renormalized":
-        chosen = chosen.log_softmax(1)
-    rows = (log_q.exp() * (log_q - chosen)).sum(1)
-    if loss == "bucket":
-        listed = torch.zeros_like(log_p, dtype=torch.bool).scatter(1, ids, True)
-        tail = (1 - log_q.exp().sum(1)).clamp_min(0)
-        log_tail = log_p.masked_fill(listed, -torch.inf).logsumexp(1)
-        rows = rows + torch.where(tail > 0, tail * (tail.clamp_min(1e-300).log() - log_tail), 0)
-    return rows.clamp(0, 10) if loss == "truncated" else rows
-
-
-def gradient(loss: str, logits: Tensor, ids: Tensor, logprobs: Tensor, upstream: Tensor) -> Tensor:
-    """d(sum upstream x loss) / d logits in float64, [T, V]; meant for a few rows."""
-    leaf = logits.detach().double().requires_grad_()
-    rows = row_losses(loss, leaf.log_softmax(1), ids, logprobs.double())
-    (result,) = torch.autograd.grad(rows, leaf, upstream.double())
-    return result
+    elif loss == "truncated":
+        options |= {"logprob_min_clamp": VerlTopK.MIN_LOGPROB, "loss_max_clamp": 10.0}
+    rows, _ = parallel_topk_distill(logits.double(), ids, log_q, backend="reference", **options)
+    return rows.clamp_min(0) if loss == "truncated" else rows
 
 
 def error(loss: str, got: Tensor, logits: Tensor, ids: Tensor, logprobs: Tensor, upstream: Tensor) -> float:
-    """||got - exact|| / ||exact|| of a gradient [T, V]; NaN where ``got`` holds one."""
-    exact = gradient(loss, logits, ids, logprobs, upstream)
+    """Return ||got - exact|| / ||exact|| of a gradient [T, V] of sum upstream x loss; NaN where ``got`` holds one."""
+    leaf = logits.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(exact_rows(loss, leaf, ids, logprobs), leaf, upstream.double())
     return float((got.double() - exact).norm() / exact.norm())
 
 
@@ -217,12 +200,11 @@ FLOOR = "the three GEMMs alone"
 CHECKED_ROWS = 32
 """Rows, evenly spaced, whose gradient is compared with float64."""
 MEMORY_SHARE = 10
-"""``linear_loss`` gets 1 / this of the memory of the logits."""
+"""Memory of the logits over the budget of ``linear_loss``."""
 RowLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 STYLES: tuple[tuple[str, str, RowLoss], ...] = (
     ("ghost-token style", "bucket", ghost_token),
-    ("verl style", "truncated", verl),
-    ("verl style, diagnostics", "truncated", verl_with_diagnostics),
+    ("verl style, diagnostics", "truncated", verl),
     ("NeMo-RL style, full normalisation", "renormalized teacher", nemo_rl),
     ("NeMo-RL style, over K", "renormalized", eager_renormalized),
     ("torch cross entropy", "cross entropy", torch_cross_entropy),
@@ -238,21 +220,21 @@ class Contender:
     loss: str
     """Name of what is computed: times are comparable between equal losses."""
     forward: Callable[[], Tensor] | str
-    """Or why it cannot run here: it gets a row all the same."""
+    """Function to time, or the reason why the contender cannot run here; it gets a row all the same."""
     leaves: Sequence[Tensor]
     upstream: Tensor | None = None
     """Gradient that backward starts from; None for a scalar loss."""
     restore: Callable[[], object] = lambda: None
-    """Undoes what a run does to the inputs; outside the timed region."""
+    """Function that undoes what a run does to the inputs, outside the timed region."""
     overwrites: bool = False
-    """The gradient lies in the logits' own memory."""
+    """Whether the gradient is written over the logits."""
     check: Callable[[Sequence[Tensor]], float] | None = None
-    """Gradients to their error against float64."""
+    """Function from gradients to their error against float64."""
     note: str = ""
 
 
 def logits_contenders(inputs: LossInputs) -> list[Contender]:
-    """Everybody who takes logits, the plain baseline first."""
+    """Make all contenders that take logits, the plain baseline first."""
 
     def add(name: str, group: Any, loss: str, rows: RowLoss | str, *, overwrites: bool = False) -> Contender:
         return Contender(
@@ -288,9 +270,8 @@ def _lacks_triton(device: torch.device) -> str:
 
 
 def _our_rows(loss: str, options: dict[str, Any], logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
-    tail = {"bucket": "bucket", "renormalized": "renormalize", "cross entropy": "none"}[loss]
     teacher = torch.zeros_like(logprobs) if loss == "cross entropy" else logprobs
-    return parallel_topk_distill(logits, ids, teacher, tail=tail, **options)[0]
+    return parallel_topk_distill(logits, ids, teacher, tail=TAILS[loss], **options)[0]
 
 
 def _error(inputs: LossInputs, loss: str, gradients: Sequence[Tensor]) -> float:
@@ -303,7 +284,7 @@ def _error(inputs: LossInputs, loss: str, gradients: Sequence[Tensor]) -> float:
 
 
 def head_baseline(device: torch.device) -> str:
-    """The way that is fastest where memory is plenty."""
+    """Name the way that is fastest where memory is plenty."""
     return f"GEMMs + {_layer(device)}, overwrite_input"
 
 
@@ -312,7 +293,7 @@ def _layer(device: torch.device) -> Literal["chunked", "triton"]:
 
 
 def head_contenders(inputs: HeadInputs) -> list[Contender]:
-    """Everybody who takes hidden states, the floor and the baseline first."""
+    """Make all contenders that take hidden states, the floor and the baseline first."""
     device, leaves, teacher = inputs.hidden.device, (inputs.hidden, inputs.weight), (inputs.ids, inputs.logprobs)
 
     def add(name: str, group: Any, loss: str, total: Callable[[], Tensor] | str, **more: Any) -> Contender:
@@ -356,7 +337,8 @@ def head_contenders(inputs: HeadInputs) -> list[Contender]:
 
 
 def _fused(inputs: HeadInputs, loss: str) -> Contender:
-    """``linear_loss`` within a small budget; the weight gradient goes to an fp32 ``main_grad``, as in Megatron."""
+    """Make the contender ``linear_loss`` within a small budget; the weight gradient goes to an fp32 ``main_grad``, as
+    in Megatron."""
     logits_bytes = inputs.hidden.size(0) * inputs.weight.size(0) * inputs.hidden.element_size()
     budget = max(logits_bytes // MEMORY_SHARE, 6 * inputs.hidden.numel())
     weight = inputs.weight.detach().requires_grad_()
@@ -377,7 +359,5 @@ def _fused(inputs: HeadInputs, loss: str) -> Contender:
 
     note = f"memory budget {budget / 2**20:.3g} MiB, 1 / {logits_bytes / budget:.3g} of the logits"
     note += "; weight gradient added to an fp32 main_grad"
-    restore, leaves = main_grad.zero_, (inputs.hidden,)
-    return Contender(
-        name="linear_loss", group="ours", loss=loss, forward=total, leaves=leaves, restore=restore, note=note
-    )
+    made: dict[str, Any] = {"leaves": (inputs.hidden,), "restore": main_grad.zero_, "note": note}
+    return Contender(name="linear_loss", group="ours", loss=loss, forward=total, **made)

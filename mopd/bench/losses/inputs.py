@@ -20,9 +20,9 @@ DISTANCE = 0.02
 """Standard deviation, in units of ``SPREAD``, of what student and teacher differ by: late in a run, where the gradient
 is a small difference and careless rounding shows."""
 CHUNK_ELEMENTS = 1 << 26
-"""Elements that are drawn at a time: the inputs never need a second tensor of their size in fp32."""
+"""Number of elements that are drawn at a time, so that the inputs never need a second tensor of their size in fp32."""
 SHARE_OF_DEVICE = 1 / 16
-"""Up to this share of the device's memory the untouched copy of the logits stays on the device."""
+"""Share of the device's memory up to which the untouched copy of the logits stays on the device."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LossInputs:
     """[T, V], what ``restore`` copies back."""
 
     def restore(self) -> None:
-        """Puts the logits back after a contender has written its gradient over them."""
+        """Put the logits back after a contender has written its gradient over them."""
         with torch.no_grad():
             self.logits.copy_(self.untouched)
 
@@ -85,7 +85,7 @@ def make_inputs(case: Case, device: torch.device) -> LossInputs:
 
 
 def make_head_inputs(case: Case, device: torch.device) -> HeadInputs:
-    """The same for hidden states and heads: the student's head is the teacher's plus noise."""
+    """Draw hidden states and both heads: the student's head is the teacher's plus noise."""
     assert case.hidden is not None
     hidden_size = case.hidden
     generator = torch.Generator(device).manual_seed(SEED)

@@ -68,7 +68,7 @@ class TopKDistill(torch.autograd.Function):
         call: LossCall = ctx.call
         call.refuse_second_backward(ctx)
         inp, entry, dense, column, owned, factor, far, far_lse = ctx.saved_tensors
-        upstream = grad_loss * factor / call.options.temperature
+        upstream = grad_loss * factor / call.temperature
         gradient = _gradient(
             inp,
             call,
@@ -113,8 +113,8 @@ class GatherLogProbs(torch.autograd.Function):
         call: LossCall = ctx.call
         call.refuse_second_backward(ctx)
         inp, logprobs, local_T, group_TN, known, column, owned = ctx.saved_tensors
-        grad = torch.where(known, grad_TN, 0) / call.options.temperature
-        total = grad.sum(1) - grad_lse_T / call.options.temperature
+        grad = torch.where(known, grad_TN, 0) / call.temperature
+        total = grad.sum(1) - grad_lse_T / call.temperature
         gradient = _gradient(
             inp,
             call,
@@ -128,7 +128,7 @@ class GatherLogProbs(torch.autograd.Function):
 
 def _gradient(inp: Tensor, call: LossCall, **parts: Any) -> Tensor:
     """Run ``write_gradient``, over the logits if asked to; autograd is then told that they changed."""
-    out = inp if call.options.overwrite_input else torch.empty_like(inp)
+    out = inp if call.overwrite_input else torch.empty_like(inp)
     write_gradient(inp, out, call=call, **parts)
     if out is inp:
         torch.autograd.graph.increment_version(inp)

@@ -54,7 +54,7 @@ class Scratch:
     def __init__(self, inp: Tensor, call: LossCall) -> None:
         self.dtype = call.dtype
         self.columns = call.shard.num_columns
-        self.scale = 1.0 / call.options.temperature
+        self.scale = 1.0 / call.temperature
         self._inp = inp
         self._source: Tensor | None = None
         self._result: Tensor | None = None

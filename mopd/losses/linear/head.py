@@ -64,12 +64,9 @@ class LinearHead:
         """Return the number of rows that are computed."""
         return self.row_shape(hidden).numel() if self.row_index is None else self.row_index.numel()
 
-    def gather(self, hidden: Tensor) -> Tensor:
-        """Return the rows that are computed, ``[N, H]``; without a copy if nothing is to be gathered or chosen."""
-        return self.begin_gather(hidden)()
-
     def begin_gather(self, hidden: Tensor) -> Callable[[], Tensor]:
-        """Start ``gather``; the returned function waits for the rows and returns them."""
+        """Start to gather the rows that are computed; the returned function waits and returns them, ``[N, H]``, without
+        a copy if nothing is to be gathered or chosen."""
         gathered = None
         if self.splits_sequence:
             own = hidden.contiguous()
@@ -84,16 +81,12 @@ class LinearHead:
 
         return finish
 
-    def give_back(self, grad_NH: Tensor, hidden: Tensor) -> Tensor:
-        """Return the gradient of ``hidden`` from this rank's part of the rows' gradient: summed over the ranks, 0
-        elsewhere.
+    def begin_give_back(self, grad_NH: Tensor, hidden: Tensor) -> Callable[[], Tensor]:
+        """Start to sum this rank's part of the rows' gradient over the ranks; the returned function waits and returns
+        the gradient of ``hidden``, 0 in rows that are not computed.
 
         The sum runs in the dtype of ``grad_NH``, which may be overwritten, and is rounded once.
         """
-        return self.begin_give_back(grad_NH, hidden)()
-
-    def begin_give_back(self, grad_NH: Tensor, hidden: Tensor) -> Callable[[], Tensor]:
-        """Start ``give_back``; the returned function waits for the sum and returns the gradient."""
         if self.splits_sequence:
             whole = self._all_rows(grad_NH, hidden)
             own = whole.new_empty(whole.size(0) // self.world_size, whole.size(1))

@@ -70,7 +70,7 @@ class HeadLogits(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: LinearHead) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.head, ctx.weight = head, weight
-        return torch.mm(head.gather(hidden), weight.t())
+        return torch.mm(head.begin_gather(hidden)(), weight.t())
 
     @staticmethod
     @once_differentiable
@@ -138,7 +138,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, chunks: _Chunks) -> Tensor:
         head = chunks.head
-        rows_NH = head.gather(hidden)
+        rows_NH = head.begin_gather(hidden)()
         grad_rows = grad_weight = buffer = None
         if chunks.needs_hidden:
             grad_rows = rows_NH.new_empty(rows_NH.shape, dtype=head.sum_dtype(weight))
@@ -147,7 +147,7 @@ class ChunkedLoss(torch.autograd.Function):
             grad_weight = weight.new_zeros(weight.shape, dtype=accumulation_dtype(weight)) if buffer is None else buffer
         chunks.run(rows_NH, weight, grad_rows, grad_weight)
         del rows_NH
-        grad_hidden = None if grad_rows is None else head.give_back(grad_rows, hidden)
+        grad_hidden = None if grad_rows is None else head.begin_give_back(grad_rows, hidden)()
         if buffer is not None:
             mark_added(weight)
         ctx.save_for_backward(grad_hidden, grad_weight if buffer is None else None)

@@ -40,16 +40,8 @@ def spread(per_teacher, member):
 def expm1_rest(d):
     """Return ``expm1(d) - d`` for |d| <= 1, without cancellation: the series up to d^13 / 13!."""
     r = 1.0 + d * (1.0 / 13.0)
-    r = 1.0 + d * (1.0 / 12.0) * r
-    r = 1.0 + d * (1.0 / 11.0) * r
-    r = 1.0 + d * (1.0 / 10.0) * r
-    r = 1.0 + d * (1.0 / 9.0) * r
-    r = 1.0 + d * (1.0 / 8.0) * r
-    r = 1.0 + d * (1.0 / 7.0) * r
-    r = 1.0 + d * (1.0 / 6.0) * r
-    r = 1.0 + d * (1.0 / 5.0) * r
-    r = 1.0 + d * (1.0 / 4.0) * r
-    r = 1.0 + d * (1.0 / 3.0) * r
+    for n in tl.static_range(12, 2, -1):
+        r = 1.0 + d * (1.0 / n) * r
     return 0.5 * d * d * r
 
 
@@ -59,15 +51,8 @@ def log1p(y):
     s = y / (2.0 + y)
     t = s * s
     r = 1.0 / 21.0
-    r = 1.0 / 19.0 + t * r
-    r = 1.0 / 17.0 + t * r
-    r = 1.0 / 15.0 + t * r
-    r = 1.0 / 13.0 + t * r
-    r = 1.0 / 11.0 + t * r
-    r = 1.0 / 9.0 + t * r
-    r = 1.0 / 7.0 + t * r
-    r = 1.0 / 5.0 + t * r
-    r = 1.0 / 3.0 + t * r
+    for n in tl.static_range(19, 1, -2):
+        r = 1.0 / n + t * r
     return 2.0 * s * (1.0 + t * r)
 
 

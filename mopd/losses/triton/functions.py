@@ -18,32 +18,14 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mopd.losses import divergences
 from mopd.losses.call import LossCall, VocabShard
 from mopd.losses.topk import METRICS, TopKLoss, teacher_rows
 from mopd.losses.triton import coefficients, formulas, table
-from mopd.losses.triton.ids import (
-    fixup_kernel,
-    gather_gradient_kernel,
-    logprobs_kernel,
-    select_kernel,
-)
-from mopd.losses.triton.launches import (
-    RowLayout,
-    dense,
-    layout,
-    neighbours,
-    new_marks,
-    power_of_two,
-    small_warps,
-    stats,
-)
+from mopd.losses.triton.ids import fixup_kernel, gather_gradient_kernel, logprobs_kernel, select_kernel
+from mopd.losses.triton.launches import Logits, dense, layout, neighbours, new_marks, power_of_two, small_warps, stats
 
-TAILS = {
-    "bucket": formulas.BUCKET.value,
-    "generalized": formulas.GENERALIZED.value,
-    "renormalize": formulas.RENORMALIZE.value,
-    "none": formulas.NONE.value,
-}
+TAILS = {name: getattr(formulas, name.upper()).value for name in divergences.TAILS}
 LOG2_E = math.log2(math.e)
 LONGEST_RANKED = 64
 """Padded number of ids of a row up to which all pairs are compared; longer lists use a sorting network."""
@@ -67,7 +49,7 @@ def teacher_lists(
     call: LossCall, ids: Tensor, logprobs: Tensor, weights: Tensor | None, target: Tensor | None
 ) -> TeacherLists:
     """Flatten the teachers' inputs. Raise ValueError if the call checks values and finds wrong ones."""
-    if call.options.check_values:
+    if call.check_values:
         teacher_rows(call, ids, logprobs, weights, target)
     return TeacherLists(
         call.flat(ids.detach()).flatten(1).contiguous(),
@@ -140,7 +122,7 @@ def _solve(
         limit, cap = hard, coefficients.HARD.value
     elif soft is not None:
         limit, cap = soft, coefficients.SOFT.value
-    temperature = call.options.temperature
+    temperature = call.temperature
     padded, teachers = power_of_two(n), power_of_two(n // teacher.k)
     coefficients.loss_kernel[(rows,)](
         gathered.pay, gathered.sorted_ids, gathered.order, teacher.logprobs_TN, teacher.weights_TD, call.weight_T,
@@ -163,7 +145,7 @@ class TritonGather(torch.autograd.Function):
         logprobs = inp.new_empty(rows, n, dtype=torch.float32)
         lse = inp.new_empty(rows, dtype=torch.float32)
         row_data, runs = inp.new_empty(2, rows, dtype=torch.float32), inp.new_empty(rows, dtype=torch.int32)
-        temperature = call.options.temperature
+        temperature = call.temperature
         with on_device(inp):
             g = collect(inp, call, TeacherLists(ids_TN, n))
             padded = power_of_two(n)
@@ -194,7 +176,7 @@ class TritonGather(torch.autograd.Function):
                 gather_gradient_kernel[(rows,)](
                     sorted_ids, order, logprobs, row_data, grad_TN, *strides,
                     grad_lse_T, 0 if grad_lse_T is None else grad_lse_T.stride(0),
-                    entry, data, rows, 1.0 / ctx.call.options.temperature,
+                    entry, data, rows, 1.0 / ctx.call.temperature,
                     N=n, N_PAD=padded, num_warps=small_warps(padded),
                 )  # fmt: skip
         return _gradient(ctx.call, inp, sorted_ids, entry, data, runs, None), None, None
@@ -215,13 +197,12 @@ def _gradient(
     multiplies each row, None stands for 1. Written over the logits if asked to; autograd is then told that they
     changed.
     """
-    out = inp if call.options.overwrite_input else torch.empty_like(inp)
+    out = inp if call.overwrite_input else torch.empty_like(inp)
     rows, n = entry_TN.shape
     if rows:
-        shard, z, o = call.shard, layout(inp), layout(out)
+        shard, o = call.shard, layout(out)
         with on_device(inp):
-            how = entry_for(inp, shard, rows).dense
-            dense(inp, z, out, o, row_data, grad_T, shard, scale_of(call.options.temperature), how)
+            dense(logits_of(inp, call), out, row_data, grad_T, entry_for(inp, shard, rows).dense)
             padded = power_of_two(n)
             fixup_kernel[(rows,)](
                 o.base(out), sorted_ids, entry_TN, runs_T, grad_T, 0 if grad_T is None else grad_T.stride(0),
@@ -253,6 +234,11 @@ class Gathered:
     """Column of the first raw logit."""
 
 
+def logits_of(inp: Tensor, call: LossCall) -> Logits:
+    """Return the logits of a call as the kernels see them."""
+    return Logits(inp, layout(inp), call.shard, scale_of(call.temperature))
+
+
 def scale_of(temperature: float) -> float:
     """Return the scale such that exp(x / temperature) = exp2(x * scale)."""
     return LOG2_E / temperature
@@ -267,7 +253,7 @@ def entry_for(inp: Tensor, shard: VocabShard, num_rows: int) -> table.Entry:
 
 def collect(inp: Tensor, call: LossCall, lists: TeacherLists, entropy: bool = False) -> Gathered:
     """Sort the ids, pass once over the logits, and join the ranks with one SUM all-reduce."""
-    z, shard = layout(inp), call.shard
+    z, shard = logits_of(inp, call), call.shard
     rows, n = lists.ids_TN.shape
     entry = entry_for(inp, shard, rows)
     parts = shard.world_size * entry.splits
@@ -277,27 +263,26 @@ def collect(inp: Tensor, call: LossCall, lists: TeacherLists, entropy: bool = Fa
     order = inp.new_empty(rows, n, dtype=torch.int32)
     gathered = Gathered(sorted_ids, order, pay, parts, begin)
     if rows:
-        marks = new_marks(inp, z, shard, entry.stats, entry.splits)
-        _select(inp, z, call, lists, gathered, marks)
-        scale = scale_of(call.options.temperature)
-        neighbours(inp, z, sorted_ids, pay, marks, shard, scale, entropy, entry.splits)
-        stats(inp, z, marks, call.weight_T, pay, shard, scale, entropy, entry.stats, entry.splits)
+        marks = new_marks(z, entry.stats, entry.splits)
+        _select(z, call, lists, gathered, marks)
+        neighbours(z, sorted_ids, pay, marks, entropy, entry.splits)
+        stats(z, marks, call.weight_T, pay, entropy, entry.stats, entry.splits)
     if shard.world_size > 1:
         dist.all_reduce(pay, group=shard.group)
     return gathered
 
 
-def _select(inp: Tensor, z: RowLayout, call: LossCall, lists: TeacherLists, out: Gathered, marks: Tensor) -> None:
+def _select(z: Logits, call: LossCall, lists: TeacherLists, out: Gathered, marks: Tensor) -> None:
     """Launch ``select_kernel``, several rows a program if the lists are short."""
-    shard, (rows, n) = call.shard, lists.ids_TN.shape
+    at, shard, (rows, n) = z.layout, call.shard, lists.ids_TN.shape
     padded = max(2, power_of_two(n))
     by_rank = padded <= LONGEST_RANKED
     at_once = max(1, min(16, (4096 // padded**2) if by_rank else (512 // padded)))
     elements = at_once * padded * (padded if by_rank else 1)
     select_kernel[(triton.cdiv(rows, at_once),)](
-        z.base(inp), lists.ids_TN, lists.logprobs_TN, lists.weights_TD, call.weight_T, lists.target_T,
+        at.base(z.x), lists.ids_TN, lists.logprobs_TN, lists.weights_TD, call.weight_T, lists.target_T,
         out.sorted_ids, out.order, out.pay, marks,
-        rows, *z.address, shard.start, shard.num_columns, shard.vocab_size, out.pay.size(1), out.begin, marks.size(1),
-        N=n, K=lists.k, N_PAD=padded, UNIT=z.unit, ROWS=at_once, BY_RANK=by_rank,
+        rows, *at.address, shard.start, shard.num_columns, shard.vocab_size, out.pay.size(1), out.begin, marks.size(1),
+        N=n, K=lists.k, N_PAD=padded, UNIT=at.unit, ROWS=at_once, BY_RANK=by_rank,
         num_warps=min(8, max(1, elements // (2048 if by_rank else 256))),
     )  # fmt: skip

@@ -75,80 +75,63 @@ def small_warps(elements: int) -> int:
     return min(16, max(1, power_of_two(elements) // 128))
 
 
-def _chunk(z: RowLayout, shard: VocabShard, how: table.Launch, splits: int) -> int:
+@dataclass(frozen=True)
+class Logits:
+    """The logits of one call, as the kernels see them."""
+
+    x: Tensor
+    layout: RowLayout
+    shard: VocabShard
+    scale: float
+    """Factor such that exp(x / temperature) = exp2(x * scale)."""
+
+
+def _chunk(z: Logits, how: table.Launch, splits: int) -> int:
     """Return the groups of one split: whole steps of the kernel, enough wherever in its 16 bytes a row begins."""
-    return triton.cdiv(triton.cdiv(shard.num_columns + z.group, splits), how.block * how.stages) * (
-        how.block * how.stages // z.group
-    )
+    columns, step = z.shard.num_columns + z.layout.group, how.block * how.stages
+    return triton.cdiv(triton.cdiv(columns, splits), step) * (step // z.layout.group)
 
 
-def new_marks(inp: Tensor, z: RowLayout, shard: VocabShard, how: table.Launch, splits: int) -> Tensor:
+def new_marks(z: Logits, how: table.Launch, splits: int) -> Tensor:
     """Return int32 [T, words], not yet written: a bit for every group that the statistics may meet."""
-    words = triton.cdiv(_chunk(z, shard, how, splits) * splits, 32)
-    return inp.new_empty(z.num_rows, words, dtype=torch.int32)
+    words = triton.cdiv(_chunk(z, how, splits) * splits, 32)
+    return z.x.new_empty(z.layout.num_rows, words, dtype=torch.int32)
 
 
-def neighbours(
-    inp: Tensor,
-    z: RowLayout,
-    sorted_ids: Tensor,
-    pay: Tensor,
-    marks: Tensor,
-    shard: VocabShard,
-    scale: float,
-    entropy: bool,
-    splits: int,
-) -> None:
+def neighbours(z: Logits, sorted_ids: Tensor, pay: Tensor, marks: Tensor, entropy: bool, splits: int) -> None:
     """Mark the groups that hold ids; the sums of their other columns go to this rank's first cell of ``pay``."""
-    n = sorted_ids.size(1) - 1
+    n, at, shard = sorted_ids.size(1) - 1, z.layout, z.shard
     at_once = min(power_of_two(n), MOST_LISTED_AT_ONCE)
     rows = max(1, min(16, MOST_LISTED_AT_ONCE // at_once))
-    neighbours_kernel[(triton.cdiv(z.num_rows, rows),)](
-        z.base(inp), sorted_ids, marks, pay, z.num_rows, *z.address, shard.start, shard.num_columns, marks.size(1),
-        pay.size(1), shard.rank * splits, shard.world_size * splits, scale,
-        N=n, UNIT=z.unit, ENTROPY=entropy, ROWS=rows, AT_ONCE=at_once, num_warps=1,
+    neighbours_kernel[(triton.cdiv(at.num_rows, rows),)](
+        at.base(z.x), sorted_ids, marks, pay, at.num_rows, *at.address, shard.start, shard.num_columns, marks.size(1),
+        pay.size(1), shard.rank * splits, shard.world_size * splits, z.scale,
+        N=n, UNIT=at.unit, ENTROPY=entropy, ROWS=rows, AT_ONCE=at_once, num_warps=1,
     )  # fmt: skip
 
 
 def stats(
-    inp: Tensor,
-    z: RowLayout,
-    marks: Tensor,
-    weight_T: Tensor | None,
-    pay: Tensor,
-    shard: VocabShard,
-    scale: float,
-    entropy: bool,
-    how: table.Launch,
-    splits: int,
+    z: Logits, marks: Tensor, weight_T: Tensor | None, pay: Tensor, entropy: bool, how: table.Launch, splits: int
 ) -> None:
     """Run the forward pass over the logits, into ``pay``."""
-    stats_kernel[(z.num_rows * splits,)](
-        z.base(inp), marks, weight_T, pay,
-        *z.address, shard.num_columns, _chunk(z, shard, how, splits), splits, shard.rank, shard.world_size,
-        marks.size(1), pay.size(1), scale,
-        WORLD_PAD=power_of_two(shard.world_size), UNIT=z.unit, ENTROPY=entropy,
+    at, shard = z.layout, z.shard
+    stats_kernel[(at.num_rows * splits,)](
+        at.base(z.x), marks, weight_T, pay,
+        *at.address, shard.num_columns, _chunk(z, how, splits), splits, shard.rank, shard.world_size,
+        marks.size(1), pay.size(1), z.scale,
+        WORLD_PAD=power_of_two(shard.world_size), UNIT=at.unit, ENTROPY=entropy,
         BLOCK=how.block, AHEAD=how.stages, num_warps=how.warps,
     )  # fmt: skip
 
 
-def dense(
-    inp: Tensor,
-    z: RowLayout,
-    out: Tensor,
-    o: RowLayout,
-    row_data: Tensor,
-    grad_T: Tensor | None,
-    shard: VocabShard,
-    scale: float,
-    how: table.Launch,
-) -> None:
+def dense(z: Logits, out: Tensor, row_data: Tensor, grad_T: Tensor | None, how: table.Launch) -> None:
     """Run the backward pass over the logits, without the entries of the ids."""
+    at, o = z.layout, layout(out)
     # Tiles begin at groups: a row that begins inside one needs room for up to group - 1 columns before it.
-    tiles = triton.cdiv(z.width + (o.group - 1 if any(o.starts[1:]) and o.unit else 0), how.block)
-    dense_kernel[(z.num_rows * tiles,)](
-        z.base(inp), o.base(out), row_data, grad_T, z.num_rows, 0 if grad_T is None else grad_T.stride(0),
-        *z.address, *o.address, shard.num_columns, z.width, tiles, scale,
-        Z_UNIT=z.unit, OUT_UNIT=o.unit, ALIKE=z.unit == o.unit and z.starts == o.starts,
+    tiles = triton.cdiv(at.width + (o.group - 1 if any(o.starts[1:]) and o.unit else 0), how.block)
+    dense_kernel[(at.num_rows * tiles,)](
+        at.base(z.x), o.base(out), row_data, grad_T, at.num_rows, 0 if grad_T is None else grad_T.stride(0),
+        *at.address, *o.address, z.shard.num_columns, at.width, tiles, z.scale,
+        Z_UNIT=at.unit, OUT_UNIT=o.unit, ALIKE=at.unit == o.unit and at.starts == o.starts,
         BLOCK=how.block, num_warps=how.warps,
     )  # fmt: skip

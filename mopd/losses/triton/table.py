@@ -96,19 +96,10 @@ def lookup(width: int, dtype: torch.dtype, rows: int, device: str, entries: Sequ
 @cache
 def shipped(width: int, dtype: torch.dtype, rows: int, device: str) -> Entry:
     """Run ``lookup`` in the shipped table; ``rows`` as a power of two keeps this cache small."""
-    return lookup(width, dtype, rows, device, _shipped_table())
+    return lookup(width, dtype, rows, device, load_table())
 
 
 @cache
-def _shipped_table() -> tuple[Entry, ...]:
-    return tuple(load_table())
-
-
 def device_name(device: torch.device) -> str:
     """Return the name under which entries of a device are kept."""
-    return _cuda_name(device.index) if device.type == "cuda" else device.type
-
-
-@cache
-def _cuda_name(index: int | None) -> str:
-    return torch.cuda.get_device_name(index)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

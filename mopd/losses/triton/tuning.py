@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mopd.losses.call import VocabShard
 from mopd.losses.triton import launches
+from mopd.losses.triton.launches import Logits
 from mopd.losses.triton.table import Entry, Launch, device_name
 
 BLOCKS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -98,18 +99,17 @@ def _shapes(dtype: torch.dtype, stages: Iterable[int]) -> list[Launch]:
     ]
 
 
-def _scratch(device: torch.device, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, VocabShard]:
-    logits = torch.empty(rows, width, dtype=dtype, device=device).normal_(std=3)
-    return logits, VocabShard(0, width, width, 0, 1, None)
+def _scratch(device: torch.device, rows: int, width: int, dtype: torch.dtype) -> Logits:
+    x = torch.empty(rows, width, dtype=dtype, device=device).normal_(std=3)
+    return Logits(x, launches.layout(x), VocabShard(0, width, width, 0, 1, None), scale=1.0)
 
 
 def fastest_stats(
     device: torch.device, rows: int, width: int, dtype: torch.dtype, repeats: int
 ) -> tuple[Launch, int, float]:
     """Return the best launch and splits of the statistics pass, and its median ms."""
-    logits, shard = _scratch(device, rows, width, dtype)
+    logits = _scratch(device, rows, width, dtype)
     pay = torch.zeros(rows, 2 * max(SPLITS), device=device)
-    layout = launches.layout(logits)
     candidates = [
         (how, splits)
         for how, splits in product(_shapes(dtype, STAGES), SPLITS)
@@ -118,8 +118,8 @@ def fastest_stats(
 
     def run(candidate: tuple[Launch, int]) -> None:
         how, splits = candidate
-        marks = launches.new_marks(logits, layout, shard, how, splits)  # unwritten: a marked group takes as long
-        launches.stats(logits, layout, marks, None, pay, shard, 1.0, False, how, splits)
+        marks = launches.new_marks(logits, how, splits)  # unwritten: a marked group takes as long
+        launches.stats(logits, marks, None, pay, False, how, splits)
 
     (how, splits), ms = _fastest(candidates, run, device, repeats)
     return how, splits, ms
@@ -129,12 +129,11 @@ def fastest_dense(
     device: torch.device, rows: int, width: int, dtype: torch.dtype, repeats: int
 ) -> tuple[Launch, float]:
     """Return the best launch of the gradient pass, and its median ms."""
-    logits, shard = _scratch(device, rows, width, dtype)
-    out = torch.empty_like(logits)
+    logits = _scratch(device, rows, width, dtype)
+    out = torch.empty_like(logits.x)
     row_data = torch.full((2, rows), -1e-4, device=device)
-    layout = launches.layout(logits)
 
     def run(how: Launch) -> None:
-        launches.dense(logits, layout, out, layout, row_data, None, shard, 1.0, how)
+        launches.dense(logits, out, row_data, None, how)
 
     return _fastest(_shapes(dtype, (1,)), run, device, repeats)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from tests.parity.losses.definitions import teacher_topk
 from tests.parity.losses.linear_topk import linear_topk, with_main_grad
+from tests.parity.losses.tp_ranks import joined
 from tests.parity.losses.triton_layer import to_device
 
 PADDED_VOCAB = 72
@@ -70,21 +69,16 @@ def run_case(
 
 
 def run_rank(rank: int, world_size: int, folder: str) -> None:
-    """Joins the group, computes every case and saves the results."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), world_size)
-    timeout = datetime.timedelta(seconds=600)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    data, results = problem(), {}
+    """Compute every case on this rank's part of vocabulary and sequence."""
+    data = problem()
     single = {name: value.float() if value.dtype == torch.float64 else value for name, value in data.items()}
-    for at_once in AT_ONCE:
-        shared: dict[str, Any] = {"group": dist.group.WORLD, "rows_at_once": at_once}
-        for sequence_parallel in (False, True):
-            name = f"{at_once}/{'sp' if sequence_parallel else 'tp'}"
-            options = {**shared, "sequence_parallel": sequence_parallel}
-            results[name] = run_case(rank, world_size, data, **options)
-            results[f"{name}/main_grad"] = run_case(rank, world_size, data, into_main_grad=True, **options)
-        options = {**shared, "sequence_parallel": False, "backend": "triton"}
-        results[f"{at_once}/triton"] = run_case(rank, world_size, single, **options)
-    torch.save(results, Path(folder) / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    with joined(rank, world_size, folder) as results:
+        for at_once in AT_ONCE:
+            shared: dict[str, Any] = {"group": dist.group.WORLD, "rows_at_once": at_once}
+            for sequence_parallel in (False, True):
+                name = f"{at_once}/{'sp' if sequence_parallel else 'tp'}"
+                options = {**shared, "sequence_parallel": sequence_parallel}
+                results[name] = run_case(rank, world_size, data, **options)
+                results[f"{name}/main_grad"] = run_case(rank, world_size, data, into_main_grad=True, **options)
+            options = {**shared, "sequence_parallel": False, "backend": "triton"}
+            results[f"{at_once}/triton"] = run_case(rank, world_size, single, **options)

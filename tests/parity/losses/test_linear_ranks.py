@@ -8,15 +8,13 @@ exercised: CUDA and NCCL.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from mopd.losses import parallel_topk_distill
 from tests.parity.losses.linear_ranks import AT_ONCE, VOCAB, problem, run_rank
+from tests.parity.losses.tp_ranks import spawn
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
@@ -49,9 +47,7 @@ def single() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder: Path = tmp_path_factory.mktemp(f"linear{request.param}")
-    mp.spawn(run_rank, args=(request.param, str(folder)), nprocs=request.param)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(request.param)]
+    return spawn(run_rank, request.param, tmp_path_factory.mktemp(f"linear{request.param}"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

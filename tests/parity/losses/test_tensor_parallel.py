@@ -8,11 +8,8 @@ teachers, and a row of weight 0; shards are equal, then unequal. Not exercised: 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from tests.parity.losses.tp_ranks import (
@@ -24,6 +21,7 @@ from tests.parity.losses.tp_ranks import (
     edge_problem,
     problem,
     run_rank,
+    spawn,
 )
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
@@ -37,9 +35,7 @@ def single() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
-    folder: Path = tmp_path_factory.mktemp(f"tp{request.param}")
-    mp.spawn(run_rank, args=(request.param, str(folder)), nprocs=request.param)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(request.param)]
+    return spawn(run_rank, request.param, tmp_path_factory.mktemp(f"tp{request.param}"))
 
 
 @pytest.mark.parametrize("split", ["even", "uneven"])

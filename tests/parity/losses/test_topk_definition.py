@@ -1,4 +1,4 @@
-"""Top-k losses against their definitions: loss and gradient, both layers, every tail.
+"""Top-k losses against their definitions: loss and gradient, every layer, every tail.
 
 Invariant: for every loss, tail, temperature and number of teachers the production layers give the loss and gradient
 that autograd finds in float64 from probability vectors over explicit outcomes. Not exercised: tensor parallelism (its
@@ -13,63 +13,77 @@ import pytest
 import torch
 from torch import Tensor
 
+from mopd.losses import parallel_topk_distill
 from tests.parity.losses.definitions import rows_and_gradient, teacher_topk
-from tests.parity.losses.on_device import parallel_topk_distill
+from tests.parity.losses.test_precision import float64_gradient
+from tests.parity.losses.triton_layer import LOSSES, TAILS, run
 
-LOSSES = ("forward_kl", "reverse_kl", "jsd")
-TAILS = ("bucket", "generalized", "renormalize", "none")
-LAYERS = [("chunked", torch.float32, 2e-6), ("chunked", torch.float64, 1e-12), ("reference", torch.float64, 1e-12)]
-VOCAB = 101
-
-
-def run(z: Tensor, ids: Tensor, logq: Tensor, upstream: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    leaf = z.clone().requires_grad_()
-    loss, _ = parallel_topk_distill(leaf, ids, logq, **{"check_values": True, **options})
-    (gradient,) = torch.autograd.grad(loss, leaf, upstream.to(loss.dtype))
-    return loss.detach(), gradient
+LAYERS = [
+    ("chunked", torch.float32, 2e-6),
+    ("chunked", torch.float64, 1e-12),
+    ("reference", torch.float64, 1e-12),
+    ("triton", torch.float32, 2e-6),
+]
+VOCAB, PADDED = 101, 104
+in_every_layer = pytest.mark.parametrize(("backend", "dtype", "tolerance"), LAYERS)
 
 
-def assert_close(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float) -> None:
-    for got, want in zip(actual, expected, strict=True):
+def in_every_form(test: Any) -> Any:
+    return pytest.mark.parametrize("tail", TAILS)(pytest.mark.parametrize("loss", LOSSES)(test))
+
+
+def assert_close(actual: tuple[Any, ...], expected: tuple[Tensor, Tensor], tolerance: float) -> None:
+    """Loss and gradient."""
+    for got, want in zip(actual[:2], expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
-def students_and_teachers(rows: int, teachers: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def students_and_teachers(rows: int, teachers: int) -> tuple[Tensor, Tensor]:
     """Logits on a common base, so that teacher and student agree in part and teachers share ids."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     base = torch.randn(rows, 1, VOCAB, generator=generator) * 2
-    noise = torch.randn(rows, teachers + 1, VOCAB, generator=generator)
-    logits = base + noise
+    logits = base + torch.randn(rows, teachers + 1, VOCAB, generator=generator)
     return logits[:, 0].clone(), logits[:, 1:].clone()
 
 
-@pytest.mark.parametrize(("backend", "dtype", "tolerance"), LAYERS)
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("loss", LOSSES)
+@in_every_layer
+@in_every_form
 def test_one_teacher(loss: str, tail: str, backend: str, dtype: torch.dtype, tolerance: float) -> None:
-    z, teacher = students_and_teachers(5, 1)
+    """Also: the gradient of a row sums to 0, and a shift of the logits changes nothing."""
+    z, teacher = students_and_teachers(4, 1)
+    z[2], teacher[2] = z[1] + 64, teacher[1]
     ids, logq = teacher_topk(teacher[:, 0], 7)
-    upstream = torch.linspace(0.5, 2, 5)
+    upstream = torch.tensor([0.5, 2.0, 2.0, 1.0])
     options = {"loss": loss, "tail": tail, "beta": 0.3, "temperature": 1.7}
     expected = rows_and_gradient(z, ids, logq, upstream, **options)
-    assert_close(run(z.to(dtype), ids, logq, upstream, backend=backend, **options), expected, tolerance)
+    got = run(z.to(dtype), ids, logq, upstream, backend=backend, check_values=True, **options)
+    assert_close(got, expected, tolerance)
+    assert float(got[1].sum(1).abs().max()) < 2e-6
+    torch.testing.assert_close(got[1][2], got[1][1], rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(("backend", "dtype", "tolerance"), LAYERS)
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_several_teachers_share_ids(loss: str, tail: str, backend: str, dtype: torch.dtype, tolerance: float) -> None:
-    z, teachers = students_and_teachers(5, 3)
-    ids, logq = teacher_topk(teachers, 7)
-    shared = sum(len(set(row.flatten().tolist())) < row.numel() for row in ids)
-    assert shared == 5  # otherwise this test shows nothing
-    weights = torch.rand(5, 3, generator=torch.Generator().manual_seed(1))
-    weights[2, 1] = 0
-    upstream = torch.linspace(0.5, 2, 5)
+@in_every_layer
+@in_every_form
+def test_three_teachers_with_everything(
+    loss: str, tail: str, backend: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Shared ids, int32, entries of -inf, ids in the padding, padded columns, a teacher of weight 0, an odd width."""
+    z, teachers = students_and_teachers(4, 3)
+    ids, logq = teacher_topk(teachers, 5)
+    assert all(len(set(row.flatten().tolist())) < row.numel() for row in ids)
+    logq[0, 1, 4] = -torch.inf
+    ids[1, 2, 3] = VOCAB + 1
+    logq[2, 0, 1:] = -torch.inf
+    weights = torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
+    weights[3, 1] = 0
+    upstream = torch.linspace(0.5, 2, 4)
+    padded = torch.cat([z, torch.full((4, PADDED - VOCAB), 50.0)], 1).to(dtype)
     options = {"loss": loss, "tail": tail, "beta": 0.6}
     expected = rows_and_gradient(z, ids, logq, upstream, weights, **options)
-    actual = run(z.to(dtype), ids, logq, upstream, teacher_weights=weights, backend=backend, **options)
-    assert_close(actual, expected, tolerance)
+    options |= {"backend": backend, "true_vocab_size": VOCAB, "check_values": True}
+    got_loss, got, _ = run(padded, ids.int(), logq, upstream, teacher_weights=weights, **options)
+    assert_close((got_loss, got[:, :VOCAB]), expected, tolerance)
+    assert torch.count_nonzero(got[:, VOCAB:]) == 0
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
@@ -78,44 +92,26 @@ def test_jsd_ends_are_the_kls(tail: str, beta: float) -> None:
     z, teacher = students_and_teachers(4, 1)
     ids, logq = teacher_topk(teacher[:, 0], 5)
     one = torch.ones(4)
-    expected = run(z, ids, logq, one, loss="forward_kl" if beta == 0 else "reverse_kl", tail=tail)
-    actual = run(z, ids, logq, one, loss="jsd", tail=tail, beta=beta)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    expected = run(z, ids, logq, one, loss="forward_kl" if beta == 0 else "reverse_kl", tail=tail, backend="auto")
+    actual = run(z, ids, logq, one, loss="jsd", tail=tail, beta=beta, backend="auto")
+    assert all(torch.equal(a, b) for a, b in zip(actual[:2], expected[:2], strict=True))
 
 
-@pytest.mark.parametrize("backend", ["chunked", "reference"])
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_entries_that_leave_the_ids(loss: str, tail: str, backend: str) -> None:
-    """Teacher entries of -inf, ids in the padding, and padded columns: their teacher mass belongs to the tail."""
-    z, teacher = students_and_teachers(4, 1)
-    ids, logq = teacher_topk(teacher[:, 0], 7)
-    logq[0, 6] = -torch.inf
-    logq[1, :2] = -torch.inf
-    ids[2, 3] = VOCAB + 1
-    padded = torch.cat([z, torch.full((4, 3), 50.0)], 1).double()
-    upstream = torch.linspace(1, 2, 4)
-    expected_loss, expected = rows_and_gradient(z, ids, logq, upstream, loss=loss, tail=tail)
-    got_loss, got = run(padded, ids, logq, upstream, loss=loss, tail=tail, true_vocab_size=VOCAB, backend=backend)
-    assert_close((got_loss, got[:, :VOCAB]), (expected_loss, expected), 1e-10)
-    assert torch.count_nonzero(got[:, VOCAB:]) == 0
-
-
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_k_of_one(loss: str, tail: str) -> None:
-    z, teacher = students_and_teachers(4, 1)
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+@in_every_form
+def test_k_of_one(loss: str, tail: str, backend: str) -> None:
+    z, teacher = students_and_teachers(2, 1)
     ids, logq = teacher_topk(teacher[:, 0], 1)
-    upstream = torch.linspace(1, 2, 4)
+    upstream = torch.linspace(1, 2, 2)
     expected = rows_and_gradient(z, ids, logq, upstream, loss=loss, tail=tail)
-    assert_close(run(z, ids, logq, upstream, loss=loss, tail=tail), expected, 2e-6)
+    assert_close(run(z, ids, logq, upstream, loss=loss, tail=tail, backend=backend), expected, 2e-6)
 
 
+@pytest.mark.parametrize(("backend", "tail"), [*(("chunked", tail) for tail in TAILS), ("triton", "renormalize")])
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("tail", TAILS)
-def test_k_of_v_is_the_full_divergence(loss: str, tail: str) -> None:
-    """With every id listed there is no tail: all forms become the plain divergence."""
-    z, teacher = students_and_teachers(3, 1)
+def test_k_of_v_is_the_full_divergence(loss: str, tail: str, backend: str) -> None:
+    """With every id listed there is no tail. More ids than the kernel sorts by comparing all pairs."""
+    z, teacher = students_and_teachers(2, 1)
     ids, logq = teacher_topk(teacher[:, 0], VOCAB)
     p, q = torch.log_softmax(z.double(), -1), torch.log_softmax(teacher[:, 0].double(), -1)
     m = torch.log((p.exp() + q.exp()) / 2)
@@ -124,8 +120,11 @@ def test_k_of_v_is_the_full_divergence(loss: str, tail: str) -> None:
         "reverse_kl": (p.exp() * (p - q)).sum(-1),
         "jsd": ((q.exp() * (q - m)).sum(-1) + (p.exp() * (p - m)).sum(-1)) / 2,
     }[loss]
-    got, _ = run(z, ids, logq, torch.ones(3), loss=loss, tail=tail)
-    torch.testing.assert_close(got.double(), full, rtol=1e-5, atol=1e-6)
+    value, gradient, _ = run(z, ids, logq, loss=loss, tail=tail, backend=backend)
+    torch.testing.assert_close(value.double(), full, rtol=1e-5, atol=1e-6)
+    if tail == "renormalize":
+        expected = float64_gradient(z, ids, logq, loss, tail)
+        torch.testing.assert_close(gradient.double(), expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -137,31 +136,25 @@ def test_gradcheck(backend: str, loss: str, tail: str) -> None:
     ids, logq = teacher_topk(teachers, 3)
     weights = torch.tensor([[0.4, 1.1], [1.0, 0.2]])
 
+    options: dict[str, Any] = {"loss": loss, "tail": tail, "beta": 0.3, "temperature": 0.8, "backend": backend}
+
     def row_losses(x: Tensor) -> Tensor:
-        return parallel_topk_distill(
-            x,
-            ids,
-            logq.double(),
-            loss=loss,
-            tail=tail,
-            beta=0.3,
-            temperature=0.8,
-            teacher_weights=weights,
-            backend=backend,
-        )[0]
+        return parallel_topk_distill(x, ids, logq.double(), teacher_weights=weights, **options)[0]
 
     assert torch.autograd.gradcheck(row_losses, (z.requires_grad_(),))
 
 
-def test_repeated_id_of_one_teacher_counts_twice() -> None:
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+def test_repeated_id_of_one_teacher_counts_twice(backend: str) -> None:
     """Not a valid top-k, but the sums of the formulas are still what is computed."""
     z, teacher = students_and_teachers(2, 1)
-    ids, logq = teacher_topk(teacher[:, 0], 4)
+    ids, logq = teacher_topk(teacher[:, 0], 5)
     ids[:, 3] = ids[:, 0]
+    ids[1, 4] = ids[1, 0]
     leaf = z.double().requires_grad_()
-    p = torch.softmax(leaf, -1).gather(1, ids)
-    q = logq.double().exp()
-    rest = 1 - q.sum(1)
-    expected = (q * (q / p).log()).sum(1) + rest * (rest / (1 - p.sum(1))).log()
+    p, q = torch.softmax(leaf, -1).gather(1, ids), logq.double().exp()
+    rest, p_rest = 1 - q.sum(1), 1 - p.sum(1)
+    assert p_rest.detach().min() > 0.05
+    expected = (q * (q / p).log()).sum(1) + rest * (rest / p_rest).log()
     (gradient,) = torch.autograd.grad(expected.sum(), leaf)
-    assert_close(run(z, ids, logq, torch.ones(2), check_values=False), (expected.detach(), gradient), 2e-6)
+    assert_close(run(z, ids, logq, backend=backend), (expected.detach(), gradient), 2e-6)

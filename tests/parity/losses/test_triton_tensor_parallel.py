@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from tests.parity.losses.test_tensor_parallel import assert_edges
-from tests.parity.losses.tp_ranks import PADDED_VOCAB, VOCAB
+from tests.parity.losses.tp_ranks import PADDED_VOCAB, VOCAB, spawn
 from tests.parity.losses.triton_ranks import EVENLY, cases, problem, run_rank
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
@@ -52,8 +51,7 @@ def test_single_rank(exact: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks(exact: dict[str, Tensor], tmp_path: Path, world_size: int) -> None:
-    mp.spawn(run_rank, args=(world_size, str(tmp_path)), nprocs=world_size)
-    parts = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)]
+    parts = spawn(run_rank, world_size, tmp_path)
     assert_equal_to(exact, parts, "uneven/")
     assert_equal_to({name: value for name, value in exact.items() if name.startswith(EVENLY)}, parts, "even/")
     assert_edges(parts)

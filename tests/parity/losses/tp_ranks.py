@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from mopd.losses import (
@@ -119,25 +122,34 @@ def borders(world_size: int, even: bool) -> list[int]:
     return list(range(0, PADDED_VOCAB + 1, step)) if even else UNEVEN[world_size]
 
 
-def run_rank(rank: int, world_size: int, folder: str) -> None:
-    """Joins the group, computes its shards and saves the results."""
+@contextmanager
+def joined(rank: int, world_size: int, folder: str) -> Iterator[dict[str, Tensor]]:
+    """Join the group and save what the block leaves in the dict. gloo carries CUDA tensors too."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=600)
-    )
-    data, results = problem(), {}
-    for even in (True, False):
-        edges = borders(world_size, even)
-        low, high = edges[rank], edges[rank + 1]
-        options: dict[str, Any] = {"dist_process_group": dist.group.WORLD}
-        if not even:
-            options["vocab_range"] = (low, high)
-        name = "even" if even else "uneven"
-        results |= {
-            f"{name}/{key}": v for key, v in cases(data["z"][..., low:high].contiguous(), data, options).items()
-        }
-        edge = edge_problem()
-        results |= {f"{name}/{key}": v for key, v in edge_cases(edge["z"][:, low:high], edge, options).items()}
+    store, timeout = dist.FileStore(str(Path(folder) / "store"), world_size), datetime.timedelta(seconds=600)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    results: dict[str, Tensor] = {}
+    yield results
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()
+
+
+def spawn(run_rank: Callable[[int, int, str], None], world_size: int, folder: Path) -> list[Any]:
+    """Run every rank in a process of its own and return what they saved."""
+    mp.spawn(run_rank, args=(world_size, str(folder)), nprocs=world_size)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)]
+
+
+def run_rank(rank: int, world_size: int, folder: str) -> None:
+    """Compute this rank's shards in every case."""
+    data, edge = problem(), edge_problem()
+    with joined(rank, world_size, folder) as results:
+        for even in (True, False):
+            edges, name = borders(world_size, even), "even" if even else "uneven"
+            low, high = edges[rank], edges[rank + 1]
+            options: dict[str, Any] = {"dist_process_group": dist.group.WORLD}
+            if not even:
+                options["vocab_range"] = (low, high)
+            found = cases(data["z"][..., low:high].contiguous(), data, options)
+            found |= edge_cases(edge["z"][:, low:high], edge, options)
+            results |= {f"{name}/{key}": value for key, value in found.items()}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Container
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.losses import parallel_gather_logprobs, parallel_sampled_kl, parallel_topk_distill
-from tests.parity.losses.tp_ranks import PADDED_VOCAB, UNEVEN, VOCAB, borders, edge_cases, edge_problem
+from tests.parity.losses.tp_ranks import VOCAB, borders, edge_cases, edge_problem, joined
 from tests.parity.losses.tp_ranks import problem as larger_problem
 from tests.parity.losses.triton_layer import to_device
 
@@ -68,25 +66,17 @@ def cases(
 
 
 def run_rank(rank: int, world_size: int, folder: str) -> None:
-    """Joins the group, computes its shards and saves the results. The group is gloo: it carries CUDA tensors too."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=600)
-    )
-    data, results = problem(), {}
-    for split in ("even", "uneven"):
-        edges = borders(world_size, split == "even")
-        assert edges == list(range(0, PADDED_VOCAB + 1, PADDED_VOCAB // world_size)) or edges == UNEVEN[world_size]
-        low, high = edges[rank], edges[rank + 1]
-        options: dict[str, Any] = {"dist_process_group": dist.group.WORLD}
-        if split == "uneven":
-            options["vocab_range"] = (low, high)
-        shard = data["z"][..., low:high].contiguous()
-        found = cases(shard, data, "triton", options, EVENLY if split == "even" else FORMS)
-        results |= {f"{split}/{name}": value for name, value in found.items()}
-        if split == "uneven":
-            edge = {name: to_device(value) for name, value in edge_problem().items()}
-            results |= edge_cases(edge["z"][:, low:high], edge, {**options, "backend": "triton"})
-    torch.save(results, Path(folder) / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    """Compute this rank's shards: equal ones in a few forms, unequal ones in all."""
+    data = problem()
+    with joined(rank, world_size, folder) as results:
+        for split in ("even", "uneven"):
+            edges = borders(world_size, split == "even")
+            low, high = edges[rank], edges[rank + 1]
+            options: dict[str, Any] = {"dist_process_group": dist.group.WORLD}
+            if split == "uneven":
+                options["vocab_range"] = (low, high)
+            shard = data["z"][..., low:high].contiguous()
+            found = cases(shard, data, "triton", options, EVENLY if split == "even" else FORMS)
+            results |= {f"{split}/{name}": value for name, value in found.items()}
+        edge = {name: to_device(value) for name, value in edge_problem().items()}
+        results |= edge_cases(edge["z"][:, low:high], edge, {**options, "backend": "triton"})

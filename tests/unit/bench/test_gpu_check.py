@@ -114,13 +114,7 @@ def test_chosen_stages_and_no_time(tmp_path: Path) -> None:
     assert done.returncode == 0 and "s of the time limit are left for it" in done.stdout
 
 
-def test_lists_its_stages_without_a_gpu() -> None:
-    done = check("--list")
-    assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == STAGES
-
-
-def test_help() -> None:
-    done = check("--help")
-    assert done.returncode == 0
-    assert "--time-limit SECONDS" in done.stdout
+def test_lists_its_stages_and_options_without_a_gpu() -> None:
+    listed, helped = check("--list"), check("--help")
+    assert listed.returncode == helped.returncode == 0 and "--time-limit SECONDS" in helped.stdout
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == STAGES

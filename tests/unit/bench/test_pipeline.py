@@ -49,21 +49,12 @@ def test_a_scenario_from_prompts_to_goals(capsys: pytest.CaptureFixture[str]) ->
     assert synchronous["ages"] == [1.0] and synchronous["refused"] == 0 == synchronous["two_versions"]
     assert len(streaming["ages"]) == 3 and streaming["ages"][0] < 1
     # No stage is faster than it sleeps, and the teachers are as slow as the slow one.
-    capacity, single, nominal = alone.rows
-    assert capacity["rollout"] > 0 and single["teachers"] > SHORT.teacher_s
-    assert capacity["trainer"] >= SHORT.train_s + SHORT.stage_s == nominal["trainer"]
+    single, nominal = alone.rows
+    assert single["rollout"] > 0 and single["teachers"] > SHORT.teacher_s
+    assert single["trainer"] >= SHORT.train_s + SHORT.stage_s == nominal["trainer"]
     assert {name.split("/")[0] for name in goals} == {"short"}
     part.show()
     assert "n = 2" in capsys.readouterr().out
-
-
-def test_real_weights_are_handed_over() -> None:
-    scenario = replace(SHORT, weights_mb=8, stage_s=0.0, send_s=0.0)
-    run = run_controller(scenario, max_staleness=1, steps=2)
-    num_updates = 2 + 2 + 2  # steps before, in between and after; each publishes
-    assert run["weight_bytes"] > num_updates * 8e6
-    assert run["bytes_per_sample"] <= MOST_BYTES
-    assert run["mix_deviation"] <= 1 and run["refused"] == 0
 
 
 def test_bytes_that_ranks_are_told_do_not_grow_with_tensors() -> None:
@@ -92,14 +83,14 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 WHOLE = {**GOOD, "max_staleness": 0, "mean_step_s": 2.4, "unit": 10, "refused": 99}
 SYNCHRONOUS = {**GOOD, "max_staleness": 0, "mean_step_s": 2.2}
-CAPACITY = StageSeconds(rollout=1.0, teachers=0.5, trainer=0.6, sync=0.1)
+NOMINAL = StageSeconds(rollout=1.0, teachers=0.5, trainer=0.6, sync=0.1)
 SINGLE = StageSeconds(rollout=1.2, teachers=1.3, trainer=0.6, sync=0.1)
 
 
 @pytest.mark.parametrize(
     ("change", "missed"),
     [
-        ({"mean_step_s": 1.15}, {"over_bound", "over_nominal"}),
+        ({"mean_step_s": 1.15}, {"over_bound"}),
         ({"bytes_per_sample": 1025.0}, {"bytes_per_sample"}),
         ({"mix_deviation": 1.1}, {"mix_deviation"}),
         ({"refused": 1}, {"refused"}),
@@ -109,17 +100,9 @@ SINGLE = StageSeconds(rollout=1.2, teachers=1.3, trainer=0.6, sync=0.1)
 )
 def test_each_goal_counts(change: dict[str, object], missed: set[str]) -> None:
     runs = [dict(WHOLE), dict(SYNCHRONOUS), {**GOOD, **change}]
-    _, goals = runs_part(replace(SHORT, most_age=1.5), CAPACITY, SINGLE, CAPACITY, runs)
+    _, goals = runs_part(replace(SHORT, most_age=1.5), SINGLE, NOMINAL, runs)
     assert runs[1]["ratio"] == pytest.approx(2.2 / (1.3 + 0.6 + 0.1))  # of a synchronous step
     assert {name.split("/")[1] for name, goal in goals.items() if not goal["is_met"]} == missed
-
-
-def test_machinery_that_is_slow_itself_is_held_against_nominal_times() -> None:
-    """StageSeconds that are measured through the same machinery would hide it."""
-    slow = {**GOOD, "mean_step_s": 1.5}
-    measured = replace(CAPACITY, rollout=1.5)
-    _, goals = runs_part(SHORT, measured, SINGLE, CAPACITY, [dict(WHOLE), dict(SYNCHRONOUS), slow])
-    assert slow["ratio"] == 1.0 and not goals["short/over_nominal"]["is_met"]
 
 
 def test_nominal_times_are_those_of_the_scenario() -> None:

@@ -41,7 +41,7 @@ def losses(folder: Path) -> None:
 
 def pipeline(folder: Path) -> None:
     run = {
-        **dict.fromkeys(("mean_step_s", "bound_s", "ratio", "nominal_ratio", "mix_deviation"), 123.456),
+        **dict.fromkeys(("mean_step_s", "bound_s", "ratio", "mix_deviation"), 123.456),
         "refused": 12345,
         "percent": "10 20 30 40",
         "bytes_per_sample": 12345.6,

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mopd.losses.call import LossCall, Options, VocabShard
+from mopd.losses.call import LossCall, VocabShard
 from mopd.losses.topk import TopKLoss
 from mopd.losses.triton import coefficients, functions, launches, table
 
@@ -99,7 +99,7 @@ def launched(dtype: torch.dtype, vocab: int, true_vocab: int, k: int, teachers: 
     weights = torch.empty(rows, teachers, device="meta") if teachers > 1 else None
     weight, target = torch.empty(rows, device="meta"), torch.empty(rows, dtype=torch.int64, device="meta")
     shard = VocabShard(0, min(true_vocab, vocab), true_vocab, 0, 1, None)
-    call = LossCall((rows,), shard, Options(temperature=0.9), "triton", torch.float32, weight)
+    call = LossCall((rows,), shard, "triton", torch.float32, weight, temperature=0.9)
     entropy = kind.pop("entropy", False)
     loss_kind = TopKLoss(**{"loss": "forward_kl", "tail": "bucket", "beta": 0.5, **kind})
     lists = functions.TeacherLists(ids, k, logq, weights, target)

@@ -35,20 +35,16 @@ def one_token(estimator: str, rollout: float, **options: Any) -> tuple[float, fl
     return float(loss.detach()), float(z.grad[0, 0]) / (1 - STUDENT), metrics
 
 
+WEIGHTS = [
+    *(("tis", rollout, weight) for rollout, weight in ((0.2, 1.25), (0.05, 2.0), (1.0, 0.25))),
+    *((kind, rollout, weight) for kind in ("icepop", "gate") for rollout, weight in ((0.2, 1.25), (0.05, 0), (1.0, 0))),
+]
+"""Kind of correction with bounds 0.5 and 2, the rollout's probability beside the student's 0.25, and the weight."""
+with_every_weight = pytest.mark.parametrize(("kind", "rollout", "weight"), WEIGHTS)
+
+
 @pytest.mark.parametrize("estimator", PLAIN)
-@pytest.mark.parametrize(
-    ("kind", "rollout", "weight"),
-    [
-        ("tis", 0.2, 1.25),
-        ("tis", 0.05, 2.0),
-        ("tis", 1.0, 0.25),
-        ("icepop", 0.2, 1.25),
-        ("icepop", 0.05, 0.0),
-        ("icepop", 1.0, 0.0),
-        ("gate", 0.2, 1.25),
-        ("gate", 1.0, 0.0),
-    ],
-)
+@with_every_weight
 def test_weight_of_an_estimator(estimator: str, kind: str, rollout: float, weight: float) -> None:
     loss, slope, metrics = one_token(estimator, rollout, correction=(kind, 0.5, 2.0))
     value, plain = PLAIN[estimator]
@@ -62,6 +58,7 @@ def test_weight_of_an_estimator(estimator: str, kind: str, rollout: float, weigh
 def test_a_ratio_on_the_bound_is_within_it(kind: str, low: float, high: float) -> None:
     same = torch.tensor([-1.5])
     assert correction_weight((kind, low, high), same, same, same).tolist() == [1.0]
+    assert kept_sequences(same[None], same[None], torch.tensor([[True]]), low=low, high=high).all()
 
 
 def test_the_clamp_comes_before_the_weight() -> None:
@@ -104,12 +101,6 @@ def test_kept_sequences_by_the_definition() -> None:
     flat = (tensor.flatten()[order] for tensor in (current, rollout, loss_mask))
     index = torch.arange(40).repeat_interleave(9)[order]
     assert torch.equal(kept_sequences(*flat, low=low, high=high, sample_index=index, num_samples=40), kept)
-
-
-def test_bounds_themselves_are_inside() -> None:
-    current = torch.zeros(2, 2)
-    assert kept_sequences(current, current, torch.ones(2, 2, dtype=torch.bool), low=0.5, high=1.0).all()
-    assert kept_sequences(current, current, torch.ones(2, 2, dtype=torch.bool), low=1.0, high=2.0).all()
 
 
 def test_a_response_that_holds_no_number_stays() -> None:

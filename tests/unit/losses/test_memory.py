@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from mopd.losses import parallel_entropy_and_topk_overlap, parallel_sampled_kl, parallel_topk_distill
 from mopd.losses.chunked.blocks import BLOCK_ELEMENTS
+from tests.parity.losses.triton_layer import DEVICE
 
 ROWS, VOCAB, K = 96, 40_000, 16
 BLOCK_BYTES = 4 * BLOCK_ELEMENTS
@@ -63,3 +64,19 @@ def test_diagnostics_are_bounded() -> None:
     with LargeStorages(2 * BLOCK_BYTES) as storages:
         parallel_entropy_and_topk_overlap(z, ids)
     assert storages.seen <= {z.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_triton_layer_makes_the_gradient_alone(overwrite: bool) -> None:
+    rows, vocab, k = 4, 4096, 8
+    logits = torch.randn(2, rows // 2, vocab, device=DEVICE).bfloat16().requires_grad_()
+    ids = torch.randint(0, vocab, (2, rows // 2, k), device=DEVICE, dtype=torch.int32)
+    logq = torch.full(ids.shape, -5.0, device=DEVICE)
+    own = logits.untyped_storage().data_ptr()
+    with LargeStorages(rows * vocab // 4) as storages:
+        options: dict[str, Any] = {"overwrite_input": overwrite, "backend": "triton"}
+        loss, _ = parallel_topk_distill(logits, ids, logq, with_entropy=True, **options)
+        assert storages.seen <= {own}
+        (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    assert storages.seen <= {own, gradient.untyped_storage().data_ptr()}
+    assert (gradient.data_ptr() == logits.data_ptr()) == overwrite

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.parity.losses.on_device import parallel_policy_gradient
+from tests.unit.losses.test_correction import with_every_weight
 
 
 def one_token(probability: float, teacher: float, **options: Any) -> tuple[float, float, dict[str, Tensor]]:
@@ -68,20 +69,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens() -> None:
     assert loss == pytest.approx(-math.log(0.9 / 0.25))
 
 
-@pytest.mark.parametrize(
-    ("kind", "rollout", "weight"),
-    [
-        ("tis", 0.2, 1.25),
-        ("tis", 0.05, 2.0),
-        ("tis", 1.0, 0.25),
-        ("icepop", 0.2, 1.25),
-        ("icepop", 0.05, 0.0),
-        ("icepop", 1.0, 0.0),
-        ("gate", 0.2, 1.25),
-        ("gate", 0.05, 0.0),
-        ("gate", 1.0, 0.0),
-    ],
-)
+@with_every_weight
 def test_mismatch_correction(kind: str, rollout: float, weight: float) -> None:
     loss, slope, metrics = one_token(0.25, 0.5, rollout_logprobs=math.log(rollout), correction=(kind, 0.5, 2.0))
     assert float(metrics["correction_weight"]) == pytest.approx(weight)

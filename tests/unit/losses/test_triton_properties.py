@@ -1,18 +1,17 @@
-"""What the Triton layer must satisfy whatever its numbers: strides, padding rows, in place, launch parameters."""
+"""What the Triton layer must satisfy whatever its numbers: launch parameters, numbers of ids, clamps, caps, entropy."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mopd.losses import parallel_topk_distill
 from mopd.losses.triton import functions, table
 from tests.parity.losses.definitions import teacher_topk
 from tests.parity.losses.triton_layer import DEVICE, LOSSES, TAILS, run
+from tests.unit.losses.test_topk_properties import assert_near
 
 ROWS, VOCAB, K = 5, 53, 6
 
@@ -23,121 +22,6 @@ def batch(rows: int = ROWS, vocab: int = VOCAB, k: int = K) -> tuple[Tensor, Ten
     z = torch.randn(rows, vocab, generator=generator) * 2
     ids, logq = teacher_topk(z + torch.randn(rows, vocab, generator=generator), k)
     return z, ids, logq
-
-
-def assert_same(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    """Bit for bit: loss, gradient, metrics."""
-    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
-    assert actual[2].keys() == expected[2].keys()
-    assert all(torch.equal(actual[2][name], expected[2][name]) for name in expected[2])
-
-
-def assert_near(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    """To fp32 rounding: loss, gradient, metrics."""
-    torch.testing.assert_close(actual[0].double(), expected[0].double(), rtol=3e-6, atol=2e-6)
-    torch.testing.assert_close(actual[1].double(), expected[1].double(), rtol=2e-6, atol=2e-6)
-    assert actual[2].keys() == expected[2].keys()
-    for name, value in expected[2].items():
-        torch.testing.assert_close(actual[2][name].double(), value.double(), rtol=3e-6, atol=2e-6, msg=name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_in_place_equals_out_of_place(dtype: torch.dtype) -> None:
-    z, ids, logq = batch()
-    z = torch.cat([z, torch.ones(ROWS, 3)], 1).to(DEVICE, dtype)
-    options: dict[str, Any] = {
-        "loss_weight": torch.tensor([1.0, 0, 2, 0.5, 1]).to(DEVICE),
-        "true_vocab_size": VOCAB,
-        "backend": "triton",
-    }
-    ids, logq = ids.to(DEVICE), logq.to(DEVICE)
-    leaf, source = z.clone().requires_grad_(), z.clone().requires_grad_()
-    buffer = source * 1
-    expected, _ = parallel_topk_distill(leaf, ids, logq, **options)
-    actual, _ = parallel_topk_distill(buffer, ids, logq, overwrite_input=True, **options)
-    assert torch.equal(actual, expected) and torch.equal(buffer, z)  # forward leaves the logits alone
-    (gradient,) = torch.autograd.grad(expected.sum(), leaf)
-    (overwritten,) = torch.autograd.grad(actual.sum(), source)
-    assert torch.equal(overwritten, gradient) and torch.equal(buffer, gradient)
-    assert gradient.dtype == dtype and torch.count_nonzero(gradient[1]) == 0
-    assert torch.count_nonzero(gradient[:, VOCAB:]) == 0 and torch.count_nonzero(gradient[0, :VOCAB]) > VOCAB // 2
-
-
-LAYOUTS = ("transposed", "batch_slice", "sequence_slice", "two_dims_strided", "column_step", "columns_outermost")
-
-
-@pytest.mark.parametrize(("layout", "vocab"), [*((name, VOCAB) for name in LAYOUTS), *((n, 56) for n in LAYOUTS[:4])])
-def test_any_strides(layout: str, vocab: int) -> None:
-    """As from a contiguous copy, gradients in the caller's order of rows.
-
-    Bit for bit where all rows begin at multiples of 16 bytes; else lanes sum other columns, which moves the rounding.
-    """
-    base = torch.randn(3, 4, vocab, generator=torch.Generator().manual_seed(2)).bfloat16()
-    exact = vocab == 56
-    base = base if exact else base.float()
-    z = {
-        "transposed": base.transpose(0, 1),
-        "batch_slice": base[1:, :3],
-        "sequence_slice": base[:, 1:3],
-        "column_step": base[..., ::2],
-        "two_dims_strided": base[:, 2],
-        "columns_outermost": base.permute(2, 0, 1).contiguous().permute(1, 2, 0),
-    }[layout]
-    assert not z.is_contiguous()
-    generator = torch.Generator().manual_seed(3)
-    ids, logq = teacher_topk(z.float() + torch.randn(z.shape, generator=generator), K)
-    weight = torch.rand(z.shape[:-1], generator=generator) * (torch.rand(z.shape[:-1], generator=generator) > 0.3)
-    options = {"loss_weight": weight, "target": ids[..., 1]}
-    compare = assert_same if exact else assert_near
-    expected = run(z.contiguous(), ids, logq, **options)
-    compare(run(z, ids, logq, **options), expected)
-    if layout == "transposed":  # the teacher's side in a stride of its own
-        other = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (ids.int(), logq)]
-        compare(run(z, *other, **options), expected)
-
-
-def test_rows_of_weight_zero_are_inert() -> None:
-    """NaN logits and nonsense from the teacher on padding rows reach neither loss, metrics nor gradient."""
-    z, ids, logq = batch()
-    weight = torch.ones(ROWS)
-    weight[2:4] = 0
-    options = {"loss_weight": weight, "check_values": True, "with_entropy": True}
-    expected = run(z, ids, logq, target=ids[:, 0], **options)
-    target = ids[:, 0].clone()
-    z[2], ids[2], logq[2], target[2] = torch.nan, -7, torch.nan, -1
-    z[3], ids[3], logq[3] = torch.inf, 0, 0.0
-    actual = run(z, ids, logq, target=target, **options)
-    assert_same(actual, expected)
-    assert torch.count_nonzero(actual[1][2:4]) == 0
-    assert all(torch.count_nonzero(value[2:4]) == 0 for value in actual[2].values())
-
-
-def test_upstream_of_any_stride_and_size() -> None:
-    """Row weights times upstream; a sum's expanded upstream; a tiny one keeps its digits."""
-    z, ids, logq = batch()
-    weight = torch.linspace(0.5, 2, ROWS)
-    plain = run(z, ids, logq)
-    weighted = run(z, ids, logq, loss_weight=weight)
-    torch.testing.assert_close(weighted[0], plain[0] * weight)
-    torch.testing.assert_close(weighted[1], plain[1] * weight[:, None])
-    torch.testing.assert_close(weighted[2]["unweighted_loss"], plain[0])
-    strided = torch.linspace(1, 3, 2 * ROWS).to(DEVICE)[::2]
-    torch.testing.assert_close(run(z, ids, logq, strided)[1], plain[1] * strided.cpu()[:, None])
-    tiny = run(z, ids, logq, torch.full((ROWS,), 1e-30))[1]
-    torch.testing.assert_close(tiny * 1e30, plain[1])
-    leaf = z.to(DEVICE).requires_grad_()
-    total, _ = parallel_topk_distill(leaf, ids.to(DEVICE), logq.to(DEVICE), reduce_loss=True, backend="triton")
-    total.backward()
-    assert total.shape == () and leaf.grad is not None and torch.equal(leaf.grad.cpu(), plain[1])
-
-
-def test_nan_of_a_live_teacher_and_of_a_logit_is_seen() -> None:
-    z, ids, logq = batch()
-    logq[1, 2] = torch.nan
-    z[3, 7] = torch.nan
-    loss, gradient, _ = run(z, ids, logq)
-    assert loss.isnan().tolist() == [False, True, False, True, False]
-    assert gradient.isnan().any(1).tolist() == [False, True, False, True, False]
 
 
 LAUNCHES = [(16, 1, 1), (16, 2, 1), (32, 1, 2), (16, 2, 3), (64, 1, 1)]
@@ -220,9 +104,3 @@ def test_entropy_on_request(backend: str) -> None:
     assert not metrics["entropy"].requires_grad
     without = run(z, ids, logq, **options)
     assert "entropy" not in without[2] and torch.equal(without[1], gradient)
-
-
-def test_no_rows_and_an_empty_shard_of_rows() -> None:
-    z, ids, logq = (x[:0] for x in batch())
-    loss, gradient, metrics = run(z, ids, logq, target=ids[:, 0])
-    assert loss.shape == (0,) and gradient.shape == (0, VOCAB) and metrics["student_mass"].shape == (0,)

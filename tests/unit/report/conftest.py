@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from mopd.config.load import dump, load_recipe
+from mopd.report.terminal import Terminal
 
 RECIPE = """\
 run_dir: runs/example
@@ -74,3 +76,13 @@ def validation_record(step: int) -> dict[str, Any]:
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def terminal(width: int = 200, **options: Any) -> Terminal:
+    """A terminal whose text ``shown`` returns."""
+    return Terminal(file=io.StringIO(), width=width, **options)
+
+
+def shown(console: Terminal) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,12 +42,6 @@ def test_the_shares_of_tower_and_bubble_are_means_over_the_steps_that_have_them(
     assert "vision tower: 37.5% of the first pipeline stage's passes; bubble 20.0%" in told
     page = " ".join((run_dir / "report.html").read_text().split())
     assert "The vision tower takes 38% of the first pipeline stage’s passes; in 20% of" in page
-
-
-def test_of_equally_good_validations_the_earliest_is_the_result(run_dir: Path) -> None:
-    lines = [{"step": step, "rewards": {"code": reward}} for step, reward in ((0, 0.9), (20, 0.5), (40, 0.5))]
-    (run_dir / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert build_report(run_dir).best_step == 20
 
 
 @pytest.mark.parametrize(
@@ -106,22 +98,11 @@ def test_a_damaged_line_is_named_and_nothing_is_written(run_dir: Path) -> None:
     assert not (run_dir / "report.json").exists()
 
 
-def test_the_summary_shows_every_number(run_dir: Path) -> None:
-    out = io.StringIO()
-    print_summary(build_report(run_dir), Terminal(file=out, width=100))
-    for text in ("open/maths", "0.400", "0.900", "1.000", "83%", "80%", "82%", "after (step 20)", "150 tokens/s"):
-        assert text in out.getvalue()
-
-
-def test_a_report_needs_no_torch(run_dir: Path) -> None:
-    code = f"import sys, mopd.report.build as b; b.build_report({str(run_dir)!r}); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "False\n"
-
-
 def test_report_command_prints_table_or_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert "open/maths" in shown
+    for text in ("open/maths", "0.400", "0.900", "1.000", "83%", "80%", "82%", "after (step 20)", "150 tokens/s"):
+        assert text in shown
     assert shown.rstrip().endswith("report.html")
     assert main(["report", str(run_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["domains"]["code"]["after"] == 0.6

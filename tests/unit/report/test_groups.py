@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from mopd.base.metrics import StepMetrics
 from mopd.report.build import build_report, print_summary
 from mopd.report.groups import group_values
 from mopd.report.sinks import LiveProgress, PlainProgress
-from mopd.report.terminal import Terminal
-from tests.unit.report.conftest import step_record, write_lines
+from tests.unit.report.conftest import shown, step_record, terminal, write_lines
 
 
 def group_record(step: int, *, breaker: float = 0.0, retries: float = 0.0) -> dict[str, float | None]:
@@ -72,10 +70,10 @@ def test_a_run_without_groups_numbers_has_no_groups(run_dir: Path) -> None:
 
 
 def test_the_page_and_the_summary_show_them(grouped_run: Path) -> None:
-    out = io.StringIO()
-    print_summary(build_report(grouped_run), Terminal(file=out, width=80))
+    console = terminal(80)
+    print_summary(build_report(grouped_run), console)
     for text in ("teacher open/maths.0", "│rollout ", "10,250", "40.0", "2050/"):
-        assert text in out.getvalue()
+        assert text in shown(console)
     html = (grouped_run / "report.html").read_text()
     for text in ("Teachers and rollout replicas", "<th>teacher open/maths.0</th>", "40.0 MiB", "2.05 s"):
         assert text in html
@@ -90,16 +88,15 @@ def test_domains_are_not_mixed_up_with_groups() -> None:
 
 
 def test_the_live_table_shows_every_group_and_replica() -> None:
-    console = Terminal(file=io.StringIO(), width=140, force_terminal=True)
+    console = terminal(140, force_terminal=True)
     progress = LiveProgress(console, 40, 0, {})
     record = {k: v for k, v in group_record(2, breaker=2.0, retries=4.0).items() if v is not None}
     values = {"loss": 1.0, "kl_k1/open/maths": 0.5, "kl_floor/open/maths": 1.26e-8, **record}
     progress.log(StepMetrics(step=2, values=values))
     progress.close()
-    shown = Terminal(file=io.StringIO(), width=80)
-    shown.print(progress._draw())
-    assert isinstance(shown.file, io.StringIO)
-    lines = shown.file.getvalue().splitlines()
+    table = terminal(80)
+    table.print(progress._draw())
+    lines = shown(table).splitlines()
     teacher = next(line for line in lines if line.startswith("teacher open/maths "))
     assert teacher.split()[2:] == ["1/2", "1,000", "200/400/600", "1.05", "2", "300", "4"]
     (heading,) = (line for line in lines if line.startswith("domain"))
@@ -109,14 +106,13 @@ def test_the_live_table_shows_every_group_and_replica() -> None:
 
 
 def test_plain_lines_tell_rates_and_each_trouble_once() -> None:
-    console = Terminal(file=io.StringIO(), width=140)
+    console = terminal(140)
     progress = PlainProgress(console, 5, 0, clock=lambda: 0.0)
     for step, breaker in ((1, 0.0), (2, 2.0), (3, 2.0), (4, 0.0), (5, 0.0)):
         retries = 3.0 if step == 2 else 0.0
         record = {k: v for k, v in group_record(step, breaker=breaker, retries=retries).items() if v is not None}
         progress.log(StepMetrics(step=step, values={"loss": 1.0, "kl_floor/open/maths": 1.26e-8, **record}))
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    text = shown(console)
     assert text.startswith("  KL floor  open/maths 1.3e-08\n") and text.count("floor") == 1
     assert text.count("  teachers  open/maths 500 tokens/s p95 0.2 s 1.05 MB\n") == 1
     assert text.count("step 2/5  teacher open/maths.0 broken\n") == 1 and text.count("broken") == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -11,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mopd.base.metrics import StepMetrics, read_jsonl
 from mopd.config.load import load_recipe
 from mopd.report.sinks import LINE_EVERY_S, PlainProgress, Sinks, make_progress
-from mopd.report.terminal import Terminal
+from tests.unit.report.conftest import shown, terminal
 
 
 def step(number: int, **values: float) -> StepMetrics:
@@ -19,37 +17,29 @@ def step(number: int, **values: float) -> StepMetrics:
     return StepMetrics(step=number, values={**named, "rate/train_tokens_per_s": 2000.0, **values})
 
 
-def plain(width: int = 200) -> Terminal:
-    return Terminal(file=io.StringIO(), width=width)
-
-
-def text_of(console: Terminal) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 def test_every_sink_gets_every_step(tmp_path: Path, recipe_file: Path) -> None:
-    console = plain()
+    console = terminal()
     sinks = Sinks(load_recipe(recipe_file).recipe, tmp_path, resume_step=None, console=console)
     for number in (1, 2):
         sinks.log(step(number))
+        records = read_jsonl(tmp_path / "metrics.jsonl")  # complete while the run goes on
+        assert records[-1]["kl_k1/open/maths"] == 0.25 and len(records) == number
     sinks.log_validation(2, {"code": 0.5})
     sinks.close()
-    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
     assert [(e.step, e.value) for e in events.Scalars("kl_k1/open/maths")] == [(1, 0.25), (2, 0.25)]
     assert [(e.step, e.value) for e in events.Scalars("reward/code")] == [(2, 0.5)]
-    assert "step 1/40" in text_of(console) and "reward code 0.500" in text_of(console)
+    assert "step 1/40" in shown(console) and "reward code 0.500" in shown(console)
 
 
 def test_a_resumed_run_writes_the_steps_after_its_checkpoint_anew(tmp_path: Path, recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file, ["metrics.tensorboard=false"]).recipe
-    first = Sinks(recipe, tmp_path, resume_step=None, console=plain())
+    first = Sinks(recipe, tmp_path, resume_step=None, console=terminal())
     for number in (1, 2, 3):
         first.log(step(number, loss=9.0))
     first.close()
-    second = Sinks(recipe, tmp_path, resume_step=1, console=plain())
+    second = Sinks(recipe, tmp_path, resume_step=1, console=terminal())
     second.log(step(2, loss=7.0))
     second.close()
     assert [(r["step"], r["loss"]) for r in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 9.0), (2, 7.0)]
@@ -59,7 +49,7 @@ def test_a_resumed_run_writes_the_steps_after_its_checkpoint_anew(tmp_path: Path
 def test_event_files_of_a_resumed_run_show_each_step_once(tmp_path: Path, recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file).recipe
     for resume_step, loss in ((None, 9.0), (1, 7.0)):
-        sinks = Sinks(recipe, tmp_path, resume_step=resume_step, console=plain())
+        sinks = Sinks(recipe, tmp_path, resume_step=resume_step, console=terminal())
         for number in range((resume_step or 0) + 1, 4):
             sinks.log(step(number, loss=loss))
         sinks.close()
@@ -67,21 +57,14 @@ def test_event_files_of_a_resumed_run_show_each_step_once(tmp_path: Path, recipe
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 9.0), (2, 7.0), (3, 7.0)]
 
 
-def test_the_file_of_one_step_is_complete_while_the_run_goes_on(tmp_path: Path, recipe_file: Path) -> None:
-    sinks = Sinks(load_recipe(recipe_file).recipe, tmp_path, resume_step=None, console=plain())
-    sinks.log(step(1))
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["kl_k1/open/maths"] == 0.25
-    sinks.close()
-
-
 def test_plain_lines_are_rare_but_the_last_step_is_always_there() -> None:
     now = 0.0
-    console = plain(width=20)  # narrower than a line: a log is not wrapped
+    console = terminal(width=20)  # narrower than a line: a log is not wrapped
     progress = PlainProgress(console, 100, 0, clock=lambda: now)
     for number in range(1, 101):
         now += 1
         progress.log(step(number))
-    lines = text_of(console).splitlines()
+    lines = shown(console).splitlines()
     assert len(lines) == 1 + 99 // LINE_EVERY_S + (99 % LINE_EVERY_S > 0)
     assert lines[0].startswith("step 1/100  loss 1.000  KL code 0.500  open/maths 0.250  1.50 s/step  2,000 tokens/s")
     assert lines[0].endswith("1:39 left") and lines[-1].startswith("step 100/100")
@@ -89,23 +72,23 @@ def test_plain_lines_are_rare_but_the_last_step_is_always_there() -> None:
 
 def test_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
     now = 0.0
-    console = plain()
+    console = terminal()
     progress = PlainProgress(console, 100, 90, clock=lambda: now)
     now = 3.0
     progress.log(step(91))
-    assert text_of(console).rstrip().endswith("0:27 left")
+    assert shown(console).rstrip().endswith("0:27 left")
 
 
 def test_a_terminal_shows_a_table_by_domain_with_the_last_rewards() -> None:
-    console = Terminal(file=io.StringIO(), width=120, force_terminal=True, force_interactive=True)
+    console = terminal(120, force_terminal=True, force_interactive=True)
     progress = make_progress(console, 40, 10, {"code": 0.125})
     progress.log(step(11, **{"topk_overlap/code": 0.875}))
     progress.log(step(12))  # the overlap comes now and then: its last value stays
     progress.close()
-    first = text_of(console)
+    first = shown(console)
     for text in ("open/maths", "12/40", "0.125", "0.875", "1.50 s/step"):
         assert text in first
     progress = make_progress(console, 40, 10, {})
     progress.log_validation(20, {"code": 0.75})
     progress.close()
-    assert "reward at 20" in text_of(console)[len(first) :] and "0.750" in text_of(console)[len(first) :]
+    assert "reward at 20" in shown(console)[len(first) :] and "0.750" in shown(console)[len(first) :]
