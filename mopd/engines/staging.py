@@ -79,12 +79,7 @@ class StagedFiles(NamedTuple):
 
 
 async def stage_weights(
-    weights: Iterable[tuple[str, Tensor]],
-    slots: Mapping[str, Tensor],
-    folder: Path,
-    *,
-    kept: Set[str],
-    name: str,
+    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], folder: Path, *, kept: Set[str], name: str
 ) -> StagedFiles:
     """Write checked ``weights`` into ``folder`` as files of about 256 MiB, for an engine whose model lives in other
     processes. Raises as ``checked_weights``."""

@@ -26,11 +26,7 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -99,11 +95,7 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             self.failure = None
             self.receiver = open_receiver(
-                GroupOrder(**init_info.order),
-                rank,
-                from_json(init_info.tensors),
-                keeps_views=True,
-                device=self.device,
+                GroupOrder(**init_info.order), rank, from_json(init_info.tensors), keeps_views=True, device=self.device
             )
         except (TransferFailed, ValueError) as error:
             self.failure = one_line(error)

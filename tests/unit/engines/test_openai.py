@@ -128,7 +128,7 @@ CORRUPT: dict[str, Change] = {
     "another prompt": lambda choice: choice.update(prompt_token_ids=[3, 1, 4, 2]),
     "no own token": lambda choice: choice["prompt_logprobs"][2].pop("4"),
     "an entry less": lambda choice: choice["prompt_logprobs"][3].pop("2"),
-    "an id outside the vocabulary": lambda choice: choice["prompt_logprobs"][2].update({"6": {"logprob": -1.0}}),
+    "an id beyond 31 bits": lambda choice: renamed(choice["prompt_logprobs"][2], "5", str(2**31)),
     "not a number": lambda choice: choice["prompt_logprobs"][2]["4"].update(logprob="x"),
     "NaN": lambda choice: choice["prompt_logprobs"][2]["4"].update(logprob=float("nan")),
     "a log-prob of text": lambda choice: choice["prompt_logprobs"][2]["4"].update(logprob="-3.0"),
@@ -173,9 +173,8 @@ def test_what_stands_in_texts_does_not_count(server: Server) -> None:
         {"tokens": ["token_id:1"], "token_logprobs": [None]},
         {"tokens": ["token_id: 1"], "token_logprobs": [-0.5]},
         {"tokens": ["token_id:01"], "token_logprobs": [-0.5]},
-        {"tokens": ["token_id:6"], "token_logprobs": [-0.5]},
+        {"tokens": ["token_id:-1"], "token_logprobs": [-0.5]},
         {"tokens": [1], "token_logprobs": [-0.5]},
-        {"tokens": ["token_id:1"], "token_logprobs": [-0.5, -0.5]},
     ],
 )
 def test_responses_of_odd_numbers_are_none(server: Server, logprobs: dict[str, Any]) -> None:

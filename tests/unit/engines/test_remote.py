@@ -173,21 +173,11 @@ def ints(*values: int) -> np.ndarray:
         (score, changed(lengths=ints(4)), "of another request"),
         (score, changed(lengths=ints(2, 1)), "add up to 3 but 4"),
         (score, changed(top_k=2), "4 rows x top_k 2 but 16 ids"),
-        (score, changed(ids=np.full(16, -1, dtype=np.int32)), "negative"),
         (score, changed(logprobs=np.zeros(15, dtype=np.float32)), "15 logprobs"),
         (generate, first_changed(request_checksum=b"x" * 16), "belongs to other tokens"),
         (generate, first_changed(index=2), "response 2 of 2 comes twice or was not asked for"),
         (generate, first_changed(index=0), "response 0 of 2 comes twice"),
-        (generate, first_changed(finish_reason="abort"), "finish_reason is 'abort'"),
-        (generate, first_changed(tokens=ints(1, -1)), "negative"),
-        (generate, first_changed(token_versions=ints(-1)), "1 versions"),
-        (
-            generate,
-            first_changed(
-                tokens=ints(1, 1, 1, 1), logprobs=np.zeros(4, dtype=np.float32), token_versions=ints(*[-1] * 4)
-            ),
-            "4 tokens where max_new_tokens is 3",
-        ),
+        (generate, first_changed(index=-1), "response -1 of 2"),
         (generate, rearranged(lambda answers: answers[:1]), "ends after 1 of 2 responses"),
         (generate, rearranged(lambda answers: [*answers, answers[0]]), "comes twice"),
         (generate, lambda path, body: response(b""), "ends after 0 of 2"),

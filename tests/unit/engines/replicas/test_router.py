@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd.config.groups import RoutingConfig, TorchEngineConfig
-from mopd.engines.replicas.interface import Replica
-from mopd.engines.replicas.router import Router
+from mopd.config.groups import TorchEngineConfig
 from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
 from tests.unit.engines.replicas.stand_in import SAMPLING, StandIn, check_scores, make_router, run, samples, score
@@ -106,24 +104,6 @@ def test_rollouts_ask_for_room_for_the_longest_response() -> None:
 
 def test_nothing_to_do_is_done_at_once() -> None:
     assert run(lambda: score(make_router([StandIn()]), [], [])) == []
-
-
-def test_wrong_calls_are_named() -> None:
-    tokens, starts = samples(3, 3)
-    with pytest.raises(ValueError, match="2 sequences but 1 prompt lengths"):
-        run(lambda: score(make_router([StandIn()]), tokens, starts[:1]))
-    with pytest.raises(ValueError, match="1 prompts but 0 seeds"):
-        run(lambda: make_router([StandIn()], kind="rollout").generate([[1]], SAMPLING, []))
-
-
-def test_groups_need_replicas_of_their_own() -> None:
-    engine = StandIn()
-    with pytest.raises(ValueError, match=r"teacher 'math' has no replica: set replicas: 1 or more"):
-        make_router([])
-    with pytest.raises(ValueError, match="two replicas are one engine"):
-        make_router([engine, engine])
-    with pytest.raises(ValueError, match="two replicas have one name"):
-        Router("math", [Replica(name="a", engine=StandIn()) for _ in range(2)], RoutingConfig(), kind="teacher")
 
 
 def test_two_real_engines_agree_with_one(tmp_path: Path) -> None:

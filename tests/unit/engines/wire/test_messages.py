@@ -246,24 +246,6 @@ def test_a_generate_request_that_nothing_can_answer(changes: dict[str, Any], pro
         decode(encode(generate_request(**changes)), GenerateRequest)
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"index": -1}, "index is -1"),
-        ({"finish_reason": "abort"}, "finish_reason is 'abort'"),
-        (NOTHING, "no token"),
-        ({"tokens": ints(1, 1)}, "2 tokens but 3 logprobs"),
-        ({"logprobs": np.zeros(4, dtype=np.float32)}, "4 logprobs"),
-        ({"token_versions": ints(7, 8)}, "2 versions"),
-        ({"token_versions": ints(7, 8, 7)}, "falls"),
-        ({"tokens": ints(1, 2, -3)}, "negative"),
-    ],
-)
-def test_a_response_that_cannot_be(changes: dict[str, Any], problem: str) -> None:
-    with pytest.raises(WireError, match=problem):
-        decode(encode(generate_answer(**changes)), GenerateAnswer)
-
-
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf"), -0.5, True, "1"])
 def test_times_are_finite_and_not_negative(seconds: Any) -> None:
     for changes in ({"wait_s": seconds}, {"load_s": seconds}):
