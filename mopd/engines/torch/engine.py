@@ -42,8 +42,8 @@ from mopd.engines.vision import EngineSight, check_images, read_sight
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 from mopd.weights.buckets import TensorMeta
 from mopd.weights.group import GroupOrder, TransferFailed
-from mopd.weights.mapped import open_receiver
-from mopd.weights.receiving import Receiver, check_fit
+from mopd.weights.mapped import Receiver, open_receiver
+from mopd.weights.receiving import check_fit
 
 if TYPE_CHECKING:
     from mopd.engines.torch.sight import Eyes

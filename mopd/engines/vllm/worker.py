@@ -37,8 +37,7 @@ from mopd.base.text import one_line
 from mopd.engines.interface import Reception
 from mopd.weights.buckets import from_json
 from mopd.weights.group import GroupOrder, TransferFailed
-from mopd.weights.mapped import open_receiver
-from mopd.weights.receiving import Receiver
+from mopd.weights.mapped import Receiver, open_receiver
 
 BACKEND = "mopd"
 """Value of ``weight_transfer_config.backend``."""
