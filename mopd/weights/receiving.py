@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -15,21 +15,37 @@ from mopd.weights.group import GivenUp, GroupOrder, Pending, TransferFailed, Tra
 from mopd.weights.pieces import Expected, Part, Ring, Segment, cut_pieces
 
 
+class Fit:
+    """Checks, one by one as they come, that tensors are the weights of a model, each once."""
+
+    def __init__(self, slots: Mapping[str, Tensor], *, name: str, kept: Set[str] = frozenset()) -> None:
+        """Start with the model's weights and its name, for messages. ``kept`` weights stay as they are and must not
+        come."""
+        self._slots, self._kept, self._name = slots, kept, name
+        self.missing: set[str] = slots.keys() - kept
+        """Names of weights that have not come."""
+
+    def take(self, weight: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Raise ``ValueError`` for a tensor that is no weight of the model, has come, or has another shape or dtype."""
+        if weight not in self.missing:
+            fault = "arrives twice for" if weight in self._slots else "does not exist in"
+            fault = "arrives though it is a constant kept in" if weight in self._kept else fault
+            raise ValueError(f"weight {weight!r} {fault} {self._name}")
+        slot = self._slots[weight]
+        if tuple(shape) != tuple(slot.shape):
+            raise ValueError(f"weight {weight!r} has shape {list(shape)}, {self._name} needs {list(slot.shape)}")
+        if dtype.is_floating_point != slot.dtype.is_floating_point:
+            raise ValueError(f"weight {weight!r} has dtype {str(dtype)[6:]}, {self._name} needs another kind")
+        self.missing.remove(weight)
+
+
 def check_fit(metas: Sequence[TensorMeta], slots: Mapping[str, Tensor], *, name: str) -> None:
     """Raise ``ValueError`` unless ``metas`` are the weights of ``slots`` in their shapes; ``name``: the model's."""
-    waiting = set(slots)
+    fit = Fit(slots, name=name)
     for meta in metas:
-        if meta.name not in waiting:
-            fault = "arrives twice for" if meta.name in slots else "does not exist in"
-            raise ValueError(f"weight {meta.name!r} {fault} {name}")
-        slot = slots[meta.name]
-        if meta.shape != tuple(slot.shape):
-            raise ValueError(f"weight {meta.name!r} has shape {list(meta.shape)}, {name} needs {list(slot.shape)}")
-        if meta.dtype.is_floating_point != slot.dtype.is_floating_point:
-            raise ValueError(f"weight {meta.name!r} has dtype {str(meta.dtype)[6:]}, {name} needs another kind")
-        waiting.remove(meta.name)
-    if waiting:
-        raise ValueError(f"{len(waiting)} weights of {name} are not announced, among them {min(waiting)!r}")
+        fit.take(meta.name, meta.dtype, meta.shape)
+    if fit.missing:
+        raise ValueError(f"{len(fit.missing)} weights of {name} are not announced, among them {min(fit.missing)!r}")
 
 
 class GroupReceiver(ABC):

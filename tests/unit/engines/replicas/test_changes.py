@@ -88,22 +88,6 @@ def test_the_last_replica_given_up_ends_every_wait_at_once() -> None:
     run(work)
 
 
-def test_a_restart_that_is_given_up_ends_the_wait_at_once() -> None:
-    router = make_router([StandIn(0)])
-    tokens, starts = samples(5)
-
-    async def work() -> None:
-        router.suspend("math.0", reason="restarting", timeout_s=100)
-        scoring = asyncio.create_task(score(router, tokens, starts))
-        await asyncio.sleep(3)
-        router.remove("math.0", reason="exit code 1 at start, see math.0.log")
-        with pytest.raises(SampleFailed, match=r"math.0 is gone: exit code 1 at start, see math.0.log"):
-            await scoring
-        assert now() == 3
-
-    run(work)
-
-
 def test_late_failures_of_the_old_life_do_not_count_against_the_new_one() -> None:
     old, new = StandIn(0, lambda call: 3.0), StandIn(1)
     router = make_router([old], request_timeout_s=1.0, breaker_failures=1)
@@ -155,20 +139,6 @@ def test_a_closed_group_answers_whoever_still_waits_and_ends_what_nobody_waits_f
         assert now() == pytest.approx(1.0) and len(router._requests) == 1
         await waiting
         assert now() == pytest.approx(5.0)
-
-    run(work)
-
-
-def test_weights_reach_every_replica_and_rollouts_ask_for_them() -> None:
-    engines = [StandIn(0), StandIn(1)]
-    router = make_router(engines, kind="rollout")
-
-    async def work() -> None:
-        await push(router, 7)
-        assert [engine.weight_version for engine in engines] == [7, 7] and router.weight_version == 7
-        generations = await router.generate([[5]] * 6, SAMPLING, list(range(6)))
-        assert {float(generation.logprobs[0]) for generation in generations} == {-7.0}
-        assert router.needs_weights == ()
 
     run(work)
 

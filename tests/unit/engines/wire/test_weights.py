@@ -234,7 +234,7 @@ def test_constants_that_are_not_those_that_were_announced() -> None:
     with pytest.raises(WireError, match="another update"):
         swapped.add(chunk)
     kept = Staging(SLOTS, sent.begin, receive(sent, SLOTS).constants)
-    with pytest.raises(WireError, match="'a' arrives though it is a constant that is here"):
+    with pytest.raises(WireError, match="'a' arrives though it is a constant kept"):
         kept.add(theirs)
     twice = WeightChunk(update_id=sent.update_id, index=0, pieces=chunk.pieces, data=chunk.data)
     both = Staging(SLOTS, sent.begin)
