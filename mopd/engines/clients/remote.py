@@ -121,7 +121,12 @@ class RemoteEngine:
         longest = request.num_rows * (8 * top_k + 4) + 4 * len(tokens) + ANSWER_HEAD_BYTES
         body = await encode_aside(request)
         answer = await self._images.asked(images, lambda: self.post("/v1/score", body, ScoreAnswer, longest))
-        self._require_echo(answer, request)
+        if answer.request_checksum != request.checksum:
+            raise self._http.corrupt(FOREIGN)
+        if answer.weight_version != request.weight_version:
+            raise StaleWeights(
+                f"{self.name}: answered with weights {answer.weight_version}, not {request.weight_version}"
+            )
         if answer.top_k != top_k or not np.array_equal(answer.lengths, request.lengths - request.prompt_lengths):
             raise self._http.corrupt(f"top_k {answer.top_k} and rows of another request than the one that was sent")
         return to_scores(answer)
@@ -212,7 +217,6 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._images.close()
         await self._http.close()
 
     async def _send_images(self, body: bytes) -> None:
@@ -231,14 +235,6 @@ class RemoteEngine:
             return await decode_aside(given, answer)
         except WireError as error:
             raise self._http.corrupt(error) from error
-
-    def _require_echo(self, answer: ScoreAnswer, request: ScoreRequest) -> None:
-        if answer.request_checksum != request.checksum:
-            raise self._http.corrupt(FOREIGN)
-        if answer.weight_version != request.weight_version:
-            raise StaleWeights(
-                f"{self.name}: answered with weights {answer.weight_version}, not {request.weight_version}"
-            )
 
 
 async def push_staged(
