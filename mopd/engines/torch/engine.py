@@ -273,7 +273,15 @@ class TorchEngine:
         images: Images = None,
     ) -> list[Scores]:
         """Score the responses. ``ValueError`` for ``top_k`` above the vocabulary or an empty prompt."""
-        self._check_score(tokens, prompt_lengths, top_k, temperature)
+        self._require_weights()
+        if not 1 <= top_k <= self.vocab_size:
+            raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}: scoring needs a positive one")
+        check_scoring(tokens, prompt_lengths)
+        check_length(max(map(len, tokens), default=0), None, self.max_positions, LENGTH_KEY, name=self.name)
+        if not self._head_checked and len(tokens):
+            self._check_head(tokens[0])
         check_images(self.sight, tokens, images, name=self.name)
         results: dict[int, Scores] = {}
         for batch in token_budget_batches([len(t) for t in tokens], self._cfg.max_tokens_per_batch):
@@ -359,19 +367,6 @@ class TorchEngine:
                 f"(by up to {difference:.3g}), which the torch engine cannot score: choose another model"
             )
         self._head_checked = True
-
-    def _check_score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], top_k: int, temperature: float
-    ) -> None:
-        self._require_weights()
-        if not 1 <= top_k <= self.vocab_size:
-            raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
-        if temperature <= 0:
-            raise ValueError(f"temperature is {temperature}: scoring needs a positive one")
-        check_scoring(tokens, prompt_lengths)
-        check_length(max(map(len, tokens), default=0), None, self.max_positions, LENGTH_KEY, name=self.name)
-        if not self._head_checked and len(tokens):
-            self._check_head(tokens[0])
 
     def _require_weights(self) -> None:
         check_weights(self._has_weights, name=self.name)
