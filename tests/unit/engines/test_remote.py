@@ -232,16 +232,7 @@ def test_newer_weights_may_answer_once_their_push_was_committed() -> None:
             ask(first_changed(token_versions=versions), work)
 
 
-@pytest.mark.parametrize(
-    ("status", "error"),
-    [
-        (503, EngineUnreachable),
-        (502, EngineUnreachable),
-        (500, EngineUnavailable),
-        (504, EngineUnreachable),
-        (400, EngineRejected),
-    ],
-)
+@pytest.mark.parametrize(("status", "error"), [(503, EngineUnreachable), (400, EngineRejected)])
 def test_a_failure_in_mid_stream_leaves_what_was_told(status: int, error: type[Exception]) -> None:
     told: list[int] = []
 
@@ -281,6 +272,7 @@ def test_a_response_is_told_when_it_comes() -> None:
         ("429 Too Many Requests", EngineBusy),
         ("302 Found", EngineUnavailable),
         ("500 Internal Server Error", EngineUnavailable),
+        ("502 Bad Gateway", EngineUnreachable),
         ("503 Service Unavailable", EngineUnreachable),
         ("504 Gateway Timeout", EngineUnreachable),
     ],
@@ -293,18 +285,6 @@ def test_every_status_has_its_error(status: str, error: type[Exception], body: b
     if isinstance(raised.value, EngineBusy):
         assert raised.value.retry_after_s == (2.5 if body[:1] == b"{" else 1.0)
     assert "so it is" in str(raised.value) or body == b"[1]"
-
-
-def test_no_server() -> None:
-    async def work() -> None:
-        engine = RemoteEngine("http://127.0.0.1:1", timeout_s=5.0)
-        with pytest.raises(EngineUnavailable, match=r"http://127\.0\.0\.1:1: /v1/score: ConnectError"):
-            await score(engine)
-        with pytest.raises(EngineUnavailable):
-            await engine.health(timeout_s=1.0)
-        await engine.close()
-
-    asyncio.run(work())
 
 
 def test_payload_bytes_are_counted() -> None:

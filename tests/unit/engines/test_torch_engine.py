@@ -174,25 +174,6 @@ def test_model_that_changes_its_logits_is_refused_for_scoring(tmp_path: Path) ->
         asyncio.run(engine.score([torch.tensor([4, 5, 6])], [1], top_k=2, temperature=1.0))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])  # tied and untied embeddings
-def test_loaded_weights_answer_like_the_checkpoint(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
-    tied = family == "qwen3"
-    other = make_hf_model(tmp_path, family, seed=8, tie_word_embeddings=tied)
-    source = TorchEngine.from_pretrained(other, TorchEngineConfig(dtype="float32"))
-    source.stop_ids = TorchEngine.from_pretrained(folders[family], TorchEngineConfig(dtype="float32")).stop_ids
-    engine = TorchEngine.empty(folders[family], TorchEngineConfig(dtype="float32"))
-    assert engine.weight_version == -1
-    with pytest.raises(RuntimeError, match="no weights"):
-        generate(engine, [[5]], [0])
-    names = [name for name, _ in source.model.named_parameters()]
-    assert ("lm_head.weight" in names) is not tied
-    asyncio.run(engine.load_weights(source.model.named_parameters(), 7))
-    assert engine.weight_version == 7
-    assert [g.tokens.tolist() for g in generate(engine, PROMPTS, SEEDS)] == [
-        g.tokens.tolist() for g in generate(source, PROMPTS, SEEDS)
-    ]
-
-
 def test_wrong_weights_are_refused_and_leave_no_half_loaded_engine(
     engine: TorchEngine, folders: dict[str, Path]
 ) -> None:

@@ -153,19 +153,6 @@ def test_scores_agree_with_transformers(
         torch.testing.assert_close(given.token_logprobs, own, rtol=0, atol=1e-4)
 
 
-def test_more_sequences_than_fit_at_once_and_the_whole_vocabulary(
-    teacher: VllmEngine, loop: asyncio.AbstractEventLoop
-) -> None:
-    tokens = torch.randint(3, VOCAB_SIZE, (40, 100), generator=torch.Generator().manual_seed(1))
-    rows = list(tokens)  # 4,000 tokens, max_scoring_tokens is 512
-    scores = loop.run_until_complete(teacher.score(rows, [50] * 40, top_k=VOCAB_SIZE, temperature=1.0))
-    for given in scores:
-        torch.testing.assert_close(given.logprobs.exp().sum(-1), torch.ones(50))
-        assert (given.logprobs.diff(dim=-1) <= 0).all()
-    alone = loop.run_until_complete(teacher.score(rows[7:8], [50], top_k=VOCAB_SIZE, temperature=1.0))
-    torch.testing.assert_close(alone[0].token_logprobs, scores[7].token_logprobs, rtol=0, atol=1e-4)
-
-
 def test_a_bad_request_is_refused_and_the_engine_lives(teacher: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
     good = torch.tensor([4, 8, 15, 16])
 

@@ -152,25 +152,6 @@ async def push(router: Router, version: int) -> None:
     router.set_weight_version(version)
 
 
-def test_a_replica_with_other_weights_gets_no_work_until_it_has_them() -> None:
-    current, restarted = StandIn(0), StandIn(1)
-    router = make_router([current, restarted], kind="rollout", max_tokens_per_request=10)
-
-    async def work() -> None:
-        await push(router, 3)
-        restarted.weight_version = -1
-        assert router.needs_weights == ("math.1",)
-        await router.generate([[5]] * 12, SAMPLING, list(range(12)))
-        assert restarted.calls == [] and len(current.answered) == 12
-        assert [replica.state for replica in router.take_numbers().replicas] == ["closed", "stale"]
-        await restarted.load_weights(WEIGHTS, 3)
-        router.set_weight_version(3)
-        await router.generate([[5]] * 12, SAMPLING, list(range(12)))
-        assert restarted.calls != []
-
-    run(work)
-
-
 def test_a_replica_that_says_it_is_stale_is_left_out_until_the_next_push() -> None:
     """The far side was restarted behind the engine's back: only its answer tells."""
     stale, current = StandIn(0, lambda call: StaleWeights("serves -1, not 3") if call < 4 else None), StandIn(1)

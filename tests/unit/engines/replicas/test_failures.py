@@ -35,22 +35,6 @@ async def failure_of(router: Router, *lengths: int) -> tuple[SampleFailed, float
     return caught.value, asyncio.get_running_loop().time()
 
 
-def test_a_dead_replica_loses_nothing() -> None:
-    tokens, starts = samples(*[10 + i for i in range(25)])
-    engines = [StandIn(0, always(DEAD)), StandIn(1)]
-    router = make_router(engines)
-
-    async def work() -> dict[str, Any]:
-        check_scores(tokens, await score(router, tokens, starts))
-        return numbers_of(router)
-
-    numbers = run(work)
-    assert sorted(engines[1].answered) == [1000 + i for i in range(25)]
-    assert numbers["math.0"].state == "open" and 3 <= len(engines[0].calls) == numbers["math.0"].failures
-    assert numbers["group"].retries == numbers["math.0"].failures
-    assert numbers["math.1"].num_samples == 25 and numbers["math.1"].num_tokens == sum(map(len, tokens))
-
-
 def test_pauses_double_and_attempts_are_counted() -> None:
     engine = StandIn(0, always(DEAD))
     error, ended = run(lambda: failure_of(make_router([engine], max_attempts=4, breaker_failures=9), 5))
@@ -192,17 +176,6 @@ def test_a_queue_that_stays_full_has_a_deadline() -> None:
     router = make_router([StandIn(0, always(EngineBusy("queue full", retry_after_s=0.0)))])
     error, ended = run(lambda: failure_of(router, 5))
     assert str(error).endswith("last error: queue full") and ended == pytest.approx(10, abs=0.1)
-
-
-def test_a_full_queue_leaves_the_request_to_another_replica() -> None:
-    engines = [StandIn(0, always(EngineBusy("queue full", retry_after_s=60.0))), StandIn(1)]
-    tokens, starts = samples(*[20] * 10)
-
-    async def work() -> None:
-        check_scores(tokens, await score(make_router(engines), tokens, starts))
-
-    run(work)
-    assert len(engines[0].calls) <= 4 and len(engines[1].answered) == 10
 
 
 class Forgetful(StandIn):

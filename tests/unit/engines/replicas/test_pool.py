@@ -220,20 +220,3 @@ def test_thousands_that_wait_cost_no_more_than_a_few() -> None:
 
     few, many = calls(256), calls(4096)
     assert many < 2 * few, (few, many)
-
-
-def test_room_is_given_back_by_and_by() -> None:
-    async def work() -> None:
-        sent = Sent("a")
-        one = want(0, 50, sequences=2)
-        await sent.acquire(one)
-        member = sent.pool.member("a")
-        waiting = asyncio.create_task(sent.acquire(want(1, 20)))
-        await asyncio.sleep(1)
-        assert not waiting.done()
-        sent.pool.freed(member, one, Room(20, 1, 20))
-        assert await waiting == "a" and member.in_flight == Room(50, 1, 50)
-        sent.end(one)
-        assert member.in_flight == Room(20, 0, 20)
-
-    run(work)

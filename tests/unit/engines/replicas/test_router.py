@@ -13,14 +13,6 @@ from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_mo
 from tests.unit.engines.replicas.stand_in import SAMPLING, StandIn, make_router, run, samples, score
 
 
-def test_requests_are_cut_longest_first_and_bounded() -> None:
-    tokens, starts = samples(10, 25, 50, 10, 10)
-    engine = StandIn()
-    run(lambda: score(make_router([engine], max_inflight_tokens=40), tokens, starts))
-    assert engine.calls == [[1002], [1001, 1000], [1003, 1004]]
-    assert engine.most_tokens == 50  # the oversized sample, alone
-
-
 def test_the_replica_with_the_fewest_tokens_under_way_is_next() -> None:
     engines = [StandIn(i) for i in range(2)]
     router = make_router(engines, max_inflight_tokens=1000)

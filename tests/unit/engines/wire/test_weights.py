@@ -208,15 +208,6 @@ def test_constants_of_another_value_dtype_or_name_arrive_again(change: dict[str,
     assert not staging.kept and staging.finish(other.commit("finish")).keys() == (CONSTANT | change).keys()
 
 
-def test_without_constants_everything_arrives() -> None:
-    held = receive(staged(CONSTANT, {}), SLOTS).constants
-    whole = staged({}, SLOTS)
-    assert whole.constants is None
-    staging = receive(whole, SLOTS, held)
-    assert not staging.kept and staging.finish(whole.commit("finish")).keys() == SLOTS.keys()
-    assert staging.constants == HeldConstants(digest=b"", names=frozenset())
-
-
 def test_constants_that_are_not_those_that_were_announced() -> None:
     sent, other = staged(CONSTANT, {"c": SLOTS["c"]}), staged({"a": torch.zeros(3), "b": SLOTS["b"]}, {})
     assert sent.constants is not None and other.constants is not None
