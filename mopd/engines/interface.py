@@ -124,6 +124,9 @@ class SamplingParams:
     """-1 keeps the whole vocabulary."""
 
 
+FinishReason = Literal["stop", "length", "handed_back"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
     """One sampled response, stop token included when there is one."""
@@ -133,7 +136,7 @@ class Generation:
     logprobs: Tensor
     """[R] fp32 log-probs of the drawn tokens under softmax(logits / temperature), before top-p and top-k cuts
     (temperature 1 when greedy)."""
-    finish_reason: Literal["stop", "length", "handed_back"]
+    finish_reason: FinishReason
     """Why the response ended. ``handed_back``: new weights arrived. It is not complete and may hold no token yet; the
     caller continues it with prompt and tokens as the next prompt."""
     token_versions: Tensor

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mopd.base.files.writing import writing
 from mopd.base.types import NonFiniteError
+from mopd.weights.receiving import Fit
 
 _FILE_BYTES = 2**28
 
@@ -38,21 +39,13 @@ def checked_weights(
     """
     if kept - slots.keys():
         raise ValueError(f"weight {min(kept - slots.keys())!r} cannot be kept: it does not exist in {name}")
-    waiting = slots.keys() - kept
+    fit = Fit(slots, name=name, kept=kept)
     for weight, tensor in weights:
-        if weight not in slots:
-            raise ValueError(f"weight {weight!r} does not exist in {name}")
-        if weight not in waiting:
-            fault = "arrives though it is kept in" if weight in kept else "arrives twice for"
-            raise ValueError(f"weight {weight!r} {fault} {name}")
-        if tensor.shape != slots[weight].shape:
-            shapes = f"has shape {list(tensor.shape)}, {name} needs {list(slots[weight].shape)}"
-            raise ValueError(f"weight {weight!r} {shapes}")
-        waiting.remove(weight)
+        fit.take(weight, tensor.dtype, tensor.shape)
         _require_finite(weight, tensor.detach(), slots[weight].dtype, name)
         yield weight, tensor
-    if waiting:
-        raise ValueError(f"{len(waiting)} weights of {name} did not arrive, among them {min(waiting)!r}")
+    if fit.missing:
+        raise ValueError(f"{len(fit.missing)} weights of {name} did not arrive, among them {min(fit.missing)!r}")
 
 
 def hold_weights(
@@ -79,12 +72,7 @@ class StagedFiles(NamedTuple):
 
 
 async def stage_weights(
-    weights: Iterable[tuple[str, Tensor]],
-    slots: Mapping[str, Tensor],
-    folder: Path,
-    *,
-    kept: Set[str],
-    name: str,
+    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], folder: Path, *, kept: Set[str], name: str
 ) -> StagedFiles:
     """Write checked ``weights`` into ``folder`` as files of about 256 MiB, for an engine whose model lives in other
     processes. Raises as ``checked_weights``."""

@@ -13,6 +13,7 @@ import hmac
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -129,38 +130,30 @@ class TransferGroup:
     def broadcast(self, buffer: Tensor, *, timeout_s: float | None = None) -> Pending:
         """Start to send rank 0's bytes into every member's ``buffer``, while the caller goes on. ``timeout_s`` replaces
         the group's."""
-        return self._post(buffer, timeout_s)
+        return self._begin(lambda group: group.broadcast([buffer], _options(timeout_s)), timeout_s)
 
     def tell(self, number: int, *, timeout_s: float | None = None) -> int:
         """Send rank 0's ``number`` to all members and return it."""
-        said = torch.tensor([number], device=self.device)
-        self._post(said, timeout_s).wait()
-        return int(said)
-
-    def _post(self, buffer: Tensor, timeout_s: float | None) -> Pending:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        if timeout_s is not None:
-            options.timeout = timedelta(seconds=timeout_s)
-        group = self._group
-        if group is None:
-            raise TransferFailed("the group is closed")
-        try:
-            return self._began(group.broadcast([buffer], options), timeout_s)
-        except RuntimeError as error:
-            self.close()
-            raise TransferFailed(f"{first_line(error):.200}") from error
+        buffer = torch.tensor([number], device=self.device)
+        self._begin(lambda group: group.broadcast([buffer], _options(timeout_s)), timeout_s).wait()
+        return int(buffer)
 
     def all_reached(self) -> Pending:
         """Start a barrier that ends when all members have called this."""
+        return self._begin(lambda group: group.allreduce([torch.zeros(1, dtype=torch.int64)]))
+
+    def _begin(self, start: Callable[[Any], Any], timeout_s: float | None = None) -> Pending:
         group = self._group
         if group is None:
             raise TransferFailed("the group is closed")
         try:
-            return self._began(group.allreduce([torch.zeros(1, dtype=torch.int64)]))
+            work = start(group)
         except RuntimeError as error:
             self.close()
             raise TransferFailed(f"{first_line(error):.200}") from error
+        pending = Pending(self, work, time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s))
+        self._flying.add(pending)
+        return pending
 
     def close(self) -> None:
         """Close the group, from any thread, once or more. Peers fail once this process has no operation in progress."""
@@ -177,11 +170,6 @@ class TransferGroup:
             with contextlib.suppress(TransferFailed):
                 pending.wait()
             pending.forget()
-
-    def _began(self, work: Any, timeout_s: float | None = None) -> Pending:
-        pending = Pending(self, work, time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s))
-        self._flying.add(pending)
-        return pending
 
 
 class Pending:
@@ -206,6 +194,14 @@ class Pending:
         """Drop the operation: as long as gloo's works are held, so are its connections."""
         self._group._flying.discard(self)
         self._work = None
+
+
+def _options(timeout_s: float | None) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    if timeout_s is not None:
+        options.timeout = timedelta(seconds=timeout_s)
+    return options
 
 
 def _meet(store: PrefixStore, order: GroupOrder, rank: int, given_up: GivenUp) -> None:

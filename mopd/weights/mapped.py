@@ -25,15 +25,15 @@ from torch import Tensor
 from mopd.weights.buckets import Bucket, TensorMeta
 from mopd.weights.group import GroupOrder, Pending, TransferFailed, TransferGroup
 from mopd.weights.memory import SharedMemory, open_memory
-from mopd.weights.pieces import Expected, Part, cut_pieces
-from mopd.weights.receiving import BroadcastReceiver, GroupReceiver, Receiver
-from mopd.weights.sending import Sent, next_tensor, require_all_finite, to_the_end
+from mopd.weights.pieces import Part, cut_pieces
+from mopd.weights.receiving import BroadcastReceiver, GroupReceiver
+from mopd.weights.sending import Sent, fill, next_tensor, require_finite, to_the_end
 from mopd.weights.stages import StagesReceiver
 
 
 def mapped_bytes(metas: Sequence[TensorMeta], bucket_bytes: int) -> int:
     """Return the bytes of memory that ``send_mapped`` needs: two buckets."""
-    return _mapped_bytes(_parts(metas, bucket_bytes))
+    return 2 * (-(-max(part.num_bytes for part in _parts(metas, bucket_bytes)) // 16) * 16)
 
 
 def send_mapped(
@@ -87,45 +87,36 @@ class _Filler:
     def fill(self, part: Part, buffer: Tensor) -> None:
         """Fill ``buffer`` with a part. Raises as ``send``."""
         if isinstance(part, Bucket):
-            rooms = dict(part.views(buffer))
-            for meta in part.metas:
-                rooms[meta.name].copy_(next_tensor(self._stream, meta))
-        else:
-            if part.first == 0:
-                self._tensor = next_tensor(self._stream, part.meta).contiguous()
-            rooms = {part.meta.name: buffer.view(part.meta.dtype).copy_(part.of(self._tensor))}
+            fill(part, buffer, self._stream, self._is_checked)
+            return
+        if part.first == 0:
+            self._tensor = next_tensor(self._stream, part.meta).contiguous()
+        values = buffer.view(part.meta.dtype).copy_(part.of(self._tensor))
         if self._is_checked:
-            require_all_finite(rooms)
+            require_finite(part.meta.name, values)
 
 
 class MappedReceiver(GroupReceiver):
     """Receiver that reads buckets in the sender's memory and has none of its own for them."""
 
+    travels = False
+
     def __init__(
-        self,
-        order: GroupOrder,
-        rank: int,
-        metas: Sequence[TensorMeta],
-        *,
-        keeps_views: bool,
-        slots: Mapping[str, Tensor],
-        device: torch.device,
-        given_up: threading.Event | None,
+        self, order: GroupOrder, rank: int, metas: Sequence[TensorMeta], *, device: torch.device, **options: Any
     ) -> None:
-        """Open the sender's memory and join. Raises as ``BroadcastReceiver``; ``ValueError`` if the memory cannot be
-        opened."""
-        expected = Expected(metas, lambda announced: _parts(announced, order.bucket_bytes))
+        """Open the sender's memory and join, with the ``options`` of ``GroupReceiver``. Raises as it does;
+        ``ValueError`` if the memory cannot be opened."""
         self._memory = open_memory(order.memory, rank - 1, device)
-        if len(self._memory) < _mapped_bytes(expected.parts):
+        if len(self._memory) < mapped_bytes(metas, order.bucket_bytes):
             raise ValueError(f"the sender's memory has {len(self._memory)} bytes: too few for two buckets")
-        group = TransferGroup(order, rank, given_up=given_up)
-        super().__init__(expected, group, keeps_views=keeps_views, slots=slots, device=device)
+        super().__init__(order, rank, metas, device=device, **options)
+
+    def _cut(self, metas: Sequence[TensorMeta], bucket_bytes: int) -> list[Part]:
+        return _parts(metas, bucket_bytes)
 
     def _arriving(self, verify: bool) -> Iterator[tuple[str, Tensor]]:
         reading = deque[Pending]()
         parts = self._expected.parts
-        if len(self._memory) < _mapped_bytes(parts):
-            raise TransferFailed(f"the sender's memory has {len(self._memory)} bytes: too few for two buckets")
         for i, part in enumerate(parts):
             number, digest = self._hear()
             if number != i:
@@ -155,6 +146,9 @@ class MappedReceiver(GroupReceiver):
         self._wait(self._group.broadcast(said))
         number, digest = said.tolist()
         return number, digest
+
+
+Receiver = GroupReceiver | StagesReceiver
 
 
 def open_receiver(
@@ -193,10 +187,6 @@ def open_receiver(
 def _parts(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[Part]:
     """Return buckets, and segments of tensors larger than one."""
     return cut_pieces(metas, bucket_bytes, large_bytes=bucket_bytes)
-
-
-def _mapped_bytes(parts: Sequence[Part]) -> int:
-    return 2 * (-(-max(part.num_bytes for part in parts) // 16) * 16)
 
 
 def _half(memory: Tensor, number: int, part: Part) -> Tensor:

@@ -16,9 +16,6 @@ from mopd.weights.buckets import Bucket, TensorMeta
 from mopd.weights.group import Pending, TransferGroup
 from mopd.weights.pieces import Part, Ring, Segment, cut_pieces
 
-Look = Callable[[str, Tensor], None]
-"""Check of a weight's values: ``require_finite``, or none."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
@@ -59,8 +56,8 @@ def send(
     with to_the_end(group, weights) as stream:
         # the first word: the number of tensors at the beginning that do not come
         group.tell(num_skipped)
-        look = require_finite if verify or checks_values else _trust
-        return _send(group, cut_pieces(metas[num_skipped:], bucket_bytes), stream, verify, look, on_bucket)
+        parts = cut_pieces(metas[num_skipped:], bucket_bytes)
+        return _send(group, parts, stream, verify, verify or checks_values, on_bucket)
 
 
 @contextmanager
@@ -84,7 +81,7 @@ def _send(
     parts: Sequence[Part],
     stream: Iterator[tuple[str, Tensor]],
     verify: bool,
-    look: Look,
+    is_checked: bool,
     on_bucket: Callable[[int], None],
 ) -> Sent:
     ring, flying = Ring(group.device), deque[tuple[Pending, Tensor]]()
@@ -97,11 +94,13 @@ def _send(
         free = time.perf_counter()
         if isinstance(part, Bucket):
             buffer = ring.room(i, part.num_bytes)
-            fill(part, buffer, stream, look)
+            fill(part, buffer, stream, is_checked)
         else:
             if part.first == 0:
                 tensor = next_tensor(stream, part.meta).contiguous()
-            buffer = _as_it_travels(part, tensor, ring, i, look)
+            buffer = _as_it_travels(part, tensor, ring, i)
+            if is_checked:
+                require_finite(part.meta.name, buffer.view(part.meta.dtype))
         if verify:
             digests.append(part.digest(buffer))
         gather_s, send_s = gather_s + time.perf_counter() - free, send_s + free - began
@@ -117,12 +116,11 @@ def _send(
     return Sent(num_bytes=sum(part.num_bytes for part in parts), gather_s=gather_s, send_s=send_s)
 
 
-def _as_it_travels(piece: Segment, tensor: Tensor, ring: Ring, number: int, look: Look) -> Tensor:
+def _as_it_travels(piece: Segment, tensor: Tensor, ring: Ring, number: int) -> Tensor:
     """Return the piece's [bytes] uint8, in the tensor's own memory unless its dtype or device differs."""
     values = piece.of(tensor)
     if not piece.is_as_it_travels(tensor, ring.device):
         values = ring.room(number, piece.num_bytes).view(piece.meta.dtype).copy_(values)
-    look(piece.meta.name, values)
     return values.view(torch.uint8)
 
 
@@ -134,15 +132,13 @@ def next_tensor(stream: Iterator[tuple[str, Tensor]], meta: TensorMeta) -> Tenso
     return tensor
 
 
-def fill(bucket: Bucket, buffer: Tensor, stream: Iterator[tuple[str, Tensor]], look: Look) -> None:
+def fill(bucket: Bucket, buffer: Tensor, stream: Iterator[tuple[str, Tensor]], is_checked: bool) -> None:
     """Fill ``buffer`` with the bucket's tensors from the stream; raises as ``send``."""
-    for meta, room in zip(bucket.metas, bucket.views(buffer), strict=True):
-        room[1].copy_(next_tensor(stream, meta))
-        look(*room)
-
-
-def _trust(name: str, values: Tensor) -> None:
-    """Check nothing: the caller has checked the values."""
+    rooms = dict(bucket.views(buffer))
+    for meta in bucket.metas:
+        rooms[meta.name].copy_(next_tensor(stream, meta))
+    if is_checked:
+        require_all_finite(rooms)
 
 
 def require_all_finite(weights: Mapping[str, Tensor]) -> None:

@@ -24,7 +24,7 @@ from mopd.base.text import first_line
 from mopd.weights.backends import HOST
 from mopd.weights.buckets import TensorMeta
 from mopd.weights.group import CONNECT_S, GroupOrder, GroupStore, TransferFailed
-from mopd.weights.receiving import Receiver
+from mopd.weights.receiving import GroupReceiver
 from mopd.weights.signing import ForgedEntry
 from mopd.weights.store import SignedStore
 
@@ -94,20 +94,19 @@ def _lost_store() -> Iterator[None]:
         raise TransferFailed(f"the store of the group is gone: {first_line(error):.200}") from error
 
 
-class StagesReceiver(Receiver):
-    """Receiver from several senders."""
+class StagesReceiver:
+    """Receiver from several senders, with the interface of ``GroupReceiver``."""
 
     def __init__(
         self,
         order: GroupOrder,
         metas: Sequence[TensorMeta],
-        make: Callable[[GroupOrder, Sequence[TensorMeta]], Receiver],
+        make: Callable[[GroupOrder, Sequence[TensorMeta]], GroupReceiver],
     ) -> None:
         """Enter each sender's group by ``make``. Raises as it does; ``ValueError`` for other tensors than ordered."""
         if sum(order.shares) != len(metas) or min(order.shares) < 1:
             raise ValueError(f"{len(metas)} weights are announced, and {list(order.shares)} by their senders")
-        self._timeout_s = order.timeout_s
-        self._receivers: list[Receiver] = []
+        self._receivers: list[GroupReceiver] = []
         end = 0
         try:
             for sender, share in enumerate(order.shares):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
@@ -86,7 +85,6 @@ class HttpClient:
             raise UserError(f"{self.name}: the access token is not one word of ASCII characters: write another")
         self._token, self._timeout_s = token, timeout_s
         self._content_type, self._deadline_header = content_type, deadline_header
-        self._free_connections = asyncio.Semaphore(MAX_CONNECTIONS)
         # A compressed body could be far larger than it looks: none is asked for, and none is read.
         headers = {"accept-encoding": "identity"}
         if token is not None:
@@ -96,7 +94,7 @@ class HttpClient:
             headers=headers,
             verify=url.startswith("https:"),  # reading the certificates takes longer than a request
             timeout=None,  # asyncio.wait_for bounds every call as a whole
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS),
+            limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=KEPT_CONNECTIONS),
             follow_redirects=False,  # the token is for this server
             trust_env=False,  # no proxy between replicas because of a variable somewhere
         )
@@ -121,7 +119,7 @@ class HttpClient:
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            work = self._when_free(method, path, content, longest, timeout_s, take)
+            work = self._exchange(method, path, content, longest, timeout_s, take)
             return await asyncio.wait_for(work, timeout_s)
         except asyncio.TimeoutError as error:
             raise EngineUnavailable(f"{self.name}: no answer to {path} within {timeout_s:g} s") from error
@@ -143,15 +141,6 @@ class HttpClient:
         if self._token is not None:
             line = line.replace(self._token, "…")
         return line if len(line) <= MAX_MESSAGE_CHARACTERS else f"{line[:MAX_MESSAGE_CHARACTERS]}…"
-
-    async def _when_free(
-        self, method: str, path: str, content: bytes | None, longest: int, timeout_s: float, take: _Take
-    ) -> bytes:
-        start = time.monotonic()
-        async with self._free_connections:
-            # the wait for a connection counts towards the call's deadline, which the server is told
-            left_s = max(timeout_s - (time.monotonic() - start), 0.001)
-            return await self._exchange(method, path, content, longest, left_s, take)
 
     async def _exchange(
         self, method: str, path: str, content: bytes | None, longest: int, timeout_s: float, take: _Take

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from mopd.base.types import PromptImage
 from mopd.config.data import MAX_IMAGE_BYTES
-from mopd.engines.concurrency import cancel
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Images
 from mopd.engines.wire.images import MAX_FILES, ImageFiles
 from mopd.engines.wire.messages import encode_aside
@@ -37,7 +36,7 @@ class ImageSender:
         """Keep ``post``, which sends the body of one ``ImageFiles`` message, and ``name``, the server's in errors."""
         self._post, self._name = post, name
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._under_way: dict[bytes, asyncio.Task[None]] = {}
+        self._turn = asyncio.Lock()
 
     async def asked(self, images: Images, ask: Callable[[], Awaitable[T]]) -> T:
         """Provide the server with ``images`` and return ``ask()``. Raises what sending them and ``ask`` raise."""
@@ -53,34 +52,17 @@ class ImageSender:
                     self._known.pop(digest, None)
         raise EngineUnavailable(f"{self._name}: misses images that it was sent {MAX_ROUNDS} times: it has no room")
 
-    async def close(self) -> None:
-        """Cancel the files that are being sent."""
-        await cancel([*self._under_way.values()])
-
     async def _provide(self, wanted: Mapping[bytes, PromptImage]) -> None:
-        missing = {digest: image for digest, image in wanted.items() if digest not in self._known}
-        # a file that another caller sends already is waited for, not sent again
-        mine = [image for digest, image in missing.items() if digest not in self._under_way]
-        if mine:
-            task = asyncio.create_task(self._send(mine))
-            self._under_way.update({image.digest: task for image in mine})
-        tasks = {self._under_way[digest] for digest in missing}
-        # shielded: a cancelled caller must not cancel a file that others wait for
-        await asyncio.gather(*(asyncio.shield(task) for task in tasks))
-
-    async def _send(self, images: Collection[PromptImage]) -> None:
-        try:
+        async with self._turn:  # who waits here finds the files that another caller has sent meanwhile
             files: dict[bytes, bytes] = {}
-            for image in images:
+            for image in [image for digest, image in wanted.items() if digest not in self._known]:
                 content = await asyncio.to_thread(image.load)
                 if files and (len(files) == MAX_FILES or _size(files) + len(content) > MAX_IMAGE_BYTES):
                     await self._send_files(files)
                     files = {}
                 files[image.digest] = content
-            await self._send_files(files)
-        finally:
-            for image in images:
-                del self._under_way[image.digest]
+            if files:
+                await self._send_files(files)
 
     async def _send_files(self, files: Mapping[bytes, bytes]) -> None:
         await self._post(await encode_aside(ImageFiles.of([*files.values()])))

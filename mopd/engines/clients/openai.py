@@ -100,7 +100,14 @@ class OpenAIScorer:
     ) -> list[Scores]:
         """Score each sequence with one HTTP request. ``UserError`` for a temperature other than 1."""
         refuse_images(images, self.name, because=NO_IMAGES)
-        self._check_score(tokens, prompt_lengths, top_k, temperature)
+        if temperature != 1:
+            raise UserError(
+                f"{self.name}: vLLM scores prompts at temperature 1 only, loss.temperature is {temperature}: "
+                "set loss.temperature: 1.0"
+            )
+        if not 1 <= top_k <= self.vocab_size:
+            raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
+        check_scoring(tokens, prompt_lengths)
         if not self._warned:
             self._warned = True
             _log.warning(
@@ -235,8 +242,6 @@ class OpenAIScorer:
             reason = choice["finish_reason"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._http.corrupt(f"no tokens with log-probs in it ({type(error).__name__}: {error})") from error
-        if len(tokens) != len(logprobs) or not all(0 <= token < self.vocab_size for token in tokens):
-            raise self._http.corrupt(f"{len(tokens)} tokens, {len(logprobs)} log-probs, or an id of another vocabulary")
         return Generation(
             tokens=torch.tensor(tokens, dtype=torch.int64),
             logprobs=torch.tensor(logprobs, dtype=torch.float32),
@@ -247,30 +252,15 @@ class OpenAIScorer:
     def _read_row(self, entry: Any) -> dict[int, float]:
         """Return token id -> log-prob of one position."""
         try:
-            row = {_id(key): _logprob(value["logprob"]) for key, value in entry.items()}
+            return {_id(key): _logprob(value["logprob"]) for key, value in entry.items()}
         except (AttributeError, ValueError, KeyError, TypeError) as error:
             raise self._http.corrupt(f"an entry of prompt_logprobs cannot be read ({error})") from error
-        if not all(0 <= key < self.vocab_size for key in row):
-            raise self._http.corrupt(f"an id outside the vocabulary of {self.vocab_size}")
-        return row
-
-    def _check_score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], top_k: int, temperature: float
-    ) -> None:
-        if temperature != 1:
-            raise UserError(
-                f"{self.name}: vLLM scores prompts at temperature 1 only, loss.temperature is {temperature}: "
-                "set loss.temperature: 1.0"
-            )
-        if not 1 <= top_k <= self.vocab_size:
-            raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
-        check_scoring(tokens, prompt_lengths)
 
 
 def _id(text: str) -> int:
     """Parse a token id in canonical form only: ``07`` or `` 7`` beside ``7`` would merge two log-probs into one."""
     number = int(text)
-    if str(number) != text:
+    if str(number) != text or not 0 <= number < 2**31:
         raise ValueError(f"{text!r:.40} is no token id")
     return number
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
 
@@ -19,12 +18,13 @@ from torch import Tensor
 
 from mopd.base.files.json_text import parse_json
 from mopd.base.metrics import is_counted
+from mopd.base.types import UserError
+from mopd.config.reading.build import build_from_json
 from mopd.conversion.hf.manifest import HASHES
 from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient
 from mopd.engines.clients.images import ImageSender
 from mopd.engines.interface import (
     EngineInfo,
-    EngineLimits,
     EngineRejected,
     Generation,
     Images,
@@ -56,10 +56,9 @@ from mopd.engines.wire.weights import StagedWeights, WeightVersion, stage_update
 
 ANSWER_HEAD_BYTES = 4096
 """Bytes that an answer, or one response, may have beside its arrays."""
-FOREIGN = "it belongs to other tokens than those that were sent"
 MAX_NUMBER = 2**53
-MAX_TEXT_CHARACTERS = 4096
-"""Largest number (``MAX_NUMBER``) and longest text that ``/info`` may hold."""
+"""Largest number that ``/info`` may hold."""
+FOREIGN = "it belongs to other tokens than those that were sent"
 
 Step = Literal["begin", "chunk", "commit"]
 """A message of a weight push."""
@@ -80,12 +79,7 @@ class RemoteEngine:
         ``UserError`` for a URL or token that cannot be used.
         """
         self._http = HttpClient(
-            url,
-            token=token,
-            timeout_s=timeout_s,
-            name=name,
-            content_type=CONTENT_TYPE,
-            deadline_header=DEADLINE_HEADER,
+            url, token=token, timeout_s=timeout_s, name=name, content_type=CONTENT_TYPE, deadline_header=DEADLINE_HEADER
         )
         self._timeout_s = timeout_s
         self._images = ImageSender(self._send_images, self._http.name)
@@ -127,7 +121,12 @@ class RemoteEngine:
         longest = request.num_rows * (8 * top_k + 4) + 4 * len(tokens) + ANSWER_HEAD_BYTES
         body = await encode_aside(request)
         answer = await self._images.asked(images, lambda: self.post("/v1/score", body, ScoreAnswer, longest))
-        self._require_echo(answer, request)
+        if answer.request_checksum != request.checksum:
+            raise self._http.corrupt(FOREIGN)
+        if answer.weight_version != request.weight_version:
+            raise StaleWeights(
+                f"{self.name}: answered with weights {answer.weight_version}, not {request.weight_version}"
+            )
         if answer.top_k != top_k or not np.array_equal(answer.lengths, request.lengths - request.prompt_lengths):
             raise self._http.corrupt(f"top_k {answer.top_k} and rows of another request than the one that was sent")
         return to_scores(answer)
@@ -194,7 +193,7 @@ class RemoteEngine:
         """Return the server's description of its engine. ``EngineRejected`` for a server of another wire version."""
         body = await self._http.call("GET", "/info", None, MAX_SMALL_BYTES)
         try:
-            version, engine = read_shown(body)
+            version, engine = read_info(body)
             if version != VERSION:
                 raise EngineRejected(
                     f"{self.name}: speaks wire version {version}, not {VERSION}: install one mopd everywhere"
@@ -218,7 +217,6 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._images.close()
         await self._http.close()
 
     async def _send_images(self, body: bytes) -> None:
@@ -237,14 +235,6 @@ class RemoteEngine:
             return await decode_aside(given, answer)
         except WireError as error:
             raise self._http.corrupt(error) from error
-
-    def _require_echo(self, answer: ScoreAnswer, request: ScoreRequest) -> None:
-        if answer.request_checksum != request.checksum:
-            raise self._http.corrupt(FOREIGN)
-        if answer.weight_version != request.weight_version:
-            raise StaleWeights(
-                f"{self.name}: answered with weights {answer.weight_version}, not {request.weight_version}"
-            )
 
 
 async def push_staged(
@@ -318,13 +308,10 @@ class _Responses:
             raise WireError(FOREIGN)
         if isinstance(answer, GenerateFailure):
             raise self._http.refusal("/v1/generate", answer.status, answer.message)
-        if answer.index >= len(self._request.lengths) or answer.index in self._done:
+        if not 0 <= answer.index < len(self._request.lengths) or answer.index in self._done:
             raise WireError(f"response {answer.index} of {len(self._request.lengths)} comes twice or was not asked for")
-        if len(answer.tokens) > self._request.max_new_tokens:
-            raise WireError(f"{len(answer.tokens)} tokens where max_new_tokens is {self._request.max_new_tokens}")
         least = self._request.weight_version
-        # versions never fall along a response (checked with every answer): its first and last bound the others
-        for version in answer.token_versions[[0, -1]].tolist() if len(answer.tokens) else ():
+        for version in answer.token_versions.tolist():
             if not least <= version <= max(least, self._newest()):
                 raise StaleWeights(f"{self._http.name}: answered with weights {version}, not {least}")
         generation = Generation(
@@ -349,58 +336,26 @@ def to_scores(answer: ScoreAnswer) -> list[Scores]:
     ]
 
 
-def read_shown(body: bytes) -> tuple[int, dict[str, Any]]:
+def read_info(body: bytes) -> tuple[object, dict[str, Any]]:
     """Return wire version and engine description of an ``/info`` answer; ``ValueError`` if it is none."""
-    shown = parse_json(body, max_values=10_000)
-    if not isinstance(shown, dict) or not isinstance(shown.get("engine"), dict):
-        raise ValueError("no object with the key engine")
-    version = shown.get("wire_version")
-    if type(version) is not int:
-        raise ValueError("wire_version is no whole number")
-    return version, shown["engine"]
+    info = parse_json(body, max_values=10_000)
+    if not isinstance(info, dict) or not isinstance(info.get("engine"), dict) or "wire_version" not in info:
+        raise ValueError("no object with the keys engine and wire_version")
+    return info["wire_version"], info["engine"]
 
 
 def read_engine(description: dict[str, Any]) -> EngineInfo:
     """Return the description as an ``EngineInfo``; ``ValueError`` says what is wrong with it."""
-    told = _fields(description, EngineInfo)
-    if not isinstance(told["limits"], dict):
-        raise ValueError("limits is no object")
-    limits = _fields(told.pop("limits"), EngineLimits)
-    for name, value in limits.items():
-        _require_count(name, value, 1, is_optional=True)
-    for name in ("model", "dtype"):
-        _require_text(name, told[name])
-    if told["kind"] not in typing.get_args(typing.get_type_hints(EngineInfo)["kind"]):
-        raise ValueError(f"kind is {told['kind']!r:.60}")
-    for name, least in (("vocab_size", 1), ("max_positions", 1), ("weight_version", -1)):
-        _require_count(name, told[name], least)
-    _require_count("max_logprobs", told["max_logprobs"], 1, is_optional=True)
-    if told["image_processing"] is not None:
-        _require_text("image_processing", told["image_processing"])
-    hashes = told["manifest"]
-    if hashes is not None:
-        if not isinstance(hashes, dict) or set(hashes) != set(HASHES):
-            raise ValueError(f"manifest is no object of {', '.join(HASHES)}")
-        for name, value in hashes.items():
-            _require_text(name, value)
-    return EngineInfo(**told, limits=EngineLimits(**limits))
-
-
-def _fields(given: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
-    """Return a copy of ``given``; ``ValueError`` unless its keys are exactly the fields of ``cls``."""
-    odd = given.keys() ^ {field.name for field in dataclasses.fields(cls)}
-    if odd:
-        raise ValueError(f"{cls.__name__} misses or does not know {', '.join(sorted(odd)[:4])!a:.80}")
-    return dict(given)
-
-
-def _require_count(name: str, value: object, least: int, *, is_optional: bool = False) -> None:
-    if value is None and is_optional:
-        return
-    if type(value) is not int or not least <= value <= MAX_NUMBER:
-        raise ValueError(f"{name} is {value!r:.60}, no whole number from {least}")
-
-
-def _require_text(name: str, value: object) -> None:
-    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARACTERS:
-        raise ValueError(f"{name} is {value!r:.60}, no text of at most {MAX_TEXT_CHARACTERS} characters")
+    try:
+        info = build_from_json(EngineInfo, description, "/info")
+    except UserError as error:
+        raise ValueError(str(error)) from error
+    counts = {name: getattr(info, name) for name in ("vocab_size", "max_positions", "max_logprobs")}
+    for name, value in (counts | dataclasses.asdict(info.limits)).items():
+        if value is not None and not 1 <= value <= MAX_NUMBER:
+            raise ValueError(f"{name} is {value}, no number from 1 to {MAX_NUMBER}")
+    if not -1 <= info.weight_version <= MAX_NUMBER:
+        raise ValueError(f"weight_version is {info.weight_version}")
+    if info.manifest is not None and info.manifest.keys() != set(HASHES):
+        raise ValueError(f"manifest is no object of {', '.join(HASHES)}")
+    return info

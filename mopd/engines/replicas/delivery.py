@@ -28,7 +28,7 @@ from mopd.engines.interface import (
 )
 from mopd.engines.replicas.members import Member, Room, Want
 from mopd.engines.replicas.pool import Pool
-from mopd.engines.replicas.work import Work
+from mopd.engines.replicas.work import Generating, Scoring
 
 R = TypeVar("R")
 MIN_RETRY_AFTER_S = 0.01
@@ -39,7 +39,7 @@ MIN_RETRY_AFTER_S = 0.01
 class Call(Generic[R]):
     """One caller's request for results."""
 
-    work: Work[Any, Any, R]
+    work: Scoring | Generating
     items: Sequence[Any]
     told: Callable[[int, R], None] | None = None
     """Called with the position of an item and its result as soon as that is there."""
@@ -111,7 +111,7 @@ class Request(Generic[R]):
     def __init__(self, member: Member, parts: Sequence[Part[R]], pool: Pool[Part[R]], routing: RoutingConfig) -> None:
         self._member, self._parts, self._pool, self._routing = member, parts, pool, routing
         self._places = [(part, position) for part in parts for position in part.missing]
-        self._work = parts[0].call.work
+        self._work: Any = parts[0].call.work
         self._items = [part.call.items[position] for part, position in self._places]
         self._is_there = [False] * len(self._places)
         self._is_over = self._has_ended = False

@@ -12,7 +12,8 @@ import asyncio
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from mopd.base.types import UserError
@@ -211,8 +212,8 @@ class Pool(Generic[WantT]):
                 choices, names = self._choices(now)
         self._most_waiting = max(self._most_waiting, self._num_waiting)
         self._most_waiting_tokens = max(self._most_waiting_tokens, self._waiting_tokens)
-        for member, wants in joint:
-            self._send(member, wants)
+        for request in joint.requests:
+            self._send(request.member, [*request.by_caller.values()])
         self._set_timer(now)
 
     def _choices(self, now: float) -> tuple[dict[Demand, list[Member]], set[str]]:
@@ -294,40 +295,36 @@ def _choose(members: Sequence[Member], room: Room, kept: set[str]) -> Member | N
     return None
 
 
+@dataclass
+class _JointRequest(Generic[WantT]):
+    """Wants that travel to one replica together."""
+
+    member: Member
+    by_caller: dict[int, WantT] = field(default_factory=dict)
+    tokens: int = 0
+
+
 class _JointRequests(Generic[WantT]):
     """Requests made of wants in the order in which they got room. Each want joins the first request to its replica that
-    has room and none of the same caller. A request that was too full for one is full for all, so ``add`` takes constant
-    time."""
+    has room and none of the same caller. A request that was too full for one is full for all."""
 
     def __init__(self) -> None:
-        self._requests: list[tuple[Member, list[WantT]]] = []
-        self._open: dict[Hashable, list[list[WantT]]] = defaultdict(list)
-        """Requests of one key to one replica. ``_tokens``: of each; ``_first``: place of the first not full one."""
-        self._tokens: dict[Hashable, list[int]] = defaultdict(list)
-        self._first: dict[Hashable, int] = defaultdict(int)
-        self._next: dict[Hashable, int] = defaultdict(int)
-        """Key and caller -> place of the first of these requests that has none of the caller."""
-
-    def __iter__(self) -> Iterator[tuple[Member, Sequence[WantT]]]:
-        return iter(self._requests)
+        self.requests: list[_JointRequest[WantT]] = []
+        self._open: dict[Hashable, list[_JointRequest[WantT]]] = defaultdict(list)
+        """Requests of one key to one replica that are not full."""
 
     def add(self, member: Member, want: WantT) -> None:
         """Add one want to a request to ``member``, or start a new request."""
-        if want.key is None:
-            self._requests.append((member, [want]))
-            return
-        key = (member.name, want.key, want.is_counted)
-        own = (key, id(want.caller))
-        requests, tokens = self._open[key], self._tokens[key]
-        place = max(self._first[key], self._next[own])
-        if place < len(requests) and tokens[place] + want.room.tokens > member.max_tokens_per_request:
-            self._first[key] = place = place + 1
-        if place < len(requests) and tokens[place] + want.room.tokens <= member.max_tokens_per_request:
-            requests[place].append(want)
-            tokens[place] += want.room.tokens
+        caller = id(want.caller)
+        key = id(want) if want.key is None else (member.name, want.key, want.is_counted)
+        for request in [*self._open[key]]:
+            if request.tokens + want.room.tokens > member.max_tokens_per_request:
+                self._open[key].remove(request)
+            elif caller not in request.by_caller:
+                break
         else:
-            place = len(requests)
-            requests.append([want])
-            tokens.append(want.room.tokens)
-            self._requests.append((member, requests[place]))
-        self._next[own] = place + 1
+            request = _JointRequest(member)
+            self.requests.append(request)
+            self._open[key].append(request)
+        request.by_caller[caller] = want
+        request.tokens += want.room.tokens

@@ -68,20 +68,9 @@ class Router:
         kind: Kind,
         limits: RouterLimits = LIMITS,
     ) -> None:
-        """Start with ``replicas``. ``name`` is the teacher's or the rollout group's name.
-
-        Raises:
-            ValueError: no replica, a name given twice, or one engine in two replicas.
-        """
+        """Start with ``replicas``, at least one. ``name`` is the teacher's or the rollout group's name."""
         self.name, self.kind = name, kind
         self.label = f"{kind} {name!r}"
-        if not replicas:
-            raise ValueError(f"{self.label} has no replica: set replicas: 1 or more")
-        names = [replica.name for replica in replicas]
-        if len(set(names)) != len(names):
-            raise ValueError(f"{self.label}: two replicas have one name: {names}")
-        if len({id(replica.engine) for replica in replicas}) != len(replicas):
-            raise ValueError(f"{self.label}: two replicas are one engine; each needs its own")
         self._routing, self._limits = routing, limits
         self._pool = Pool[Part[Any]](routing, limits, replicas, self._send)
         self._requests: set[Request[Any]] = set()
@@ -107,8 +96,6 @@ class Router:
     ) -> list[Scores | SampleFailed]:
         """Score the response part of each sequence. The first ``SampleFailed`` is raised; with ``stop_at_failure``
         false it is returned in the place of that sample's scores, and the others go on."""
-        if len(tokens) != len(prompt_lengths):
-            raise ValueError(f"{len(tokens)} sequences but {len(prompt_lengths)} prompt lengths")
         work = Scoring(top_k=top_k, temperature=temperature, vocab_size=self.vocab_size)
         call = Call[Scores](work=work, items=join(tokens, prompt_lengths, images))
         return await self._run(call, stop_at_failure=stop_at_failure)
@@ -124,8 +111,6 @@ class Router:
     ) -> list[Generation]:
         """Draw one response per prompt, with the weights of ``weight_version`` or newer ones. The first
         ``SampleFailed`` is raised."""
-        if len(prompts) != len(seeds):
-            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
         work = Generating(sampling=sampling, vocab_size=self.vocab_size)
         call = Call[Generation](work=work, items=join(prompts, seeds, images), told=told)
         return cast("list[Generation]", await self._run(call, stop_at_failure=True))

@@ -7,53 +7,19 @@ also has the main numbers of each: ``teachers/latency_p95_s/math.1``, ``rollout/
 
 from __future__ import annotations
 
-import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from mopd.engines.replicas.interface import Kind
 
-RESERVOIR_SIZE = 2048
-"""Latencies kept per replica between two readings; of more, each is kept with equal chance (Vitter's algorithm R)."""
+MAX_LATENCIES = 2048
+"""Latencies kept per replica between two readings: the latest."""
 STATES = {"closed": 0.0, "half_open": 1.0, "open": 2.0, "stale": 3.0, "restarting": 4.0, "gone": 5.0}
 """Value of a replica's ``breaker``: 0 works, all others do not."""
-PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-
-
-class Reservoir:
-    """A bounded uniform sample of a stream of numbers."""
-
-    def __init__(self, size: int = RESERVOIR_SIZE) -> None:
-        self._size = size
-        self._random = random.Random(0)
-        self._values: list[float] = []
-        self._count = 0
-
-    def add(self, value: float) -> None:
-        """Add a value; once the sample is full, it replaces a random one or is dropped."""
-        self._count += 1
-        if len(self._values) < self._size:
-            self._values.append(value)
-            return
-        place = self._random.randrange(self._count)
-        if place < self._size:
-            self._values[place] = value
-
-    def take(self) -> tuple[float, ...]:
-        """Return the sample, ascending, and start anew."""
-        values = tuple(sorted(self._values))
-        self._values, self._count = [], 0
-        return values
-
-
-def percentile(ascending: Sequence[float], share: float) -> float:
-    """Return the nearest-rank percentile of a non-empty sequence: the smallest value that at least ``share`` of it do
-    not exceed.
-
-    Example: ``percentile([1, 2, 3, 4], 0.5)`` is 2.
-    """
-    rank = -(-len(ascending) * round(share * 1000) // 1000)
-    return ascending[max(int(rank), 1) - 1]
+PERCENTILES = (50, 95, 99)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,7 +45,7 @@ class ReplicaNumbers:
     stale_answers: int = 0
     """Requests that it refused for the version of its weights."""
     latencies_s: tuple[float, ...] = ()
-    """Seconds from sending to answer, of requests or (told one by one) of responses; ascending, a bounded sample."""
+    """Seconds from sending to answer, of requests or (told one by one) of responses; at most ``MAX_LATENCIES``."""
     payload_bytes: int | None = None
     """Bytes sent and received; ``None`` for an engine of this process."""
 
@@ -135,7 +101,7 @@ class ReplicaCounters:
     def __init__(self, name: str) -> None:
         self.numbers = ReplicaNumbers(name=name)
         """Numbers since the last ``take``. Failures of all kinds are counted where they are met."""
-        self._latencies = Reservoir()
+        self._latencies = deque[float](maxlen=MAX_LATENCIES)
         self._busy = BusyTime()
         self._in_flight = 0
         self._payload_seen: int | None = None
@@ -158,7 +124,7 @@ class ReplicaCounters:
         """Count answers that are used and came together."""
         self.numbers.num_samples += num_samples
         self.numbers.num_tokens += num_tokens
-        self._latencies.add(latency_s)
+        self._latencies.append(latency_s)
 
     def payload_starts(self, engine: object) -> None:
         """Take the totals of a new ``engine`` as the start: bytes that it moved before are not the group's."""
@@ -174,7 +140,8 @@ class ReplicaCounters:
     def take(self, state: str, now: float) -> ReplicaNumbers:
         """Return the numbers since the last ``take`` and reset them."""
         taken = self.numbers
-        taken.state, taken.busy_s, taken.latencies_s = state, self._busy.take(now), self._latencies.take()
+        taken.state, taken.busy_s, taken.latencies_s = state, self._busy.take(now), tuple(self._latencies)
+        self._latencies.clear()
         self.numbers = ReplicaNumbers(name=taken.name, in_flight_tokens=self._in_flight)
         return taken
 
@@ -215,14 +182,15 @@ def group_metrics(numbers: GroupNumbers) -> dict[str, float]:
 def _work(replicas: Sequence[ReplicaNumbers], busy_s: float) -> dict[str, float]:
     """Return the metrics of a group or a replica: rates and latencies if it had work, bytes if they are counted."""
     tokens = sum(replica.num_tokens for replica in replicas)
-    latencies_s = sorted(value for replica in replicas for value in replica.latencies_s)
+    latencies_s = [value for replica in replicas for value in replica.latencies_s]
+    ranks = np.percentile(latencies_s, PERCENTILES, method="inverted_cdf") if latencies_s else ()
     payloads = [replica.payload_bytes for replica in replicas if replica.payload_bytes is not None]
     return {
         "samples": sum(replica.num_samples for replica in replicas),
         "tokens": tokens,
         "busy_s": busy_s,
         "in_flight_tokens": max((replica.in_flight_tokens for replica in replicas), default=0),
-        **{f"latency_{name}_s": percentile(latencies_s, share) for name, share in PERCENTILES.items() if latencies_s},
+        **{f"latency_p{percent}_s": value for percent, value in zip(PERCENTILES, ranks, strict=False)},
         **({"tokens_per_s": tokens / busy_s} if busy_s > 0 else {}),
         **({"payload_bytes": sum(payloads)} if payloads else {}),
     }

@@ -1,10 +1,9 @@
-"""The two kinds of work of replicas. Items of equal work may travel in one request, of whatever calls."""
+"""The two kinds of work of replicas. Works that are equal may travel in one request, of whatever calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -13,40 +12,10 @@ from mopd.engines.images import Item, split
 from mopd.engines.interface import Generation, Generator, SamplingParams, Scorer, Scores
 from mopd.engines.replicas.members import Room
 
-ItemT = TypeVar("ItemT", contravariant=True)
-ResultT = TypeVar("ResultT")
-EngineT = TypeVar("EngineT", contravariant=True)
-
-
-class Work(Protocol[EngineT, ItemT, ResultT]):
-    """One kind of work on items. Equal works hash equally."""
-
-    async def ask(
-        self, engine: EngineT, items: Sequence[ItemT], told: Callable[[int, ResultT], None] | None
-    ) -> Sequence[ResultT]:
-        """Return a result for each item; ``told`` as in ``Generator.generate``."""
-        ...
-
-    def __hash__(self) -> int:
-        """Hash everything that must be equal for items to travel together."""
-        ...
-
-    def check(self, items: Sequence[ItemT], results: Sequence[ResultT]) -> None:
-        """Raise ``ValueError`` for results that cannot be right."""
-        ...
-
-    def room(self, item: ItemT) -> Room:
-        """Return the room that an item takes at a replica."""
-        ...
-
-    def count(self, item: ItemT, result: ResultT) -> int:
-        """Return the tokens that an item turned out to have."""
-        ...
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scoring:
-    """``Work`` of scorers; an item is a sequence, the length of its prompt, and its images."""
+    """Work of scorers; an item is a sequence, the length of its prompt, and its images."""
 
     top_k: int
     temperature: float
@@ -75,16 +44,13 @@ class Scoring:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generating:
-    """``Work`` of generators; an item is a prompt, its seed, and its images."""
+    """Work of generators; an item is a prompt, its seed, and its images."""
 
     sampling: SamplingParams
     vocab_size: int | None
 
     async def ask(
-        self,
-        engine: Generator,
-        items: Sequence[Item[Sequence[int]]],
-        told: Callable[[int, Generation], None] | None,
+        self, engine: Generator, items: Sequence[Item[Sequence[int]]], told: Callable[[int, Generation], None] | None
     ) -> Sequence[Generation]:
         """Draw the items' responses."""
         prompts, seeds, images = split(items)

@@ -9,26 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from mopd.engines.interface import SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decoded:
-    """Responses of a batch. Row b's response is ``tokens[b, :lengths[b]]``; entries after it are meaningless."""
-
-    tokens: Tensor
-    """[B, N] int64."""
-    logprobs: Tensor
-    """[B, N] fp32."""
-    lengths: list[int]
-    finish_reasons: list[Literal["stop", "length", "handed_back"]]
+from mopd.engines.interface import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +37,11 @@ def decode(
     sampling: SamplingParams,
     uniform_BN: Tensor,
     stop_ids: Tensor,
+    note: Callable[[int, Tensor, Tensor, FinishReason], None],
     *,
     seen: SeenBatch | None = None,
-    told: Callable[[int, Tensor, Tensor], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False,
-) -> Decoded:
+) -> None:
     """Sample one response per prompt. Prompts are padded on the left; the logits of prompt tokens are never formed.
 
     Rows that have ended keep running until they are half of the batch. They are then removed together with their cache:
@@ -61,8 +49,8 @@ def decode(
 
     Args:
         uniform_BN: uniform numbers in [0, 1), on the model's device.
+        note: called as ``note(row, tokens [R], logprobs [R], finish_reason)`` with CPU tensors when a row ends.
         seen: the prompts' images, padded as the prompts; ``None`` for a text model.
-        told: ``told(row, tokens [R], logprobs [R])`` is called with CPU tensors for a row that stops while others run.
         interrupted: called before each step; once it returns true, running rows are handed back with the tokens so far.
     """
     device, num_steps = model.device, sampling.max_new_tokens
@@ -72,14 +60,12 @@ def decode(
     positions = seen.position_ids
     tokens = torch.zeros(len(prompts), num_steps, dtype=torch.int64, device=device)
     logprobs = torch.zeros(len(prompts), num_steps, dtype=torch.float32, device=device)
-    lengths = torch.full((len(prompts),), num_steps, device=device)
     stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     cache = DynamicCache(config=model.config)
     rows = torch.arange(len(prompts), device=device)
-    num_running, num_done = len(prompts), 0
-    for step in range(num_steps):
-        if interrupted():
-            break
+    num_done = 0
+    while num_done < num_steps and not interrupted():
+        step, num_done = num_done, num_done + 1
         output = model(
             input_ids=input_ids,
             attention_mask=visible[:, : width + step],
@@ -91,29 +77,21 @@ def decode(
         )
         drawn, drawn_logprobs = draw(output.logits[:, -1].float(), sampling, uniform_BN[rows, step], seen.barred)
         tokens[rows, step], logprobs[rows, step] = drawn, drawn_logprobs
-        num_done = step + 1
         ends = torch.isin(drawn, stop_ids) & ~stopped[rows]
-        lengths[rows] = torch.where(ends, step + 1, lengths[rows])
         stopped[rows] |= ends
+        for row in rows[ends].tolist():
+            note(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu(), "stop")
         running = (~stopped[rows]).nonzero().squeeze(-1)
         if len(running) == 0:
-            break
-        if told is not None and len(running) < num_running:
-            for row in rows[ends].tolist():
-                told(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu())
-        num_running = len(running)
+            return
         input_ids, positions = drawn[:, None], _next(positions)
         if 2 * len(running) <= len(rows):  # `rows` maps a row of the rest to its row of the result
             cache.batch_select_indices(running)
             rows, visible = rows[running], visible[running]
             input_ids, positions = input_ids[running], positions[..., running, :]
-    rest: Literal["length", "handed_back"] = "length" if num_done == num_steps else "handed_back"
-    return Decoded(
-        tokens=tokens.cpu(),
-        logprobs=logprobs.cpu(),
-        lengths=lengths.clamp(max=num_done).tolist(),
-        finish_reasons=["stop" if is_stopped else rest for is_stopped in stopped.tolist()],
-    )
+    rest: FinishReason = "length" if num_done == num_steps else "handed_back"
+    for row in (~stopped).nonzero().squeeze(-1).tolist():
+        note(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu(), rest)
 
 
 def _without_images(visible_BS: Tensor) -> SeenBatch:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from mopd.engines.checks import check_length, check_sampling, check_scoring, che
 from mopd.engines.interface import (
     EngineInfo,
     EngineLimits,
+    FinishReason,
     Generation,
     Images,
     Reception,
@@ -41,14 +42,13 @@ from mopd.engines.vision import EngineSight, check_images, read_sight
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 from mopd.weights.buckets import TensorMeta
 from mopd.weights.group import GroupOrder, TransferFailed
-from mopd.weights.mapped import open_receiver
-from mopd.weights.receiving import Receiver, check_fit
+from mopd.weights.mapped import Receiver, open_receiver
+from mopd.weights.receiving import check_fit
 
 if TYPE_CHECKING:
     from mopd.engines.torch.sight import Eyes
 
 
-PreparedWeights = Collection[tuple[str, Tensor]]
 LENGTH_KEY = "max_position_embeddings"
 MAX_LOGITS_ROWS = 1024
 """Rows of [vocabulary] logits that scoring holds at a time: 0.6 GiB in fp32 at 150,000 tokens; more are no faster."""
@@ -82,7 +82,11 @@ class TorchEngine:
         self._interrupted = threading.Event()
         self.incoming = TorchIncoming(self)
         self.sight = sight
-        self._eyes = None if sight is None else _open_eyes(self.model, sight)
+        self._eyes: Eyes | None = None
+        if sight is not None:
+            from mopd.engines.torch.sight import Eyes  # and with it what reads images, which models of text never need
+
+            self._eyes = Eyes(self.model, sight)
         self.max_sequence = self.max_positions
         """Longest expected sequence in tokens; decides how many sequences ``info`` says a batch holds."""
 
@@ -168,7 +172,7 @@ class TorchEngine:
         check_length(longest, sampling.max_new_tokens, self.max_positions, LENGTH_KEY, name=self.name)
         results: dict[int, Generation] = {}
 
-        def note(i: int, tokens: Tensor, logprobs: Tensor, reason: Literal["stop", "length", "handed_back"]) -> None:
+        def note(i: int, tokens: Tensor, logprobs: Tensor, reason: FinishReason) -> None:
             with torch.inference_mode(False):
                 results[i] = Generation(  # clones: inference tensors cannot enter autograd later
                     tokens=tokens.clone(),
@@ -180,50 +184,24 @@ class TorchEngine:
                     told(i, results[i])
 
         lengths = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
+        stop_ids = torch.tensor(self.stop_ids, device=self.model.device)
         try:
             for batch in token_budget_batches(lengths, self._cfg.max_tokens_per_batch):
                 own = [prompts[i] for i in batch]
                 with torch.inference_mode():
-                    seen = self._see(own, batch, images, pad_left=True)
-                self._generate_batch(batch, own, seen, sampling, seeds, note, tells=told is not None)
+                    decode(
+                        self.model,
+                        own,
+                        sampling,
+                        uniforms([seeds[i] for i in batch], sampling.max_new_tokens).to(self.model.device),
+                        stop_ids,
+                        lambda row, *response, batch=batch: note(batch[row], *response),
+                        seen=self._see(own, batch, images, pad_left=True),
+                        interrupted=self._interrupted.is_set,
+                    )
         finally:
             self._interrupted.clear()
         return [results[i] for i in range(len(prompts))]
-
-    def _generate_batch(
-        self,
-        batch: Sequence[int],
-        prompts: Sequence[Sequence[int]],
-        seen: SeenBatch | None,
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        note: Callable[[int, Tensor, Tensor, Any], None],
-        *,
-        tells: bool,
-    ) -> None:
-        """Draw the batch's responses and call ``note(i, tokens, logprobs, finish_reason)`` for each sample i of
-        ``batch``; with ``tells`` as soon as it stops. ``prompts`` are the batch's own."""
-        noted: set[int] = set()
-
-        def early(row: int, tokens: Tensor, logprobs: Tensor) -> None:
-            noted.add(row)
-            note(batch[row], tokens, logprobs, "stop")
-
-        with torch.inference_mode():
-            decoded = decode(
-                self.model,
-                prompts,
-                sampling,
-                uniforms([seeds[i] for i in batch], sampling.max_new_tokens).to(self.model.device),
-                torch.tensor(self.stop_ids, device=self.model.device),
-                seen=seen,
-                told=early if tells else None,
-                interrupted=self._interrupted.is_set,
-            )
-        for row, i in enumerate(batch):
-            if row not in noted:
-                length = decoded.lengths[row]
-                note(i, decoded.tokens[row, :length], decoded.logprobs[row, :length], decoded.finish_reasons[row])
 
     async def sleep(self) -> None:
         """Free the memory of the weights, whose values are lost. No call may run."""
@@ -266,7 +244,7 @@ class TorchEngine:
     @asynccontextmanager
     async def prepared_weights(
         self, weights: Collection[tuple[str, Tensor]], *, kept: Set[str] = frozenset()
-    ) -> AsyncIterator[PreparedWeights]:
+    ) -> AsyncIterator[Collection[tuple[str, Tensor]]]:
         """Check the weights in another thread and yield them for ``swap_weights``. Raises as ``load_weights``."""
         if kept:
             self._require_weights()
@@ -295,7 +273,15 @@ class TorchEngine:
         images: Images = None,
     ) -> list[Scores]:
         """Score the responses. ``ValueError`` for ``top_k`` above the vocabulary or an empty prompt."""
-        self._check_score(tokens, prompt_lengths, top_k, temperature)
+        self._require_weights()
+        if not 1 <= top_k <= self.vocab_size:
+            raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}: scoring needs a positive one")
+        check_scoring(tokens, prompt_lengths)
+        check_length(max(map(len, tokens), default=0), None, self.max_positions, LENGTH_KEY, name=self.name)
+        if not self._head_checked and len(tokens):
+            self._check_head(tokens[0])
         check_images(self.sight, tokens, images, name=self.name)
         results: dict[int, Scores] = {}
         for batch in token_budget_batches([len(t) for t in tokens], self._cfg.max_tokens_per_batch):
@@ -382,27 +368,8 @@ class TorchEngine:
             )
         self._head_checked = True
 
-    def _check_score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], top_k: int, temperature: float
-    ) -> None:
-        self._require_weights()
-        if not 1 <= top_k <= self.vocab_size:
-            raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
-        if temperature <= 0:
-            raise ValueError(f"temperature is {temperature}: scoring needs a positive one")
-        check_scoring(tokens, prompt_lengths)
-        check_length(max(map(len, tokens), default=0), None, self.max_positions, LENGTH_KEY, name=self.name)
-        if not self._head_checked and len(tokens):
-            self._check_head(tokens[0])
-
     def _require_weights(self) -> None:
         check_weights(self._has_weights, name=self.name)
-
-
-def _open_eyes(model: PreTrainedModel, sight: EngineSight) -> Eyes:
-    from mopd.engines.torch.sight import Eyes  # and with it what reads images, which models of text never need
-
-    return Eyes(model, sight)
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -422,18 +389,10 @@ def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
     return batches
 
 
-class _TorchModel(Protocol):
-    name: str
-
-    @property
-    def weight_slots(self) -> Mapping[str, Tensor]: ...
-    async def swap_weights(self, prepared: Iterable[tuple[str, Tensor]], weight_version: int) -> None: ...
-
-
 class TorchIncoming:
     """Implements ``Incoming`` (``mopd.engines.interface``) for ``TorchEngine``."""
 
-    def __init__(self, engine: _TorchModel) -> None:
+    def __init__(self, engine: TorchEngine) -> None:
         self._engine = engine
         self._receiver: Receiver | None = None
         self._given_up = threading.Event()

@@ -92,15 +92,12 @@ class Eyes:
         inner: Any = self._model.base_model
         seen = inner.get_image_features(patches.to(device), grids.to(device), return_dict=True)
         features = (seen.pooler_output[0], *(level[0] for level in getattr(seen, "deepstack_features", ())))
-        self._keep(key, features)
-        return features
-
-    def _keep(self, key: _Key, features: tuple[Tensor, ...]) -> None:
         self._kept[key] = features
         self._kept_bytes += _num_bytes(features)
         while self._kept_bytes > MAX_KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= _num_bytes(oldest)
+        return features
 
 
 def _num_bytes(features: tuple[Tensor, ...]) -> int:

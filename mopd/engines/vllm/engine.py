@@ -243,7 +243,21 @@ class VllmEngine:
             ValueError: ``top_k`` above ``max_logprobs``, an empty prompt, an id outside the vocabulary.
             EngineUnavailable: vLLM has died or answered for other tokens.
         """
-        self._check_score(tokens, prompt_lengths, top_k, temperature)
+        self._require_weights()
+        if temperature != 1:
+            raise UserError(
+                f"{self.name}: vLLM scores prompts at temperature 1 only, loss.temperature is {temperature}: "
+                "set loss.temperature: 1.0 or engine: {type: torch}"
+            )
+        if not 1 <= top_k <= min(self._max_logprobs, self.vocab_size):
+            raise ValueError(
+                f"top_k is {top_k}: the engine of {self.name} was started for max_logprobs {self._max_logprobs} "
+                f"and has a vocabulary of {self.vocab_size}"
+            )
+        check_scoring(tokens, prompt_lengths)
+        for i, sequence in enumerate(tokens):
+            self._check_ids("sequence", i, int(sequence.min()), int(sequence.max()))
+        check_length(max(map(len, tokens), default=0), None, self.max_positions, "max_model_len", name=self.name)
         check_images(self.sight, tokens, images, name=self.name)
         params = scoring_params(top_k)
 
@@ -273,7 +287,13 @@ class VllmEngine:
             UserError: a prompt and its response do not fit, or vLLM cannot report the log-probs of this ``sampling``.
             EngineUnavailable: vLLM has died.
         """
-        self._check_generate(prompts, sampling, seeds)
+        self._require_weights()
+        check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
+        check_temperature(sampling, before_cut=self._before_cut, sees=self.sight is not None)
+        for i, prompt in enumerate(prompts):
+            self._check_ids("prompt", i, min(prompt), max(prompt))
+        longest = max(map(len, prompts), default=0)
+        check_length(longest, sampling.max_new_tokens, self.max_positions, "max_model_len", name=self.name)
         check_images(self.sight, prompts, images, name=self.name)
 
         async def generate_one(i: int, prompt: Sequence[int], seed: int, own: Sequence[PromptImage]) -> Generation:
@@ -370,34 +390,6 @@ class VllmEngine:
         except (EngineGenerateError, TimeoutError, asyncio.TimeoutError) as error:
             reason = one_line(error.__cause__ or error)
             raise EngineUnavailable(f"the vLLM engine of {self.name}: {reason:.300}") from error
-
-    def _check_generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> None:
-        self._require_weights()
-        check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
-        check_temperature(sampling, before_cut=self._before_cut, sees=self.sight is not None)
-        for i, prompt in enumerate(prompts):
-            self._check_ids("prompt", i, min(prompt), max(prompt))
-        longest = max(map(len, prompts), default=0)
-        check_length(longest, sampling.max_new_tokens, self.max_positions, "max_model_len", name=self.name)
-
-    def _check_score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], top_k: int, temperature: float
-    ) -> None:
-        self._require_weights()
-        if temperature != 1:
-            raise UserError(
-                f"{self.name}: vLLM scores prompts at temperature 1 only, loss.temperature is {temperature}: "
-                "set loss.temperature: 1.0 or engine: {type: torch}"
-            )
-        if not 1 <= top_k <= min(self._max_logprobs, self.vocab_size):
-            raise ValueError(
-                f"top_k is {top_k}: the engine of {self.name} was started for max_logprobs {self._max_logprobs} "
-                f"and has a vocabulary of {self.vocab_size}"
-            )
-        check_scoring(tokens, prompt_lengths)
-        for i, sequence in enumerate(tokens):
-            self._check_ids("sequence", i, int(sequence.min()), int(sequence.max()))
-        check_length(max(map(len, tokens), default=0), None, self.max_positions, "max_model_len", name=self.name)
 
     def _check_ids(self, kind: str, index: int, lowest: int, highest: int) -> None:
         """Raise ``ValueError`` for an id outside the embedding: it would end vLLM's process, not only the request."""

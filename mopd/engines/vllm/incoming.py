@@ -4,46 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
-
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mopd.engines.interface import Reception, WeightsLost
-from mopd.engines.vllm.weights import VllmWorkers
 from mopd.weights.buckets import TensorMeta, to_json
 from mopd.weights.group import GroupOrder
 from mopd.weights.receiving import check_fit
 
-T = TypeVar("T")
-
-
-class _VllmModel(Protocol):
-    """The part of ``VllmEngine`` that a reception uses."""
-
-    name: str
-    weight_slots: dict[str, Tensor]
-    workers: VllmWorkers
-
-    def require_alive(self) -> None: ...
-    async def replace_weights(self, work: Coroutine[Any, Any, T], weight_version: int) -> T: ...
+if TYPE_CHECKING:
+    from mopd.engines.vllm.engine import VllmEngine
 
 
 class VllmIncoming:
     """Implements ``Incoming`` (``mopd.engines.interface``) for ``VllmEngine``."""
 
-    def __init__(self, engine: _VllmModel) -> None:
+    def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
 
     async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
         """Let the workers enter a new group. Running requests wait until the group has met."""
         self._engine.require_alive()
         check_fit(metas, self._engine.weight_slots, name=self._engine.name)
-        told = {
-            "order": dataclasses.asdict(order),
-            "first_rank": first_rank,
-            "tensors": json.loads(to_json(metas)),
-        }
+        told = {"order": dataclasses.asdict(order), "first_rank": first_rank, "tensors": json.loads(to_json(metas))}
         await self._engine.workers.tell("init_weight_transfer_engine", init_info=told)
         await self._require_success()
 

@@ -27,17 +27,19 @@ os.environ.update(
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results: a server's address
 
-from vllm import SamplingParams as VllmSamplingParams
+from vllm import SamplingParams as _SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.inputs import TokensPrompt
-from vllm.inputs.engine import tokens_input
-from vllm.logprobs import FlatLogprobs
-from vllm.outputs import RequestOutput, WeightVersionSpan
+from vllm.inputs import TokensPrompt as TokensPrompt  # "as": other files import it from here
+from vllm.inputs.engine import tokens_input as tokens_input
+from vllm.logprobs import FlatLogprobs as FlatLogprobs
+from vllm.outputs import RequestOutput as RequestOutput
+from vllm.outputs import WeightVersionSpan as WeightVersionSpan
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.sampling_params import RequestOutputKind as RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
+from vllm.v1.engine.exceptions import EngineGenerateError as EngineGenerateError
 
 from mopd.base.text import one_line
 from mopd.base.types import UserError
@@ -45,27 +47,7 @@ from mopd.config.groups import VllmEngineConfig
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.loading import read_config
 
-__all__ = [
-    "AsyncLLM",
-    "EngineDeadError",
-    "EngineGenerateError",
-    "FlatLogprobs",
-    "RequestOutput",
-    "RequestOutputKind",
-    "TokensPrompt",
-    "VllmSamplingParams",
-    "WeightVersionSpan",
-    "cache_tokens",
-    "check_temperature",
-    "engine_args",
-    "group_transfer",
-    "has_cut",
-    "sequence_limit",
-    "start_llm",
-    "stop_llm",
-    "tokens_input",
-]
-
+VllmSamplingParams = _SamplingParams
 _SHUTDOWN_S = 1.0
 _MIN_TEMPERATURE = 0.01  # vLLM raises a lower positive temperature to this one
 _starting = threading.Lock()

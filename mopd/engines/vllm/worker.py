@@ -26,11 +26,7 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -41,8 +37,7 @@ from mopd.base.text import one_line
 from mopd.engines.interface import Reception
 from mopd.weights.buckets import from_json
 from mopd.weights.group import GroupOrder, TransferFailed
-from mopd.weights.mapped import open_receiver
-from mopd.weights.receiving import Receiver
+from mopd.weights.mapped import Receiver, open_receiver
 
 BACKEND = "mopd"
 """Value of ``weight_transfer_config.backend``."""
@@ -99,11 +94,7 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             self.failure = None
             self.receiver = open_receiver(
-                GroupOrder(**init_info.order),
-                rank,
-                from_json(init_info.tensors),
-                keeps_views=True,
-                device=self.device,
+                GroupOrder(**init_info.order), rank, from_json(init_info.tensors), keeps_views=True, device=self.device
             )
         except (TransferFailed, ValueError) as error:
             self.failure = one_line(error)

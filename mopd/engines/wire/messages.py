@@ -259,7 +259,7 @@ class ScoreAnswer(Message):
     """[R] fp32."""
 
     def check(self) -> None:
-        """Raise ``WireError`` unless every row has ``top_k`` entries and ids are not negative."""
+        """Raise ``WireError`` unless every row has ``top_k`` entries."""
         _check_sequences(self.token_logprobs, self.lengths, "lengths", at_least=0)
         entries = len(self.token_logprobs) * self.top_k
         if self.top_k < 1 or self.ids.shape != (entries,) or self.logprobs.shape != (entries,):
@@ -267,8 +267,6 @@ class ScoreAnswer(Message):
                 f"{len(self.token_logprobs)} rows x top_k {self.top_k} but {len(self.ids)} ids and "
                 f"{len(self.logprobs)} logprobs"
             )
-        if entries and self.ids.min() < 0:
-            raise WireError("an id is negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,23 +327,6 @@ class GenerateAnswer(Message):
     """[R] fp32."""
     token_versions: Array = array_field("<i4")
     """[R] int32, version of the weights that drew each token, never decreasing."""
-
-    def check(self) -> None:
-        """Raise ``WireError`` unless this can be a response."""
-        if self.index < 0:
-            raise WireError(f"index is {self.index}")
-        if self.finish_reason not in ("stop", "length", "handed_back"):
-            raise WireError(f"finish_reason is {_shown(self.finish_reason)}")
-        if not len(self.tokens) and self.finish_reason != "handed_back":
-            raise WireError("a complete response has no token")
-        if not len(self.tokens) == len(self.logprobs) == len(self.token_versions):
-            raise WireError(
-                f"{len(self.tokens)} tokens but {len(self.logprobs)} logprobs and {len(self.token_versions)} versions"
-            )
-        if len(self.tokens) and self.tokens.min() < 0:
-            raise WireError("a token id is negative")
-        if (np.diff(self.token_versions) < 0).any():
-            raise WireError("a token's weight version falls below the one before")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from mopd.engines.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_PIECES, MAX_HEAD_BYTES, MAX_NAME_BYTES
 from mopd.engines.wire.messages import Array, Message, WireError, array_field, decode, encode
+from mopd.weights.receiving import Fit
 
 DTYPES = {
     name: getattr(torch, name)
@@ -321,7 +322,6 @@ class Staging:
     def __init__(self, slots: Mapping[str, Tensor], begin: WeightBegin, held: HeldConstants = NO_CONSTANTS) -> None:
         """Start an update. ``slots``: the weights that can arrive, with their shapes and kinds of dtype; nothing else
         takes memory. ``held``: constants that need not arrive if ``begin`` announces the same."""
-        self._slots = slots
         self._weights = _Arrived(with_data=False)
         self._constants = _Arrived(with_data=True)
         self._parts = {begin.update_id: self._weights}
@@ -331,6 +331,7 @@ class Staging:
         # without constants both digests are empty, and so are the names
         self.kept = held.names if begin.constants == held.digest else frozenset()
         """Names of weights that the receiver keeps as they are."""
+        self._fit = Fit(slots, name="this model", kept=self.kept)
 
     @property
     def ids(self) -> Set[str]:
@@ -360,8 +361,10 @@ class Staging:
         self, part: _Arrived, name: str, dtype: str, shape: tuple[int, ...], offset: int, data: Array
     ) -> None:
         if part.open is None:
-            # checked before memory is taken for it
-            self._require_slot(name, dtype, shape)
+            try:  # checked before memory is taken for it
+                self._fit.take(name, DTYPES[dtype], shape)
+            except ValueError as error:
+                raise WireError(str(error)) from error
             part.tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
             buffer = part.tensors[name].reshape(-1).view(torch.uint8).numpy()
             part.ledger.add(name, dtype, shape)
@@ -374,19 +377,6 @@ class Staging:
         part.ledger.add_data(data)
         filled += len(data)
         part.open = None if filled == len(buffer) else (open_name, buffer, filled)
-
-    def _require_slot(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        if any(name in part.tensors for part in self._parts.values()):
-            raise WireError(f"weight {name!r} arrives twice")
-        if name in self.kept:
-            raise WireError(f"weight {name!r} arrives though it is a constant that is here")
-        if name not in self._slots:
-            raise WireError(f"weight {name!r} does not exist in this model")
-        slot = self._slots[name]
-        if shape != tuple(slot.shape):
-            raise WireError(f"weight {name!r} has shape {list(shape)}, this model needs {list(slot.shape)}")
-        if DTYPES[dtype].is_floating_point != slot.dtype.is_floating_point:
-            raise WireError(f"weight {name!r} has dtype {dtype}, this model needs {str(slot.dtype)[6:]} or the like")
 
     def finish(self, commit: WeightCommit) -> dict[str, Tensor]:
         """Return all tensors by name. ``WireError`` if what arrived is not all that was sent."""

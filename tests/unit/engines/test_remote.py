@@ -173,21 +173,11 @@ def ints(*values: int) -> np.ndarray:
         (score, changed(lengths=ints(4)), "of another request"),
         (score, changed(lengths=ints(2, 1)), "add up to 3 but 4"),
         (score, changed(top_k=2), "4 rows x top_k 2 but 16 ids"),
-        (score, changed(ids=np.full(16, -1, dtype=np.int32)), "negative"),
         (score, changed(logprobs=np.zeros(15, dtype=np.float32)), "15 logprobs"),
         (generate, first_changed(request_checksum=b"x" * 16), "belongs to other tokens"),
         (generate, first_changed(index=2), "response 2 of 2 comes twice or was not asked for"),
         (generate, first_changed(index=0), "response 0 of 2 comes twice"),
-        (generate, first_changed(finish_reason="abort"), "finish_reason is 'abort'"),
-        (generate, first_changed(tokens=ints(1, -1)), "negative"),
-        (generate, first_changed(token_versions=ints(-1)), "1 versions"),
-        (
-            generate,
-            first_changed(
-                tokens=ints(1, 1, 1, 1), logprobs=np.zeros(4, dtype=np.float32), token_versions=ints(*[-1] * 4)
-            ),
-            "4 tokens where max_new_tokens is 3",
-        ),
+        (generate, first_changed(index=-1), "response -1 of 2"),
         (generate, rearranged(lambda answers: answers[:1]), "ends after 1 of 2 responses"),
         (generate, rearranged(lambda answers: [*answers, answers[0]]), "comes twice"),
         (generate, lambda path, body: response(b""), "ends after 0 of 2"),
@@ -242,16 +232,7 @@ def test_newer_weights_may_answer_once_their_push_was_committed() -> None:
             ask(first_changed(token_versions=versions), work)
 
 
-@pytest.mark.parametrize(
-    ("status", "error"),
-    [
-        (503, EngineUnreachable),
-        (502, EngineUnreachable),
-        (500, EngineUnavailable),
-        (504, EngineUnreachable),
-        (400, EngineRejected),
-    ],
-)
+@pytest.mark.parametrize(("status", "error"), [(503, EngineUnreachable), (400, EngineRejected)])
 def test_a_failure_in_mid_stream_leaves_what_was_told(status: int, error: type[Exception]) -> None:
     told: list[int] = []
 
@@ -291,6 +272,7 @@ def test_a_response_is_told_when_it_comes() -> None:
         ("429 Too Many Requests", EngineBusy),
         ("302 Found", EngineUnavailable),
         ("500 Internal Server Error", EngineUnavailable),
+        ("502 Bad Gateway", EngineUnreachable),
         ("503 Service Unavailable", EngineUnreachable),
         ("504 Gateway Timeout", EngineUnreachable),
     ],
@@ -303,27 +285,6 @@ def test_every_status_has_its_error(status: str, error: type[Exception], body: b
     if isinstance(raised.value, EngineBusy):
         assert raised.value.retry_after_s == (2.5 if body[:1] == b"{" else 1.0)
     assert "so it is" in str(raised.value) or body == b"[1]"
-
-
-def test_no_server() -> None:
-    async def work() -> None:
-        engine = RemoteEngine("http://127.0.0.1:1", timeout_s=5.0)
-        with pytest.raises(EngineUnavailable, match=r"http://127\.0\.0\.1:1: /v1/score: ConnectError"):
-            await score(engine)
-        with pytest.raises(EngineUnavailable):
-            await engine.health(timeout_s=1.0)
-        await engine.close()
-
-    asyncio.run(work())
-
-
-def test_a_server_that_hangs_or_breaks_off() -> None:
-    with pytest.raises(EngineUnavailable, match=r"math/0: no answer to /v1/score within 0\.3 s"):
-        ask(None, score, timeout_s=0.3)
-    with pytest.raises(EngineUnavailable, match="no answer"):
-        ask(lambda *_: b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf", score, timeout_s=0.3)
-    with pytest.raises(EngineUnavailable, match="RemoteProtocolError"):
-        ask(lambda *_: b"this is no HTTP\r\n\r\n", score)
 
 
 def test_payload_bytes_are_counted() -> None:

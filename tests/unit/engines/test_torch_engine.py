@@ -127,22 +127,7 @@ def test_greedy_equals_transformers_generate(folders: dict[str, Path], engine: T
     for prompt, generation in zip(PROMPTS, generate(engine, PROMPTS, SEEDS, temperature=0.0), strict=True):
         expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16)[0, len(prompt) :]
         assert generation.tokens.tolist() == expected.tolist()
-
-
-def test_every_stop_token_ends_a_response(tmp_path: Path) -> None:
-    folder = make_hf_model(tmp_path, seed=3, scale=0.02)  # nearly uniform: all kinds of ends within 200 tokens
-    (folder / "generation_config.json").write_text(f'{{"eos_token_id": [{EOS_ID}, 20]}}')
-    engine = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
-    assert engine.stop_ids == (EOS_ID, 20)
-    generations = generate(engine, [[5, 6]] * 32, list(range(32)), max_new_tokens=30)
-    assert {g.tokens[-1].item() for g in generations if g.finish_reason == "stop"} == {EOS_ID, 20}
-    for generation in generations:
-        ends = [t for t in generation.tokens.tolist() if t in (EOS_ID, 20)]
-        if generation.finish_reason == "stop":
-            assert ends == [generation.tokens[-1].item()]
-        else:
-            assert not ends and len(generation.tokens) == 30
-    assert {g.finish_reason for g in generations} == {"stop", "length"}
+        assert generation.finish_reason == ("stop" if int(expected[-1]) in engine.stop_ids else "length")
 
 
 def test_random_state_is_left_alone(folders: dict[str, Path]) -> None:
@@ -187,25 +172,6 @@ def test_model_that_changes_its_logits_is_refused_for_scoring(tmp_path: Path) ->
     engine = TorchEngine.from_pretrained(tmp_path, TorchEngineConfig(dtype="float32"))
     with pytest.raises(UserError, match="'granite' changes its logits"):
         asyncio.run(engine.score([torch.tensor([4, 5, 6])], [1], top_k=2, temperature=1.0))
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama"])  # tied and untied embeddings
-def test_loaded_weights_answer_like_the_checkpoint(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
-    tied = family == "qwen3"
-    other = make_hf_model(tmp_path, family, seed=8, tie_word_embeddings=tied)
-    source = TorchEngine.from_pretrained(other, TorchEngineConfig(dtype="float32"))
-    source.stop_ids = TorchEngine.from_pretrained(folders[family], TorchEngineConfig(dtype="float32")).stop_ids
-    engine = TorchEngine.empty(folders[family], TorchEngineConfig(dtype="float32"))
-    assert engine.weight_version == -1
-    with pytest.raises(RuntimeError, match="no weights"):
-        generate(engine, [[5]], [0])
-    names = [name for name, _ in source.model.named_parameters()]
-    assert ("lm_head.weight" in names) is not tied
-    asyncio.run(engine.load_weights(source.model.named_parameters(), 7))
-    assert engine.weight_version == 7
-    assert [g.tokens.tolist() for g in generate(engine, PROMPTS, SEEDS)] == [
-        g.tokens.tolist() for g in generate(source, PROMPTS, SEEDS)
-    ]
 
 
 def test_wrong_weights_are_refused_and_leave_no_half_loaded_engine(

@@ -153,19 +153,6 @@ def test_scores_agree_with_transformers(
         torch.testing.assert_close(given.token_logprobs, own, rtol=0, atol=1e-4)
 
 
-def test_more_sequences_than_fit_at_once_and_the_whole_vocabulary(
-    teacher: VllmEngine, loop: asyncio.AbstractEventLoop
-) -> None:
-    tokens = torch.randint(3, VOCAB_SIZE, (40, 100), generator=torch.Generator().manual_seed(1))
-    rows = list(tokens)  # 4,000 tokens, max_scoring_tokens is 512
-    scores = loop.run_until_complete(teacher.score(rows, [50] * 40, top_k=VOCAB_SIZE, temperature=1.0))
-    for given in scores:
-        torch.testing.assert_close(given.logprobs.exp().sum(-1), torch.ones(50))
-        assert (given.logprobs.diff(dim=-1) <= 0).all()
-    alone = loop.run_until_complete(teacher.score(rows[7:8], [50], top_k=VOCAB_SIZE, temperature=1.0))
-    torch.testing.assert_close(alone[0].token_logprobs, scores[7].token_logprobs, rtol=0, atol=1e-4)
-
-
 def test_a_bad_request_is_refused_and_the_engine_lives(teacher: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
     good = torch.tensor([4, 8, 15, 16])
 
@@ -188,12 +175,6 @@ def test_a_bad_request_is_refused_and_the_engine_lives(teacher: VllmEngine, loop
     assert len(loop.run_until_complete(teacher.score([good], [2], top_k=2, temperature=1.0))) == 1
 
 
-def test_info(teacher: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop) -> None:
-    info = loop.run_until_complete(teacher.info())
-    assert (info.model, info.kind, info.dtype) == (str(folders["teacher"]), "vllm", "float32")
-    assert (info.vocab_size, info.max_positions, info.max_logprobs) == (VOCAB_SIZE, MAX_POSITIONS, VOCAB_SIZE)
-
-
 def test_cancelling_reaches_vllm(teacher: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
     async def unstoppable() -> list[Generation]:
         params = SamplingParams(max_new_tokens=200, temperature=1.0)
@@ -214,18 +195,10 @@ def test_the_student_arrives_by_load_weights_alone(
         sample_all(loop, rollout, [[5]], [0])
     good = weights_of(folders["student"])
     name, tensor = good[3]
-    wrong = {
-        f"{name!r} has shape": [*good[:3], (name, tensor[:1]), *good[4:]],
-        f"did not arrive, among them {name!r}": [*good[:3], *good[4:]],
-        "'extra' does not exist": [*good, ("extra", tensor)],
-        f"{name!r} arrives twice": [*good, good[3]],
-    }
-    for message, weights in wrong.items():
-        loop.run_until_complete(rollout.load_weights(good, 1))
-        assert rollout.weight_version == 1
-        with pytest.raises(ValueError, match=message):
-            loop.run_until_complete(rollout.load_weights(weights, 2))
-        assert rollout.weight_version == 1
+    loop.run_until_complete(rollout.load_weights(good, 1))
+    with pytest.raises(ValueError, match=f"did not arrive, among them {name!r}"):
+        loop.run_until_complete(rollout.load_weights([*good[:3], *good[4:]], 2))
+    assert rollout.weight_version == 1
     broken = [*good[:3], (name, torch.full_like(tensor, float("inf"))), *good[4:]]
     with pytest.raises(NonFiniteError, match=f"weight {name!r} has .* infinite"):
         loop.run_until_complete(rollout.load_weights(broken, 2))
@@ -295,18 +268,6 @@ def test_the_seed_decides_and_neighbours_do_not(rollout: VllmEngine, loop: async
         assert sample_all(loop, rollout, [prompt], [seed])[0].tokens.tolist() == expected.tokens.tolist()
     first, again, other = sample_all(loop, rollout, [PROMPTS[0]] * 3, [1, 1, 2**63 - 1])
     assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
-
-
-def test_draws_follow_the_distribution(
-    rollout: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop
-) -> None:
-    loop.run_until_complete(rollout.load_weights(weights_of(folders["newer"]), 10))
-    num, temperature = 400, 2.0
-    drawn = sample_all(loop, rollout, [[5, 9]] * num, list(range(num)), max_new_tokens=1, temperature=temperature)
-    counts = torch.bincount(torch.cat([g.tokens for g in drawn]), minlength=VOCAB_SIZE)
-    expected = logprobs_of(folders["newer"], [5, 9], [3], temperature)[0].exp()
-    deviations = (counts - num * expected) / (num * expected * (1 - expected)).clamp(min=1).sqrt()
-    assert deviations.abs().max() < 4.5 and (counts > 0).sum() > 5
 
 
 def test_sampling_whose_logprobs_vllm_cannot_report_is_refused(

@@ -32,10 +32,7 @@ subprocess.Popen([sys.executable, "-c", "CODE = " + repr(CODE) + CODE, "core", s
 @pytest.mark.parametrize("depth", ["flat", "deep"])
 def test_a_killed_owner_takes_vllm_with_it(depth: str) -> None:
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER.format(code=CORE), depth],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", OWNER.format(code=CORE), depth], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     )
     assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
     children = psutil.Process(owner.pid).children(recursive=True)

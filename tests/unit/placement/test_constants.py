@@ -242,7 +242,7 @@ def test_an_engine_of_this_process_keeps_what_it_has(one: Path) -> None:
         await sync.send(stage_updates(student.trained.items(), 1, constants=student.constants))
         student.step()
         await sync.send(stage_updates(student.trained.items(), 2, constants=student.constants))
-        with pytest.raises(ValueError, match="arrives though it is kept"):
+        with pytest.raises(ValueError, match="arrives though it is a constant kept"):
             await sync.send(stage_updates(student.weights.items(), 3, constants=student.constants))
         await router.close()
 

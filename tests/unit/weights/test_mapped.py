@@ -138,46 +138,28 @@ def test_nothing_of_the_memory_is_left(weights: Weights) -> None:
     assert num_maps() <= before
 
 
-@pytest.mark.parametrize(
-    "handle",
-    [
-        "",
-        "[]",
-        "{}",
-        "[3]",
-        "[" * 5000,
-        json.dumps([{"pid": os.getpid(), "descriptor": 0, "num_bytes": 16}]),
-        json.dumps([{"pid": 2**40, "descriptor": 1, "num_bytes": 16}]),
-        json.dumps([{"pid": "..", "descriptor": 1, "num_bytes": 16}]),
-    ],
-    ids=["empty", "no part", "no list", "no fields", "deep", "another file", "no process", "a path"],
-)
-def test_what_is_no_memory_of_a_sender_is_refused(handle: str) -> None:
+@pytest.mark.parametrize("handle", ["", "[]", "{}", "[3]", "[" * 5000])
+def test_what_is_no_handle_of_a_sender_is_refused(handle: str) -> None:
     with pytest.raises(ValueError, match="the sender's memory cannot be opened"):
         open_memory(handle, 0, CPU)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "problem"),
+    ("changes", "problem"),
     [
-        ("pid", True, "are not numbers"),
-        ("pid", "self", "are not numbers"),
-        ("descriptor", -1, "are not numbers"),
-        ("num_bytes", 16.0, "are not numbers"),
-        ("num_bytes", 0, "are not numbers"),
-        ("descriptor", 0, "/fd/0 is another file"),
+        ({"pid": True}, "are not numbers"),
+        ({"pid": ".."}, "are not numbers"),
+        ({"pid": 2**40}, "No such file"),
+        ({"descriptor": -1}, "are not numbers"),
+        ({"descriptor": 0}, "/fd/0 is another file"),
+        ({"num_bytes": 16.0}, "are not numbers"),
+        ({"num_bytes": 0}, "are not numbers"),
+        ({"num_bytes": 2**40}, ""),
     ],
 )
-def test_handles_are_numbers_that_a_sender_may_have(field: str, value: Any, problem: str) -> None:
-    handle = {"pid": os.getpid(), "descriptor": 1, "num_bytes": 16, field: value}
-    with pytest.raises(ValueError, match=f"the sender's memory cannot be opened: .*{problem}"):
-        open_memory(json.dumps([handle]), 0, CPU)
-
-
-def test_a_size_that_the_memory_has_not_is_refused() -> None:
+def test_a_handle_is_of_memory_that_a_sender_may_have(changes: dict[str, Any], problem: str) -> None:
     memory = SharedMemory(4096, CPU)
     (handle,) = json.loads(memory.handles(1))
-    for num_bytes in (2**40, 0):
-        with pytest.raises(ValueError, match="the sender's memory cannot be opened"):
-            open_memory(json.dumps([handle | {"num_bytes": num_bytes}]), 0, CPU)
+    with pytest.raises(ValueError, match=f"the sender's memory cannot be opened: .*{problem}"):
+        open_memory(json.dumps([handle | changes]), 0, CPU)
     memory.close()

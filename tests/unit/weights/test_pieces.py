@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mopd.base.types import NonFiniteError
-from mopd.weights.buckets import Bucket, TensorMeta, digest
+from mopd.weights.buckets import TensorMeta, digest
 from mopd.weights.group import GroupOrder, GroupStore, TransferFailed, TransferGroup
-from mopd.weights.pieces import LARGE_BYTES, Expected, Segment, cut_pieces
+from mopd.weights.pieces import Expected, Segment, cut_pieces
 from mopd.weights.receiving import BroadcastReceiver
 from mopd.weights.sending import Sent, send
 
@@ -207,9 +207,3 @@ def test_digests_see_bits_places_and_lengths() -> None:
     assert int(digest(torch.zeros(8, dtype=torch.uint8))) != int(digest(torch.zeros(16, dtype=torch.uint8))) != 0
     odd = torch.cat([torch.zeros(3, dtype=torch.uint8), data])[3:]
     assert int(digest(odd)) == int(digest(data))
-
-
-def test_large_is_what_a_tensor_of_a_mebibyte_is() -> None:
-    shapes = [(LARGE_BYTES // 4,), (LARGE_BYTES // 4 - 1,)]
-    large, small = cut_pieces([TensorMeta(str(s), torch.float32, s) for s in shapes], BUCKET)
-    assert isinstance(large, Segment) and isinstance(small, Bucket)

@@ -23,12 +23,7 @@ JUNK = (b"", b"go", b"\x00" * 32 + b"go", b"\xff" * 500)
 
 def order_of(store: GroupStore, world_size: int = 2, secret: str = "ours") -> GroupOrder:
     return GroupOrder(
-        group_id="g",
-        port=store.port,
-        world_size=world_size,
-        bucket_bytes=1,
-        timeout_s=DEADLINE_S,
-        secret=secret,
+        group_id="g", port=store.port, world_size=world_size, bucket_bytes=1, timeout_s=DEADLINE_S, secret=secret
     )
 
 

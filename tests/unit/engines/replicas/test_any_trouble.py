@@ -119,13 +119,7 @@ def test_a_request_is_its_own_callers_whoever_made_the_room() -> None:
     run(work)
 
 
-TROUBLE = {
-    "dead": DEAD,
-    "busy": EngineBusy("full", retry_after_s=0.2),
-    "slow": 0.7,
-    "hang": 1e6,
-    "ok": None,
-}
+TROUBLE = {"dead": DEAD, "busy": EngineBusy("full", retry_after_s=0.2), "slow": 0.7, "hang": 1e6, "ok": None}
 EVENTS = st.lists(st.sampled_from(["dead", "busy", "slow", "hang", "ok", "ok"]), min_size=1, max_size=8)
 
 

@@ -88,22 +88,6 @@ def test_the_last_replica_given_up_ends_every_wait_at_once() -> None:
     run(work)
 
 
-def test_a_restart_that_is_given_up_ends_the_wait_at_once() -> None:
-    router = make_router([StandIn(0)])
-    tokens, starts = samples(5)
-
-    async def work() -> None:
-        router.suspend("math.0", reason="restarting", timeout_s=100)
-        scoring = asyncio.create_task(score(router, tokens, starts))
-        await asyncio.sleep(3)
-        router.remove("math.0", reason="exit code 1 at start, see math.0.log")
-        with pytest.raises(SampleFailed, match=r"math.0 is gone: exit code 1 at start, see math.0.log"):
-            await scoring
-        assert now() == 3
-
-    run(work)
-
-
 def test_late_failures_of_the_old_life_do_not_count_against_the_new_one() -> None:
     old, new = StandIn(0, lambda call: 3.0), StandIn(1)
     router = make_router([old], request_timeout_s=1.0, breaker_failures=1)
@@ -159,20 +143,6 @@ def test_a_closed_group_answers_whoever_still_waits_and_ends_what_nobody_waits_f
     run(work)
 
 
-def test_weights_reach_every_replica_and_rollouts_ask_for_them() -> None:
-    engines = [StandIn(0), StandIn(1)]
-    router = make_router(engines, kind="rollout")
-
-    async def work() -> None:
-        await push(router, 7)
-        assert [engine.weight_version for engine in engines] == [7, 7] and router.weight_version == 7
-        generations = await router.generate([[5]] * 6, SAMPLING, list(range(6)))
-        assert {float(generation.logprobs[0]) for generation in generations} == {-7.0}
-        assert router.needs_weights == ()
-
-    run(work)
-
-
 async def push(router: Router, version: int) -> None:
     """To every replica that works."""
     for member in router._pool.members:
@@ -180,25 +150,6 @@ async def push(router: Router, version: int) -> None:
             assert isinstance(member.engine, StandIn)
             await member.engine.load_weights(WEIGHTS, version)
     router.set_weight_version(version)
-
-
-def test_a_replica_with_other_weights_gets_no_work_until_it_has_them() -> None:
-    current, restarted = StandIn(0), StandIn(1)
-    router = make_router([current, restarted], kind="rollout", max_tokens_per_request=10)
-
-    async def work() -> None:
-        await push(router, 3)
-        restarted.weight_version = -1
-        assert router.needs_weights == ("math.1",)
-        await router.generate([[5]] * 12, SAMPLING, list(range(12)))
-        assert restarted.calls == [] and len(current.answered) == 12
-        assert [replica.state for replica in router.take_numbers().replicas] == ["closed", "stale"]
-        await restarted.load_weights(WEIGHTS, 3)
-        router.set_weight_version(3)
-        await router.generate([[5]] * 12, SAMPLING, list(range(12)))
-        assert restarted.calls != []
-
-    run(work)
 
 
 def test_a_replica_that_says_it_is_stale_is_left_out_until_the_next_push() -> None:

@@ -11,9 +11,7 @@ from mopd.engines.replicas.router import cut
 
 @settings(max_examples=200, deadline=None)
 @given(
-    tokens=st.lists(st.integers(1, 500), max_size=60),
-    max_tokens=st.integers(1, 1000),
-    num_replicas=st.integers(1, 5),
+    tokens=st.lists(st.integers(1, 500), max_size=60), max_tokens=st.integers(1, 1000), num_replicas=st.integers(1, 5)
 )
 def test_every_sample_is_in_one_request_and_requests_are_bounded(
     tokens: list[int], max_tokens: int, num_replicas: int

@@ -6,12 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, EngineUnreachable, Images, Scores
+from mopd.engines.interface import EngineBusy, EngineUnavailable, EngineUnreachable, Images, Scores
 from mopd.engines.replicas.interface import LIMITS, SampleFailed
-from mopd.engines.replicas.members import NO_ROOM
 from mopd.engines.replicas.router import MAX_BACKOFF_S, Router
 from tests.unit.engines.replicas.stand_in import Plan, StandIn, check_scores, make_router, run, samples, score
 
@@ -36,22 +33,6 @@ async def failure_of(router: Router, *lengths: int) -> tuple[SampleFailed, float
     with pytest.raises(SampleFailed) as caught:
         await score(router, tokens, starts)
     return caught.value, asyncio.get_running_loop().time()
-
-
-def test_a_dead_replica_loses_nothing() -> None:
-    tokens, starts = samples(*[10 + i for i in range(25)])
-    engines = [StandIn(0, always(DEAD)), StandIn(1)]
-    router = make_router(engines)
-
-    async def work() -> dict[str, Any]:
-        check_scores(tokens, await score(router, tokens, starts))
-        return numbers_of(router)
-
-    numbers = run(work)
-    assert sorted(engines[1].answered) == [1000 + i for i in range(25)]
-    assert numbers["math.0"].state == "open" and 3 <= len(engines[0].calls) == numbers["math.0"].failures
-    assert numbers["group"].retries == numbers["math.0"].failures
-    assert numbers["math.1"].num_samples == 25 and numbers["math.1"].num_tokens == sum(map(len, tokens))
 
 
 def test_pauses_double_and_attempts_are_counted() -> None:
@@ -197,45 +178,6 @@ def test_a_queue_that_stays_full_has_a_deadline() -> None:
     assert str(error).endswith("last error: queue full") and ended == pytest.approx(10, abs=0.1)
 
 
-def test_a_full_queue_leaves_the_request_to_another_replica() -> None:
-    engines = [StandIn(0, always(EngineBusy("queue full", retry_after_s=60.0))), StandIn(1)]
-    tokens, starts = samples(*[20] * 10)
-
-    async def work() -> None:
-        check_scores(tokens, await score(make_router(engines), tokens, starts))
-
-    run(work)
-    assert len(engines[0].calls) <= 4 and len(engines[1].answered) == 10
-
-
-class Picky(StandIn):
-    """Refuses any request that holds the sample 1003."""
-
-    async def score(
-        self, tokens: Any, prompt_lengths: Any, *, top_k: int, temperature: float, images: Images = None
-    ) -> list[Scores]:
-        if any(int(sequence[0]) == 1003 for sequence in tokens):
-            raise EngineRejected("sequence longer than the model")
-        return await super().score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)
-
-
-def test_a_refused_request_fails_its_bad_sample_alone() -> None:
-    tokens, starts = samples(*[8] * 10)
-    router = make_router([Picky(), Picky(1)])
-
-    async def work() -> None:
-        with pytest.raises(SampleFailed, match="sequence longer than the model") as caught:
-            await score(router, tokens, starts)
-        assert caught.value.positions == (3,)
-        outcomes = await router.score(tokens, starts, top_k=2, temperature=2.0, stop_at_failure=False)
-        assert [i for i, outcome in enumerate(outcomes) if isinstance(outcome, SampleFailed)] == [3]
-        good = [i for i in range(10) if i != 3]
-        check_scores([tokens[i] for i in good], [outcomes[i] for i in good])  # type: ignore[misc]
-        assert all(replica.state == "closed" for replica in router.take_numbers().replicas)
-
-    run(work)
-
-
 class Forgetful(StandIn):
     """Leaves out the last sample of its first request."""
 
@@ -271,51 +213,3 @@ def test_a_wrong_call_is_raised_as_it_is_and_leaves_nothing_behind() -> None:
 
     run(work)
     assert all(engine.tokens_now == 0 for engine in engines)
-
-
-def test_cancelling_leaves_nothing_behind() -> None:
-    tokens, starts = samples(*[20] * 12)
-    engines = [StandIn(0), StandIn(1)]
-    router = make_router(engines)
-
-    async def work() -> None:
-        for delay in (0.0, 0.1, 0.2, 0.25, 0.5):
-            task = asyncio.create_task(score(router, tokens, starts))
-            await asyncio.sleep(delay)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-            assert all(member.in_flight == NO_ROOM for member in router._pool.members)
-        check_scores(tokens, await score(router, tokens, starts))
-
-    run(work)
-    assert all(engine.tokens_now == 0 for engine in engines)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    plans=st.lists(
-        st.lists(st.sampled_from(["dead", "busy", "slow", "hang", "ok", "ok", "ok"]), min_size=1, max_size=12),
-        min_size=2,
-        max_size=4,
-    ),
-    lengths=st.lists(st.integers(2, 60), min_size=1, max_size=30),
-)
-def test_whatever_happens_each_sample_has_one_answer(plans: list[list[str]], lengths: list[int]) -> None:
-    """One replica is well: nothing may be lost, doubled, mixed up or left behind."""
-    trouble = {"dead": DEAD, "busy": EngineBusy("full", retry_after_s=0.2), "slow": 0.7, "hang": 1e6, "ok": None}
-    tokens, starts = samples(*lengths)
-    engines = [StandIn(0)]
-    for number, plan in enumerate(plans, start=1):
-        engines.append(StandIn(number, lambda call, plan=plan: trouble[plan[call % len(plan)]]))  # type: ignore[misc]
-    router = make_router(engines, max_attempts=1000, breaker_reset_s=1.0)
-
-    async def work() -> dict[str, Any]:
-        check_scores(tokens, await score(router, tokens, starts))
-        assert all(member.in_flight == NO_ROOM for member in router._pool.members)
-        return numbers_of(router)
-
-    numbers = run(work)
-    assert sum(replica.num_samples for name, replica in numbers.items() if name != "group") == len(lengths)
-    assert all(engine.most_tokens <= 80 and engine.tokens_now == 0 for engine in engines)

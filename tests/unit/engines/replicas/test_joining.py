@@ -302,26 +302,6 @@ def test_long_responses_do_not_take_the_room_of_the_whole_group() -> None:
     run(work)
 
 
-class HandingBack(Teller):
-    """Hands every response back: 11's before its first token."""
-
-    def _draw(self, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> Generation:
-        whole = super()._draw(prompt, sampling, seed)
-        count = 0 if prompt[0] == 11 else 2
-        cut = {name: getattr(whole, name)[:count] for name in ("tokens", "logprobs", "token_versions")}
-        return Generation(**cut, finish_reason="handed_back")
-
-
-def test_responses_that_are_handed_back_pass_as_they_are() -> None:
-    router = make_rollout([HandingBack()])
-
-    async def work() -> None:
-        drawn = await router.generate([(11, 1.0), (12, 1.0)], SAMPLING, [0, 0])  # type: ignore[list-item]
-        assert [(len(given.tokens), given.finish_reason) for given in drawn] == [(0, "handed_back"), (2, "handed_back")]
-
-    run(work)
-
-
 def test_a_version_is_at_least() -> None:
     """Replicas with newer weights serve those who ask for older ones, not the other way round."""
     engines = [Teller(0), Teller(1)]

@@ -65,28 +65,6 @@ def routed_s(lengths: Sequence[int], num_replicas: int) -> float:
     return run_on_token_clock(work())
 
 
-def test_simulated_hours_take_no_time_and_timers_fire_in_order() -> None:
-    async def work() -> list[tuple[str, float]]:
-        fired: list[tuple[str, float]] = []
-
-        async def after(name: str, seconds: float) -> None:
-            await asyncio.sleep(seconds)
-            fired.append((name, asyncio.get_running_loop().time()))
-
-        await asyncio.gather(after("late", 7200), after("early", 0.001), after("between", 3600))
-        return fired
-
-    assert run_on_token_clock(work()) == [("early", 0.001), ("between", 3600), ("late", 7200)]
-
-
-def test_a_wait_for_nothing_is_told_instead_of_hanging() -> None:
-    async def work() -> None:
-        await asyncio.get_running_loop().create_future()
-
-    with pytest.raises(RuntimeError, match="every task waits for something that never happens"):
-        run_on_token_clock(work())
-
-
 def test_skewed_lengths_end_within_the_goal_where_counting_does_not() -> None:
     """Log-normal lengths: the longest 5 % of the samples hold a third of the tokens. The figures of docs/server.md."""
     generator, routed, counted = np.random.default_rng(0), [], []

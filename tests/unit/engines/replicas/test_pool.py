@@ -11,7 +11,7 @@ import pytest
 from mopd.config.groups import RoutingConfig
 from mopd.engines.interface import EngineLimits
 from mopd.engines.replicas.interface import LIMITS, NO_LIMITS, NoReplica, Replica
-from mopd.engines.replicas.members import NO_ROOM, Member, Room, Want
+from mopd.engines.replicas.members import Member, Room, Want
 from mopd.engines.replicas.pool import Pool
 from tests.fixtures.effort import measured_effort
 from tests.unit.engines.replicas.stand_in import StandIn, run
@@ -157,11 +157,6 @@ def test_requests_keep_to_the_replicas_own_limit() -> None:
     assert requests == [("a", [0, 1]), ("a", [2, 3]), ("a", [4])]
 
 
-def test_work_that_comes_at_once_is_spread_over_the_replicas() -> None:
-    wants = [want(i, 5, key="x", caller=i) for i in range(6)]
-    assert run(lambda: joined(Sent("ab"), wants)) == [("a", [0, 2, 4]), ("b", [1, 3, 5])]
-
-
 def test_a_replica_is_filled_up_to_a_spare_once_its_own_queue_is_empty() -> None:
     """16 sequences at a time: 2 wait at it, and what ends is replaced by 2 at a time."""
     wide = RoutingConfig(max_inflight_tokens=1000, max_tokens_per_request=1000)
@@ -225,37 +220,3 @@ def test_thousands_that_wait_cost_no_more_than_a_few() -> None:
 
     few, many = calls(256), calls(4096)
     assert many < 2 * few, (few, many)
-
-
-def test_room_is_given_back_by_and_by() -> None:
-    async def work() -> None:
-        sent = Sent("a")
-        one = want(0, 50, sequences=2)
-        await sent.acquire(one)
-        member = sent.pool.member("a")
-        waiting = asyncio.create_task(sent.acquire(want(1, 20)))
-        await asyncio.sleep(1)
-        assert not waiting.done()
-        sent.pool.freed(member, one, Room(20, 1, 20))
-        assert await waiting == "a" and member.in_flight == Room(50, 1, 50)
-        sent.end(one)
-        assert member.in_flight == Room(20, 0, 20)
-
-    run(work)
-
-
-def test_a_cancelled_wait_takes_no_room() -> None:
-    async def work() -> None:
-        sent = Sent("a")
-        first = want(0, 50)
-        await sent.acquire(first)
-        waiting = asyncio.create_task(sent.acquire(want(1, 50)))
-        await asyncio.sleep(1)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        sent.end(first)
-        await asyncio.sleep(1)
-        assert sent.pool.member("a").in_flight == NO_ROOM and len(sent.requests) == 1
-
-    run(work)

@@ -5,47 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
 import torch
 
-from mopd.config.groups import RoutingConfig, TorchEngineConfig
-from mopd.engines.replicas.interface import Replica
-from mopd.engines.replicas.router import Router
+from mopd.config.groups import TorchEngineConfig
 from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
-from tests.unit.engines.replicas.stand_in import SAMPLING, StandIn, check_scores, make_router, run, samples, score
-
-
-def test_answers_come_in_the_order_of_the_samples() -> None:
-    tokens, starts = samples(3, 30, 7, 12, 39, 2, 2, 50, 11)
-    engines = [StandIn(i) for i in range(3)]
-
-    async def work() -> None:
-        check_scores(tokens, await score(make_router(engines), tokens, starts))
-
-    run(work)
-    assert sorted(first for engine in engines for first in engine.answered) == [1000 + i for i in range(9)]
-
-
-def test_requests_are_cut_longest_first_and_bounded() -> None:
-    tokens, starts = samples(10, 25, 50, 10, 10)
-    engine = StandIn()
-    run(lambda: score(make_router([engine], max_inflight_tokens=40), tokens, starts))
-    assert engine.calls == [[1002], [1001, 1000], [1003, 1004]]
-    assert engine.most_tokens == 50  # the oversized sample, alone
-
-
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_tokens_under_way_stay_within_the_bound(num_replicas: int) -> None:
-    tokens, starts = samples(*[7 + i % 13 for i in range(60)])
-    engines = [StandIn(i) for i in range(num_replicas)]
-    router = make_router(engines, max_tokens_per_request=20, max_inflight_tokens=50)
-
-    async def work() -> None:
-        check_scores(tokens, await score(router, tokens, starts))
-
-    run(work)
-    assert all(20 < engine.most_tokens <= 50 for engine in engines)
+from tests.unit.engines.replicas.stand_in import SAMPLING, StandIn, make_router, run, samples, score
 
 
 def test_the_replica_with_the_fewest_tokens_under_way_is_next() -> None:
@@ -64,33 +29,6 @@ def test_the_replica_with_the_fewest_tokens_under_way_is_next() -> None:
     assert [engine.calls for engine in engines] == [[[1000]], [[1001], [1002], [1003]]]
 
 
-def test_a_slow_replica_gets_less_when_the_bound_is_small() -> None:
-    engines = [StandIn(0, tokens_per_s=100), StandIn(1, tokens_per_s=20)]
-    tokens, starts = samples(*[10] * 60)
-    router = make_router(engines, max_tokens_per_request=10, max_inflight_tokens=10)
-    run(lambda: score(router, tokens, starts))
-    fast, slow = (len(engine.answered) for engine in engines)
-    assert fast + slow == 60 and 4 <= fast / slow <= 6
-
-
-def test_a_long_request_is_not_starved_by_short_ones() -> None:
-    engine = StandIn()
-    router = make_router([engine], max_tokens_per_request=50, max_inflight_tokens=50)
-    tokens, starts = samples(*[10] * 20, 45)
-    ended: dict[int, float] = {}
-
-    async def one(i: int) -> None:
-        await score(router, tokens[i : i + 1], starts[i : i + 1])
-        ended[i] = asyncio.get_running_loop().time()
-
-    async def work() -> None:
-        order = [*range(5), 20, *range(5, 20)]
-        await asyncio.gather(*(one(i) for i in order))
-
-    run(work)
-    assert all(ended[20] < ended[i] for i in range(6, 20))
-
-
 def test_rollouts_ask_for_room_for_the_longest_response() -> None:
     engine = StandIn()
     router = make_router([engine], kind="rollout", max_tokens_per_request=14, max_inflight_tokens=14)
@@ -102,28 +40,6 @@ def test_rollouts_ask_for_room_for_the_longest_response() -> None:
 
     run(work)
     assert engine.calls == [[7, 8], [9]]
-
-
-def test_nothing_to_do_is_done_at_once() -> None:
-    assert run(lambda: score(make_router([StandIn()]), [], [])) == []
-
-
-def test_wrong_calls_are_named() -> None:
-    tokens, starts = samples(3, 3)
-    with pytest.raises(ValueError, match="2 sequences but 1 prompt lengths"):
-        run(lambda: score(make_router([StandIn()]), tokens, starts[:1]))
-    with pytest.raises(ValueError, match="1 prompts but 0 seeds"):
-        run(lambda: make_router([StandIn()], kind="rollout").generate([[1]], SAMPLING, []))
-
-
-def test_groups_need_replicas_of_their_own() -> None:
-    engine = StandIn()
-    with pytest.raises(ValueError, match=r"teacher 'math' has no replica: set replicas: 1 or more"):
-        make_router([])
-    with pytest.raises(ValueError, match="two replicas are one engine"):
-        make_router([engine, engine])
-    with pytest.raises(ValueError, match="two replicas have one name"):
-        Router("math", [Replica(name="a", engine=StandIn()) for _ in range(2)], RoutingConfig(), kind="teacher")
 
 
 def test_two_real_engines_agree_with_one(tmp_path: Path) -> None:

@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import math
 
 import pytest
 
 from mopd.base.metrics import apart, is_counted
 from mopd.engines.interface import EngineUnavailable
 from mopd.engines.replicas.router import Router
-from mopd.engines.replicas.statistics import BusyTime, Reservoir, group_metrics, percentile
+from mopd.engines.replicas.statistics import MAX_LATENCIES, GroupNumbers, ReplicaCounters, group_metrics
 from tests.unit.engines.replicas.stand_in import SAMPLING, StandIn, make_router, run, samples, score
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.5, 50), (0.95, 95), (0.99, 99), (0.001, 1), (1.0, 100)])
-def test_percentiles_are_nearest_ranks(share: float, expected: int) -> None:
-    assert percentile(range(1, 101), share) == expected
-    assert percentile([7], share) == 7
-
-
-def test_a_reservoir_is_bounded_uniform_and_starts_anew() -> None:
-    reservoir = Reservoir(size=500)
-    for value in range(100_000):
-        reservoir.add(value)
-    taken = reservoir.take()
-    assert len(taken) == 500 and list(taken) == sorted(taken)
-    mean = sum(taken) / 500
-    assert abs(mean - 50_000) < 5 * 100_000 / math.sqrt(12 * 500)
-    assert reservoir.take() == ()
-    reservoir.add(3)
-    assert reservoir.take() == (3,)
-
-
-def test_busy_time_counts_overlapping_work_once_and_open_work_until_now() -> None:
-    busy = BusyTime()
-    busy.begin(1)
-    busy.begin(2)
-    busy.end(3)
-    assert busy.take(4) == 3
-    busy.end(6)
-    assert busy.take(10) == 2
-    assert busy.take(11) == 0
+def test_percentiles_are_nearest_ranks_of_the_latest() -> None:
+    counters = ReplicaCounters("math.0")
+    for value in range(2 * MAX_LATENCIES, 0, -1):
+        counters.answered(num_samples=1, num_tokens=1, latency_s=value)
+    own = counters.take("closed", 0.0)
+    own.latencies_s = own.latencies_s[-100:]
+    assert own.num_samples == 2 * MAX_LATENCIES and counters.take("closed", 0.0).latencies_s == ()
+    numbers = GroupNumbers(
+        kind="teacher", name="math", replicas=(own,), queue_depth=0, queued_tokens=0, busy_s=0.0, retries=0
+    )
+    values = group_metrics(numbers)
+    assert [values[f"teachers/latency_p{percent}_s/math"] for percent in (50, 95, 99)] == [50, 95, 99]
 
 
 def test_a_groups_numbers_have_their_names_and_start_anew_each_step() -> None:
@@ -72,22 +55,6 @@ def test_a_groups_numbers_have_their_names_and_start_anew_each_step() -> None:
     assert second["teachers/samples/math"] == second["teachers/queue_depth/math"] == 0
     assert second["teachers/in_flight_tokens/math"] == second["teachers/payload_bytes/math"] == 0
     assert "teachers/tokens_per_s/math" not in second
-
-
-def test_failures_and_breakers_are_told_by_replica() -> None:
-    engines = [StandIn(0, lambda call: EngineUnavailable("dead")), StandIn(1)]
-    router = make_router(engines, breaker_failures=1, breaker_reset_s=100)
-    tokens, starts = samples(*[20] * 10)
-
-    async def work() -> dict[str, float]:
-        await score(router, tokens, starts)
-        return group_metrics(router.take_numbers())
-
-    values = run(work)
-    failures = values["teachers/failures/math.0"]
-    assert failures >= 1 and values["teachers/retries/math"] == failures
-    assert (values["teachers/breaker/math.0"], values["teachers/breaker/math.1"]) == (2, 0)
-    assert values["teachers/replicas_up/math"] == 1
 
 
 def test_one_replica_stands_for_its_group_and_generations_count_what_was_drawn() -> None:
@@ -131,16 +98,6 @@ def test_payload_of_both_lives_of_a_restarted_replica_counts() -> None:
         return group_metrics(router.take_numbers())["teachers/payload_bytes/math"]
 
     assert run(work) == 2 * (10 + 100)
-
-
-def test_engines_that_count_no_bytes_have_no_payload() -> None:
-    engine = StandIn()
-    del engine.bytes_sent
-
-    async def work() -> dict[str, float]:
-        return group_metrics(make_router([engine]).take_numbers())
-
-    assert "teachers/payload_bytes/math" not in run(work)
 
 
 def test_requests_apart_are_in_no_steps_numbers() -> None:
