@@ -3,6 +3,8 @@ first of each pipeline stage its stage's, in turn; all others help to gather the
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import logging
 import math
@@ -89,8 +91,7 @@ class StageSender:
         senders are through, ``None`` where one failed, which is said to the next sender. Raises ``NonFiniteError``."""
         stream = self._stream(num_skipped)
         if self._group is None or self._words is None or self._order is None:
-            for _ in stream:
-                pass
+            _exhaust(stream)
             return None
         stage, sent = self._worker.layout.pp_rank, None
         options = {"verify": verify, "checks_values": checks_values, "num_skipped": num_skipped if stage == 0 else 0}
@@ -105,8 +106,7 @@ class StageSender:
             logger.warning("stage %d did not send its weights: %s", stage, error)
             self._group.settle()
         finally:
-            for _ in stream:  # ranks that gather together stay in step
-                pass
+            _exhaust(stream)  # ranks that gather together stay in step
             is_told = self._pass_on(update, stage + 1, is_good=sent is not None)
         return self._seen_through(update, sent) if is_told else None
 
@@ -134,10 +134,9 @@ class StageSender:
         constants = gather("constants", by_stage=False) if self._worker.constants and not num_skipped else iter(())
         trained = gather("trained", by_stage=by_stage)
         if not self._is_first:
-            for _ in constants:
-                pass
+            _exhaust(constants)
             return trained
-        return _one_after_another(constants, trained)
+        return itertools.chain(constants, trained)
 
     def _pass_on(self, update: int, sender: int, *, is_good: bool) -> bool:
         """Give the word to the next of several senders; whether it could be: else whoever orders the update is gone."""
@@ -163,9 +162,9 @@ class StageSender:
         return {"gather_s": sent.gather_s, "send_s": sent.send_s}
 
 
-def _one_after_another(*streams: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for stream in streams:
-        yield from stream
+def _exhaust(stream: Iterator[Any]) -> None:
+    """Take part in gathering the weights of ``stream`` and drop them."""
+    collections.deque(stream, maxlen=0)
 
 
 def waiting_s(order: GroupOrder) -> float:
@@ -186,11 +185,10 @@ def announced(recipe: Recipe, worker: StudentWorker, *, is_one_node: bool) -> di
         TensorMeta(name, smaller if dtype == student else dtype, shape)
         for name, dtype, shape in hf_tensors(worker.dims, student)
     ]
+    stages = dict(zip([meta.name for meta in metas], worker.weight_stages(), strict=True))
     metas.sort(key=lambda meta: meta.name not in worker.constants)
     shares: list[int] = []
     if isinstance(cfg, CollectiveConfig) and worker.layout.pp_size > 1 and is_one_node:
-        names = [name for name, _, _ in hf_tensors(worker.dims, student)]
-        stages = dict(zip(names, worker.weight_stages(), strict=True))
         metas.sort(key=lambda meta: stages[meta.name])
         shares = [list(stages.values()).count(stage) for stage in range(worker.layout.pp_size)]
     return {

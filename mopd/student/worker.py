@@ -6,8 +6,7 @@ import math
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,9 +72,8 @@ class StudentWorker:
         self.packing = packing_rules(student, self.dims, on_gpu=self.layout.device.type == "cuda")
         vision = self.dims.vision
         self.reader = StageReader(reader, self.layout, has_images=vision is not None)
-        self._images = None
-        if vision is not None:
-            self._images = StudentImages(recipe, vision, has_tower=self.layout.is_first_stage)
+        has_tower = self.layout.is_first_stage
+        self._images = None if vision is None else StudentImages(recipe, vision, has_tower=has_tower)
         with cpu_shim.activate():
             chunks = build_chunks(student, self.dims, self.layout)
             load_hf_into(chunks, source, self.dims, self.layout)
@@ -91,19 +89,20 @@ class StudentWorker:
             self._optimizer, self._scheduler = build_optimizer(
                 student.optimizer, self._chunks, num_steps=recipe.schedule.steps
             )
+        shares = None
+        if recipe.assignment.max_teachers > 1:
+            shares = torch.tensor(recipe.assignment.weight_table(self.domains), device=self.layout.device)
         self._objective = Objective(
             recipe.loss,
             self.layout,
             true_vocab_size=self.dims.vocab_size,
-            teacher_weights=self._teacher_weights(),
+            teacher_weights=shares,
             lm_head_memory_budget_mib=student.lm_head_memory_budget_mib,
         )
         self._plan: MicroBatchPlan | None = None
         self.saving = Background(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
         """Writer of asynchronous checkpoints. Enter it around all use of the student."""
-        self._lending = None
-        if recipe.shares_gpus:
-            self._lending = Lending(self._chunks, self._optimizer, self.layout.device)
+        self._lending = Lending(self._chunks, self._optimizer, self.layout.device) if recipe.shares_gpus else None
 
     @property
     def dp_size(self) -> int:
@@ -121,21 +120,11 @@ class StudentWorker:
             NonFiniteError: on every rank, naming domain and samples; weights are untouched.
         """
         positions = {sample_id: i for i, sample_id in enumerate(plan.sample_ids)}
-        sums = self._objective.new_sums(
-            num_domains=len(self.domains),
-            num_samples=len(positions),
-            diagnostics=diagnostics,
-            device=self.layout.device,
-        )
+        sizes = {"num_domains": len(self.domains), "num_samples": plan.num_samples}
+        sums = self._objective.new_sums(diagnostics=diagnostics, num_loss_tokens=plan.num_loss_tokens, **sizes)
 
         def hook_for(batch: MicroBatch) -> HeadHook:
-            return partial(
-                self._objective,
-                rows=batch.rows,
-                sums=sums,
-                num_loss_tokens=plan.num_loss_tokens,
-                num_samples=plan.num_samples,
-            )
+            return partial(self._objective, rows=batch.rows, sums=sums)
 
         # Both: Megatron sums gradients in the buffers of its DDP, which ``zero_grad`` of the optimizer does not touch.
         for chunk in self._chunks:
@@ -171,16 +160,18 @@ class StudentWorker:
         lr = float(self._optimizer.param_groups[0]["lr"])
         norm = guarded_step(self._optimizer, self._chunks)
         if not math.isfinite(norm):
-            samples = [sample for rank in self._plan.micro_batches for batch in rank for sample in batch]
             raise NonFiniteError(
                 f"gradient norm is {norm} at step {self.weight_version + 1} although every loss is finite: "
-                f"{_name(samples)}; the weights are unchanged; lower student.optimizer.lr or set loss.loss_soft_cap"
+                f"{_name(_samples(self._plan))}; the weights are unchanged; lower student.optimizer.lr or set "
+                "loss.loss_soft_cap"
             )
         self._scheduler.step(1)
         self._plan = None
         self.weight_version += 1
-        watched = [part.metrics() for part in (self._balance, self._clock) if part is not None]
-        return reduce(or_, watched, {"grad_norm": norm, "lr": lr})
+        metrics = {"grad_norm": norm, "lr": lr}
+        for part in (self._balance, self._clock):
+            metrics |= {} if part is None else part.metrics()
+        return metrics
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float = 1.0) -> list[Tensor]:
@@ -306,18 +297,10 @@ class StudentWorker:
     def memory(self) -> dict[str, float]:
         """Return this rank's peak memory so far in GiB: device memory with CUDA, else resident memory. If memory is
         lent to the rollout, also ``Lending.numbers``."""
-        lent = {} if self._lending is None else self._lending.numbers()
-        if torch.cuda.is_available():
-            return lent | {"memory/student_peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        lent = {} if self._lending is None else self._lending.numbers
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return lent | {"memory/student_peak_gib": kib / 2**20}
-
-    def _teacher_weights(self) -> Tensor | None:
-        """Return [domains, D] for the objective of a recipe with an ensemble, else ``None``."""
-        assignment = self.recipe.assignment
-        if assignment.max_teachers == 1:
-            return None
-        return torch.tensor(assignment.weight_table(self.domains), device=self.layout.device)
+        peak_gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else kib / 2**20
+        return lent | {"memory/student_peak_gib": peak_gib}
 
     def _run(
         self,
@@ -383,12 +366,16 @@ class StudentWorker:
         return replace(plan, micro_batches=tuple(share + ((),) * (num - len(share)) for share in shares))
 
     def _describe_bad_loss(self, plan: MicroBatchPlan, positions: Sequence[int]) -> str:
-        wanted = {plan.sample_ids[i] for i in positions}
-        samples = [s for rank in plan.micro_batches for batch in rank for s in batch if s.sample_id in wanted]
+        bad = {plan.sample_ids[i] for i in positions}
+        samples = [sample for sample in _samples(plan) if sample.sample_id in bad]
         return (
             f"loss is not finite at step {self.weight_version + 1}: {_name(samples)}; the weights are unchanged; "
             "check these domains' teachers, or lower student.optimizer.lr"
         )
+
+
+def _samples(plan: MicroBatchPlan) -> list[SampleMeta]:
+    return [sample for rank in plan.micro_batches for batch in rank for sample in batch]
 
 
 def _name(samples: Sequence[SampleMeta]) -> str:

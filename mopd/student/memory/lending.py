@@ -41,7 +41,8 @@ class Lending:
         """Pinned host memory, kept from one turn to the next: pinning takes longer than copying."""
         self._lent: list[tuple[torch.UntypedStorage, int]] = []
         self.is_lent = False
-        self._numbers: dict[str, float] = {}
+        self.numbers: dict[str, float] = {}
+        """This rank's figures of the last turn: seconds, GiB lent, GiB that each side found free on its GPU."""
 
     @cpu_shim.activate()
     def lend(self) -> None:
@@ -62,9 +63,9 @@ class Lending:
         self.is_lent = True
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._numbers["timing/lend_s"] = time.monotonic() - started
+        self.numbers["timing/lend_s"] = time.monotonic() - started
         self._note_free("rollout")
-        self._numbers["memory/student_lent_gib"] = (self._gradient_bytes() + sum(n for _, n in self._lent)) / GIB
+        self.numbers["memory/student_lent_gib"] = (self._gradient_bytes() + sum(n for _, n in self._lent)) / GIB
 
     @cpu_shim.activate()
     def restore(self) -> None:
@@ -81,18 +82,14 @@ class Lending:
         except torch.OutOfMemoryError as error:
             raise UserError(
                 "rollout.placement.share_gpus_with: the rollout sleeps, and what the student lent it "
-                f"({self._numbers['memory/student_lent_gib']:.1f} GiB) does not fit back: lower "
+                f"({self.numbers['memory/student_lent_gib']:.1f} GiB) does not fit back: lower "
                 "rollout.engine.gpu_memory_utilization, or see what else is on this GPU"
             ) from error
         for part, host in self._pieces():
             part.copy_(host, non_blocking=True)
         self._settle()
         self._lent, self.is_lent = [], False
-        self._numbers["timing/restore_s"] = time.monotonic() - started
-
-    def numbers(self) -> dict[str, float]:
-        """Return this rank's figures of the last turn: seconds, GiB lent, GiB that each side found free on its GPU."""
-        return dict(self._numbers)
+        self.numbers["timing/restore_s"] = time.monotonic() - started
 
     def _states(self) -> Iterator[torch.UntypedStorage]:
         """Yield every storage of the optimizer once, except those that hold the model's own parameters."""
@@ -141,4 +138,4 @@ class Lending:
 
     def _note_free(self, side: str) -> None:
         if self._device.type == "cuda":
-            self._numbers[f"memory/free_for_{side}_gib"] = torch.cuda.mem_get_info()[0] / GIB
+            self.numbers[f"memory/free_for_{side}_gib"] = torch.cuda.mem_get_info()[0] / GIB

@@ -118,14 +118,9 @@ def test_equals_the_definition(
         },
     )
     assert "rollout_logprobs" in objective.field_names
-    sums = objective.new_sums(num_domains=3, num_samples=B, diagnostics=False, device=torch.device("cpu"))
-    value = objective(
-        LMHead(hidden, weight),  # type: ignore[arg-type]
-        rows=rows,
-        sums=sums,
-        num_loss_tokens=int(rows.loss_mask.sum()),
-        num_samples=B,
-    )
+    num_tokens = int(rows.loss_mask.sum())
+    sums = objective.new_sums(num_domains=3, num_samples=B, num_loss_tokens=num_tokens, diagnostics=False)
+    value = objective(LMHead(hidden, weight), rows=rows, sums=sums)  # type: ignore[arg-type]
     value.backward()
     assert objective._has_told == (budget_mib == 1)
     expected = by_definition(problem, loss)

@@ -39,8 +39,9 @@ def loss_of(objective: Objective, lm_head: LMHead, loss_mask: torch.Tensor) -> t
             "teacher_token_logprobs": torch.full((S * B,), -2.0),
         },
     )
-    sums = objective.new_sums(num_domains=1, num_samples=B, diagnostics=False, device=torch.device("cpu"))
-    return objective(lm_head, rows=rows, sums=sums, num_loss_tokens=int(loss_mask.sum()), num_samples=B)
+    num_tokens = int(loss_mask.sum())
+    sums = objective.new_sums(num_domains=1, num_samples=B, num_loss_tokens=num_tokens, diagnostics=False)
+    return objective(lm_head, rows=rows, sums=sums)
 
 
 def objective(layout: Layout, vocab_size: int) -> Objective:

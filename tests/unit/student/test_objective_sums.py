@@ -20,7 +20,7 @@ def make_rows() -> LossRows:
 
 
 def test_sums_by_domain_ignore_rows_outside_the_mask() -> None:
-    sums = Sums(("num_tokens", "loss"), num_domains=3, num_samples=5, device=torch.device("cpu"))
+    sums = Sums(("num_tokens", "loss"), num_domains=3, num_samples=5, num_loss_tokens=3, device=torch.device("cpu"))
     rows = make_rows()
     loss = torch.tensor([1.0, float("nan"), 2.0, 4.0, float("inf")])
     sums.add(rows, {"num_tokens": rows.loss_mask, "loss": loss})
@@ -29,7 +29,7 @@ def test_sums_by_domain_ignore_rows_outside_the_mask() -> None:
 
 
 def test_a_bad_loss_marks_its_sample_and_no_other_domain() -> None:
-    sums = Sums(("num_tokens", "loss"), num_domains=2, num_samples=5, device=torch.device("cpu"))
+    sums = Sums(("num_tokens", "loss"), num_domains=2, num_samples=5, num_loss_tokens=3, device=torch.device("cpu"))
     rows = make_rows()
     loss = torch.tensor([1.0, 0.0, float("inf"), 4.0, 0.0])
     sums.add(rows, {"num_tokens": rows.loss_mask, "loss": loss})
