@@ -105,7 +105,7 @@ class Objective:
         self._budget_mib = lm_head_memory_budget_mib
         self._teacher_weights = teacher_weights
         self._correction = None if isinstance(loss, TopKLossConfig) else loss.correction
-        self._has_told = False
+        self._has_warned = False
         self._options: dict[str, Any] = {
             "temperature": loss.temperature,
             "dist_process_group": layout.tp_group,
@@ -201,8 +201,8 @@ class Objective:
                 f"student.lm_head_memory_budget_mib {self._budget_mib} cannot be kept: {error}; raise it, or lower "
                 "student.max_tokens_per_micro_batch"
             ) from error
-        if at_once < num_rows and self._layout.reports_loss and not self._has_told:
-            self._has_told = True
+        if at_once < num_rows and self._layout.reports_loss and not self._has_warned:
+            self._has_warned = True
             needed = num_rows * head.weight.size(0) * head.weight.element_size() / 2**20
             logger.warning(
                 f"LM head: the logits of {num_rows} tokens would take {needed:.0f} MiB, more than "
@@ -275,8 +275,8 @@ class Objective:
             if not isinstance(self.loss, TopKLossConfig):
                 logprobs, _ = parallel_gather_logprobs(logits, ids_RK, loss_weight=weights, **self._options)
                 masses.append(logprobs.exp().sum(-1))
-        columns = {"entropy": entropy, "topk_overlap": _joined(own, overlaps)}
-        return columns | ({"student_mass": _joined(own, masses)} if masses else {})
+        columns = {"entropy": entropy, "topk_overlap": _mean_of_teachers(own, overlaps)}
+        return columns | ({"student_mass": _mean_of_teachers(own, masses)} if masses else {})
 
     def _loss_rows(self, logits: Tensor, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return weighted losses [R] and metrics [R] from the loss's own function."""
@@ -318,7 +318,7 @@ class Objective:
         )
 
 
-def _joined(own: Mapping[str, Tensor], per_teacher: Sequence[Tensor]) -> Tensor:
+def _mean_of_teachers(own: Mapping[str, Tensor], per_teacher: Sequence[Tensor]) -> Tensor:
     """Return the weighted mean [R] of one [R] per teacher."""
     return _over_teachers(own, torch.stack([*per_teacher], dim=-1) if "teacher_weights" in own else per_teacher[0])
 

@@ -198,19 +198,16 @@ def schedule_groups() -> ProcessGroupCollection:
 def raise_together(layout: Layout, check: Callable[[], None]) -> None:
     """Run ``check`` on rank 0 and raise its ``UserError`` on every rank, so that none waits for the others. A
     ``WriteRefusedError`` keeps its type everywhere."""
-    message, is_refusal = b"", False
+    refusals: list[tuple[str, bool] | None] = [None]
     if layout.rank == 0:
         try:
             check()
         except UserError as error:
-            message, is_refusal = encodable(str(error)).encode(), isinstance(error, WriteRefusedError)
-    head = torch.tensor([len(message), int(is_refusal)])
-    dist.broadcast(head, group_src=0, group=layout.control_group)
-    size, kind = int(head[0]), WriteRefusedError if int(head[1]) else UserError
-    if size:
-        text = torch.tensor(list(message.ljust(size)), dtype=torch.uint8)
-        dist.broadcast(text, group_src=0, group=layout.control_group)
-        raise kind(text.numpy().tobytes().decode())
+            refusals = [(encodable(str(error)), isinstance(error, WriteRefusedError))]
+    dist.broadcast_object_list(refusals, group_src=0, group=layout.control_group)
+    if refusals[0] is not None:
+        message, is_write = refusals[0]
+        raise (WriteRefusedError if is_write else UserError)(message)
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from mopd.student import cpu_shim, parallel
 from mopd.student.batch import MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
 from mopd.student.checkpoints.background import Background
-from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
 from mopd.student.memory.lending import Lending
 from mopd.student.model.balance import Balance
@@ -35,7 +34,8 @@ from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, complete_weights, guarded_step, overlaps, wrap_data_parallel
 from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, Shape, run_schedule
-from mopd.student.vision import clock_of, constant_names
+from mopd.student.token_layout import TokenLayout, choose_token_layout
+from mopd.student.vision import add_clock, constant_names
 from mopd.student.weights import hf_stages, iter_hf_weights, load_hf_into
 
 _MAX_NAMED_SAMPLES = 8
@@ -84,7 +84,7 @@ class StudentWorker:
                 use_distributed_optimizer=student.optimizer.use_distributed_optimizer,
                 overlap=overlaps(student, self.dims, self.layout),
             )
-            self._clock = None if vision is None else clock_of(chunks[0], self.layout)
+            self._clock = None if vision is None else add_clock(chunks[0], self.layout)
             self._balance = None if self.dims.moe is None else Balance(chunks, student.moe, self.dims.moe, self.layout)
             self._optimizer, self._scheduler = build_optimizer(
                 student.optimizer, self._chunks, num_steps=recipe.schedule.steps
@@ -162,7 +162,7 @@ class StudentWorker:
         if not math.isfinite(norm):
             raise NonFiniteError(
                 f"gradient norm is {norm} at step {self.weight_version + 1} although every loss is finite: "
-                f"{_name(_samples(self._plan))}; the weights are unchanged; lower student.optimizer.lr or set "
+                f"{_list_samples(_samples(self._plan))}; the weights are unchanged; lower student.optimizer.lr or set "
                 "loss.loss_soft_cap"
             )
         self._scheduler.step(1)
@@ -179,12 +179,12 @@ class StudentWorker:
         ``tokens``: [R] fp32 on rank 0 in the order of ``samples``, an empty list elsewhere. Draws no randomness."""
         unique = sorted({sample.sample_id: sample for sample in samples}.values(), key=lambda sample: sample.sample_id)
         plan = self._plan_forward(unique)
-        collected: list[tuple[Form, Tensor]] = []
+        collected: list[tuple[TokenLayout, Tensor]] = []
 
         def hook_for(batch: MicroBatch) -> HeadHook:
             def hook(head: LMHead) -> Tensor:
                 rows = self._objective.logprobs(head, batch.rows.targets, temperature=temperature)
-                collected.append((batch.form, rows))
+                collected.append((batch.token_layout, rows))
                 return rows.sum()
 
             return hook
@@ -195,10 +195,11 @@ class StudentWorker:
         flat = torch.zeros(sum(lengths), device=self.layout.device)
         views = dict(zip(ids, torch.split(flat, lengths), strict=True))
         if self.layout.reports_loss:
-            for batch, (form, rows) in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
-                whole = form.spread(rows)
+            for batch, (token_layout, rows) in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
+                whole = token_layout.spread(rows)
                 for i, sample in enumerate(batch):
-                    views[sample.sample_id].copy_(whole[form.rows(i, sample.prompt_length - 1, sample.length - 1)])
+                    own = token_layout.rows(i, sample.prompt_length - 1, sample.length - 1)
+                    views[sample.sample_id].copy_(whole[own])
         # Each sample's rank has filled its numbers and all others hold 0, so the sum gathers them.
         dist.all_reduce(flat)
         if self.layout.rank:
@@ -215,14 +216,9 @@ class StudentWorker:
             return part == "all" or (placed.hf_names[0] in self.constants) == (part == "constants")
 
         complete_weights(self._chunks)
-        items = iter_hf_weights(self._chunks, self.dims, self.layout, takes=takes, in_place=in_place, by_stage=by_stage)
-        while True:
-            # The consumer between two items must not run under the shim.
-            with cpu_shim.activate():
-                item = next(items, None)
-            if item is None:
-                return
-            yield item
+        yield from iter_hf_weights(
+            self._chunks, self.dims, self.layout, takes=takes, in_place=in_place, by_stage=by_stage
+        )
 
     def weight_stages(self) -> list[int]:
         """Return the pipeline stage of each of the model's Hugging Face tensors, in checkpoint order."""
@@ -340,7 +336,7 @@ class StudentWorker:
 
     def _hidden_shape(self, batch: Sequence[SampleMeta], at_least: tuple[int, int]) -> Shape:
         """Return the shape of a micro-batch's hidden states on this rank, between layers."""
-        size, length = choose_form(batch, self.packing, at_least).shape
+        size, length = choose_token_layout(batch, self.packing, at_least).shape
         ranks = self.layout.cp_size * (self.layout.tp_size if self.layout.sequence_parallel else 1)
         return length // ranks, size, self.dims.hidden_size
 
@@ -369,8 +365,8 @@ class StudentWorker:
         bad = {plan.sample_ids[i] for i in positions}
         samples = [sample for sample in _samples(plan) if sample.sample_id in bad]
         return (
-            f"loss is not finite at step {self.weight_version + 1}: {_name(samples)}; the weights are unchanged; "
-            "check these domains' teachers, or lower student.optimizer.lr"
+            f"loss is not finite at step {self.weight_version + 1}: {_list_samples(samples)}; the weights are "
+            "unchanged; check these domains' teachers, or lower student.optimizer.lr"
         )
 
 
@@ -378,7 +374,7 @@ def _samples(plan: MicroBatchPlan) -> list[SampleMeta]:
     return [sample for rank in plan.micro_batches for batch in rank for sample in batch]
 
 
-def _name(samples: Sequence[SampleMeta]) -> str:
+def _list_samples(samples: Sequence[SampleMeta]) -> str:
     """Name domains and sample ids for a message: the first few ids of each domain."""
     by_domain: dict[str, list[int]] = {}
     for sample in samples:

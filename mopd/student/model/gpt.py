@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,20 +148,20 @@ class StudentModel(GPTModel):
             wait_for_weight(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return labels(LMHead(hidden_states, _announced(weight)))
+        return labels(LMHead(hidden_states, _with_counted_gradient(weight)))
 
 
-def _announced(weight: Tensor) -> Tensor:
+def _with_counted_gradient(weight: Tensor) -> Tensor:
     """Return the head's weight such that DDP counts its gradient, which goes to ``main_grad`` past autograd. An
     embedding of the same stage announces a weight that it shares, so that one is returned as it is."""
     if not hasattr(weight, "main_grad") or getattr(weight, "zero_out_wgrad", False):
         return weight
-    announced: Tensor = _Announced.apply(weight)
+    announced: Tensor = _CountedGradient.apply(weight)
     announced.main_grad = weight.main_grad  # type: ignore[attr-defined]
     return announced
 
 
-class _Announced(torch.autograd.Function):
+class _CountedGradient(torch.autograd.Function):
     """``apply(weight)`` -> the weight. If no gradient comes back, autograd gets memory of ``main_grad`` for one: DDP
     discards it, and takes a missing gradient for an error if it overlaps its sums with backward."""
 
@@ -251,7 +252,9 @@ def _add_vision(model: StudentModel, student: StudentConfig, dims: ModelDims) ->
         )
     if model.pre_process:
         model.vision_model = make_tower(student, model.config.params_dtype)
-        add_deepstack(model.get_submodule("decoder.layers"), len(dims.vision.deepstack_layers))
+        layers: Any = model.get_submodule("decoder.layers")
+        for number in range(len(dims.vision.deepstack_layers)):
+            layers[number].register_forward_hook(partial(_add_feature, number))
 
 
 def _turn_by_position(model: StudentModel, dims: ModelDims) -> None:
@@ -381,19 +384,11 @@ def _placed(features: Tensor, rows: Tensor, into: Tensor) -> Tensor:
     return into.flatten(0, 1).index_copy(0, rows, features.to(into.dtype)).view_as(into)
 
 
-def add_deepstack(layers: Any, num_features: int) -> None:
-    """Add one feature to the output of each of the first ``num_features`` layers.
+def _add_feature(number: int, layer: Any, inputs: Any, output: tuple[Tensor, Tensor | None]) -> Any:
+    """Add a feature of DeepStack to the output of layer ``number``, as a forward hook.
 
     Features come to a layer as ``context``, which self-attention ignores: Megatron's schedule and recomputation carry
     it, and its gradient, with the micro-batch that it belongs to.
     """
-
-    def adder(number: int) -> Any:
-        def add(layer: Any, inputs: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-            hidden, context = output
-            return output if context is None else (hidden + context[number], context)
-
-        return add
-
-    for number in range(num_features):
-        layers[number].register_forward_hook(adder(number))
+    hidden, context = output
+    return output if context is None else (hidden + context[number], context)

@@ -80,21 +80,6 @@ def test_chunks_of_recomputed_layers_divide_a_stage(layout: Layout) -> None:
             transformer_config(student(megatron_overrides={**overrides, "recompute_num_layers": number}), DIMS, layout)
 
 
-def test_overrides_reach_the_config(layout: Layout) -> None:
-    config = transformer_config(student(megatron_overrides={"deterministic_mode": True}), DIMS, layout)
-    assert config.deterministic_mode is True
-    assert (config.kv_channels, config.params_dtype, config.hidden_dropout) == (32, torch.bfloat16, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "key"),
-    [({"tp_size": 4}, "tensor_model_parallel_size 4"), ({"pp_size": 3}, "pipeline_model_parallel_size 3")],
-)
-def test_a_layout_that_splits_heads_or_layers_is_refused(layout: Layout, sizes: dict[str, int], key: str) -> None:
-    with pytest.raises(UserError, match=f"student.parallel.{key} does not divide the model's"):
-        transformer_config(student(), DIMS, replace(layout, **sizes))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_transformer_engine_without_cuda_is_refused() -> None:
     with pytest.raises(UserError, match=r"student.transformer_impl is 'transformer_engine' but .* missing"):

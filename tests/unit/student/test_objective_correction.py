@@ -122,7 +122,7 @@ def test_equals_the_definition(
     sums = objective.new_sums(num_domains=3, num_samples=B, num_loss_tokens=num_tokens, diagnostics=False)
     value = objective(LMHead(hidden, weight), rows=rows, sums=sums)  # type: ignore[arg-type]
     value.backward()
-    assert objective._has_told == (budget_mib == 1)
+    assert objective._has_warned == (budget_mib == 1)
     expected = by_definition(problem, loss)
     torch.testing.assert_close(value.detach().double(), expected["loss"], rtol=1e-5, atol=1e-7)
     for got, wanted in ((hidden.grad, expected["hidden"]), (weight.main_grad, expected["weight"])):  # type: ignore[attr-defined]

@@ -19,15 +19,6 @@ def make_rows() -> LossRows:
     )
 
 
-def test_sums_by_domain_ignore_rows_outside_the_mask() -> None:
-    sums = Sums(("num_tokens", "loss"), num_domains=3, num_samples=5, num_loss_tokens=3, device=torch.device("cpu"))
-    rows = make_rows()
-    loss = torch.tensor([1.0, float("nan"), 2.0, 4.0, float("inf")])
-    sums.add(rows, {"num_tokens": rows.loss_mask, "loss": loss})
-    assert sums._totals.tolist() == [[1, 4], [2, 3], [0, 0]]
-    assert not sums._is_bad.any()
-
-
 def test_a_bad_loss_marks_its_sample_and_no_other_domain() -> None:
     sums = Sums(("num_tokens", "loss"), num_domains=2, num_samples=5, num_loss_tokens=3, device=torch.device("cpu"))
     rows = make_rows()
