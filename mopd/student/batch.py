@@ -108,8 +108,8 @@ def build_micro_batch(
     cp_rank: int = 0,
     vision: StudentImages | None = None,
 ) -> MicroBatch:
-    """Build one micro-batch of ``samples`` on ``device`` packed or right-padded as ``rules`` say, with filler that has no
-    loss up to ``at_least`` (see ``choose_token_layout``), and return this context-parallel rank's share of it.
+    """Build one micro-batch of ``samples`` on ``device``, packed or right-padded as ``rules`` say, with filler that has
+    no loss up to ``at_least`` (see ``choose_token_layout``), and return this context-parallel rank's share of it.
 
     ``fields`` are those that the pipeline stage reads; what is not among them stays zero. ``vision`` is given if the
     model takes images. Copies to a GPU are queued on the current stream.

@@ -24,7 +24,6 @@ from mopd.data_plane.interface import Reader
 from mopd.student import cpu_shim, parallel
 from mopd.student.batch import MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
-from mopd.student.checkpoints.background import Background
 from mopd.student.images import StudentImages
 from mopd.student.memory.lending import Lending
 from mopd.student.model.balance import Balance
@@ -100,7 +99,7 @@ class StudentWorker:
             lm_head_memory_budget_mib=student.lm_head_memory_budget_mib,
         )
         self._plan: MicroBatchPlan | None = None
-        self.saving = Background(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
+        self.saving = checkpoint.Background(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
         """Writer of asynchronous checkpoints. Enter it around all use of the student."""
         self._lending = Lending(self._chunks, self._optimizer, self.layout.device) if recipe.shares_gpus else None
 

@@ -87,19 +87,6 @@ def test_transformer_engine_without_cuda_is_refused() -> None:
     assert not uses_transformer_engine(student(transformer_impl="auto"))
 
 
-def test_router_settings_reach_the_config(layout: Layout) -> None:
-    moe = MoeConfig(
-        moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1, moe_router_bias_update_rate=0.5
-    )
-    config = transformer_config(student(moe=moe), replace(DIMS, moe=EXPERTS), layout)
-    assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("seq_aux_loss", 0.1)
-    assert (config.moe_router_bias_update_rate, config.moe_z_loss_coeff) == (0.5, None)
-    assert (config.moe_router_topk, config.moe_router_pre_softmax, config.moe_layer_freq) == (2, False, 1)
-    mixed = replace(EXPERTS, layers=(False, True, True, True), normalized=False)
-    config = transformer_config(student(), replace(DIMS, moe=mixed), layout)
-    assert (config.moe_router_pre_softmax, config.moe_layer_freq) == (True, [0, 1, 1, 1])
-
-
 @pytest.mark.parametrize(
     ("keys", "dims", "sizes", "message"),
     [
@@ -132,13 +119,6 @@ def test_what_experts_and_latent_attention_need_is_one_line(
     with pytest.raises(UserError, match=message) as error:
         transformer_config(student(**keys), dims, replace(layout, **sizes))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("dims", [replace(DIMS, mla=LATENT), replace(DIMS, mla=LATENT, moe=EXPERTS)])
-def test_latent_attention_takes_sequence_parallelism(layout: Layout, dims: ModelDims) -> None:
-    config = transformer_config(student(), dims, replace(layout, tp_size=2, etp_size=2, sequence_parallel=True))
-    assert config.sequence_parallel and config.multi_latent_attention
-    assert not transformer_config(student(), dims, layout).sequence_parallel
 
 
 def test_experts_must_fit_the_ranks_of_a_stage() -> None:
