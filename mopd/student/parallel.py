@@ -124,8 +124,7 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
             left out by a rank that is alone.
 
     Raises:
-        UserError: the world size is no multiple of tensor x context x pipeline, or not the recipe's, or there is no
-            such GPU.
+        UserError: the world size is not the recipe's, or there is no such GPU.
         RuntimeError: another layout is active (``destroy`` it first).
     """
     global _layout
