@@ -129,7 +129,7 @@ class StudentGroup:
         )
 
     async def save(self, folder: Path, state: Mapping[str, Any], *, is_async: bool) -> None:
-        """Write model, optimizer, schedule and RNG of all ranks into ``folder``, with the JSON-able ``state``; when
+        """Write model, optimizer and schedule of all ranks into ``folder``, with the JSON-able ``state``; when
         ``is_async``, return once all is copied, and write beside what comes next."""
         async with self._own_turn():
             await self._ranks.ask("save", folder=str(folder), state=dict(state), is_async=is_async)

@@ -50,25 +50,15 @@ class PackedSequences:
         """Build the boundaries on ``device``. Copies to a GPU are queued on the current stream."""
         return cls(lengths=tuple(lengths), cu_seqlens=_bounds(lengths, device))
 
-    @property
-    def max_length(self) -> int:
-        """Length of the longest sequence."""
-        return max(self.lengths)
-
     def megatron_params(self) -> PackedSeqParams:
         """Return the same boundaries in the form that TransformerEngine's layers take."""
-        longest = self.max_length
+        longest = max(self.lengths)
         return PackedSeqParams("thd", self.cu_seqlens, self.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def zigzag_rows(lengths: Sequence[int], cp_size: int) -> list[Tensor]:
-    """Return the int64 row numbers that each context-parallel rank holds of sequences that are packed end to end.
-
-    Raises:
-        ValueError: a length is no multiple of 2 x ``cp_size``.
-    """
-    if any(length % (2 * cp_size) for length in lengths):
-        raise ValueError(f"lengths {list(lengths)} are not all multiples of {2 * cp_size}")
+    """Return the int64 row numbers that each context-parallel rank holds of sequences that are packed end to end, whose
+    lengths are multiples of 2 x ``cp_size``."""
     parts: list[list[Tensor]] = [[] for _ in range(cp_size)]
     for start, end in pairwise(accumulate(lengths, initial=0)):
         chunks = torch.arange(start, end).chunk(2 * cp_size)
@@ -126,7 +116,7 @@ class RowParams(PackedSeqParams):
     @cached_property
     def key_order(self) -> Tensor:
         """[T x cp] int64: index that brings the gathered keys from rank order into sequence order."""
-        return sent(torch.cat(zigzag_rows(self.lengths, self.cp_size)).argsort(), self.positions.device)
+        return to_device(torch.cat(zigzag_rows(self.lengths, self.cp_size)).argsort(), self.positions.device)
 
     @cached_property
     def key_rows(self) -> Tensor:
@@ -136,7 +126,7 @@ class RowParams(PackedSeqParams):
             for start, end in pairwise(accumulate(self.lengths, initial=0))
             for part in self.parts(end - start)
         ]
-        return sent(torch.cat(rows), self.positions.device)
+        return to_device(torch.cat(rows), self.positions.device)
 
     @cached_property
     def varlen_bounds(self) -> tuple[Tensor, Tensor, int, int]:
@@ -278,9 +268,9 @@ def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return sent(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
+    return to_device(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy to ``device``. A copy to a GPU goes through pinned memory and is queued without waiting."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -25,9 +25,9 @@ from torch import Tensor
 from mopd.base.types import SampleMeta
 from mopd.data.packing import PackingRules
 from mopd.losses import choose_rows
-from mopd.student.attention import PackedSequences, sent
-from mopd.student.form import Form, choose_form
+from mopd.student.attention import PackedSequences, to_device
 from mopd.student.images import StudentImages
+from mopd.student.token_layout import TokenLayout, choose_token_layout
 from mopd.student.vision import ImageInput
 
 Fields = Mapping[str, Mapping[int, Tensor]]
@@ -76,7 +76,7 @@ class MicroBatch:
     padding_mask: Tensor
     """[B, S] bool, True = padding. Read by expert routers, which balance the load of real tokens."""
     rows: LossRows
-    form: Form
+    token_layout: TokenLayout
     packed: PackedSequences | None = None
     """Sequence boundaries of a pack ([1, T] instead of [B, S]); ``None`` if right-padded."""
     images: ImageInput | None = None
@@ -108,8 +108,8 @@ def build_micro_batch(
     cp_rank: int = 0,
     vision: StudentImages | None = None,
 ) -> MicroBatch:
-    """Build one micro-batch of ``samples`` on ``device`` in the form that ``rules`` ask for, with filler that has no
-    loss up to ``at_least`` (see ``choose_form``), and return this context-parallel rank's share of it.
+    """Build one micro-batch of ``samples`` on ``device``, packed or right-padded as ``rules`` say, with filler that has
+    no loss up to ``at_least`` (see ``choose_token_layout``), and return this context-parallel rank's share of it.
 
     ``fields`` are those that the pipeline stage reads; what is not among them stays zero. ``vision`` is given if the
     model takes images. Copies to a GPU are queued on the current stream.
@@ -118,26 +118,27 @@ def build_micro_batch(
         ValueError: a field's length does not fit the sample's lengths, or a prompt is empty.
         UserError: an image cannot be read, as ``StudentImages.read`` says.
     """
-    form = choose_form(samples, rules, at_least, cp_size, cp_rank)
-    to = partial(sent, device=device)
-    tokens, padding = torch.zeros(form.num_rows, dtype=torch.int64), torch.ones(form.num_rows, dtype=torch.bool)
+    token_layout = choose_token_layout(samples, rules, at_least, cp_size, cp_rank)
+    to = partial(to_device, device=device)
+    num_rows = token_layout.num_rows
+    tokens, padding = torch.zeros(num_rows, dtype=torch.int64), torch.ones(num_rows, dtype=torch.bool)
     for i, sample in enumerate(samples):
         _check(sample, fields)
-        padding[form.rows(i, 0, sample.length)] = False
+        padding[token_layout.rows(i, 0, sample.length)] = False
         if "tokens" in fields:
-            tokens[form.rows(i, 0, sample.length)] = fields["tokens"][sample.sample_id]
-    position_ids, images = form.positions(), None
+            tokens[token_layout.rows(i, 0, sample.length)] = fields["tokens"][sample.sample_id]
+    position_ids, images = token_layout.positions(), None
     if vision is not None:
         own_images = [(fields["tokens"][s.sample_id], fields["images"][s.sample_id]) for s in samples]
-        position_ids = vision.position_ids(own_images, position_ids, form)
-        images = vision.read(own_images, form)
+        position_ids = vision.position_ids(own_images, position_ids, token_layout)
+        images = vision.read(own_images, token_layout)
     return MicroBatch(
-        tokens=to(form.sequences(tokens)),
-        position_ids=to(form.sequences(position_ids)),
-        padding_mask=to(form.sequences(padding)),
-        rows=_loss_rows(samples, fields, form, domains, positions, to),
-        form=form,
-        packed=None if form.lengths is None else PackedSequences.of(form.lengths, device),
+        tokens=to(token_layout.sequences(tokens)),
+        position_ids=to(token_layout.sequences(position_ids)),
+        padding_mask=to(token_layout.sequences(padding)),
+        rows=_loss_rows(samples, fields, token_layout, domains, positions, to),
+        token_layout=token_layout,
+        packed=None if token_layout.lengths is None else PackedSequences.of(token_layout.lengths, device),
         images=None if images is None else ImageInput(**{name: to(value) for name, value in vars(images).items()}),
     )
 
@@ -145,19 +146,22 @@ def build_micro_batch(
 def _loss_rows(
     samples: Sequence[SampleMeta],
     fields: Fields,
-    form: Form,
+    token_layout: TokenLayout,
     domains: Sequence[str],
     positions: Mapping[int, int],
     to: Callable[[Tensor], Tensor],
 ) -> LossRows:
     """Build the loss rows from ``fields``; ``to`` copies each tensor to the device."""
-    targets = torch.zeros(form.num_rows, dtype=torch.int64)
-    loss_mask = torch.zeros(form.num_rows, dtype=torch.bool)
-    num_loss_tokens = torch.zeros(len(form.firsts), dtype=torch.int64)
-    row_fields = _empty_row_fields(fields, form.num_rows)
+    targets = torch.zeros(token_layout.num_rows, dtype=torch.int64)
+    loss_mask = torch.zeros(token_layout.num_rows, dtype=torch.bool)
+    num_loss_tokens = torch.zeros(len(token_layout.firsts), dtype=torch.int64)
+    row_fields = {}
+    for name in filter(fields.__contains__, ROW_FIELDS):
+        example = next(iter(fields[name].values()))
+        row_fields[name] = torch.zeros(token_layout.num_rows, *example.shape[1:], dtype=example.dtype)
     for i, sample in enumerate(samples):
         # Shifted by one: the row before a token predicts it, so the last prompt row scores the first response token.
-        scored = form.rows(i, sample.prompt_length - 1, sample.length - 1)
+        scored = token_layout.rows(i, sample.prompt_length - 1, sample.length - 1)
         if "tokens" in fields:
             targets[scored] = fields["tokens"][sample.sample_id][sample.prompt_length :]
         if "loss_mask" in fields:
@@ -165,29 +169,19 @@ def _loss_rows(
             num_loss_tokens[i] = own_mask.sum()
         for name, values in row_fields.items():
             values[scored] = fields[name][sample.sample_id]
-    loss_mask = form.share(loss_mask)
+    loss_mask = token_layout.share(loss_mask)
     chosen = choose_rows(loss_mask) if "loss_mask" in fields else None
-    num_filler = len(form.firsts) - len(samples)
+    num_filler = len(token_layout.firsts) - len(samples)
     return LossRows(
         loss_mask=to(loss_mask),
         loss_rows=None if chosen is None else to(chosen),
-        targets=to(form.share(targets)),
-        samples=to(form.share(form.samples())),
+        targets=to(token_layout.share(targets)),
+        samples=to(token_layout.share(token_layout.samples())),
         domains=to(torch.tensor([domains.index(s.domain) for s in samples] + [0] * num_filler)),
         sample_positions=to(torch.tensor([positions[s.sample_id] for s in samples] + [-1] * num_filler)),
         num_loss_tokens=to(num_loss_tokens),
-        fields={name: to(form.share(values)) for name, values in row_fields.items()},
+        fields={name: to(token_layout.share(values)) for name, values in row_fields.items()},
     )
-
-
-def _empty_row_fields(fields: Fields, num_rows: int) -> dict[str, Tensor]:
-    """Return zeros [T, …] for every row field that was fetched; trailing shape and dtype are the samples' own."""
-    empty = {}
-    for name in ROW_FIELDS:
-        if name in fields:
-            example = next(iter(fields[name].values()))
-            empty[name] = torch.zeros(num_rows, *example.shape[1:], dtype=example.dtype)
-    return empty
 
 
 def _check(sample: SampleMeta, fields: Fields) -> None:

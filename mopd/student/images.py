@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.base.types import ImageRef
 from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import VisionDims
 from mopd.data.image_processing import read_image_processing
@@ -17,7 +16,7 @@ from mopd.data.image_processor import ImageProcessor
 from mopd.data.image_refs import refs_from_tensor
 from mopd.data.images import ImageStore
 from mopd.data.mrope import image_starts, mrope_positions
-from mopd.student.form import Form
+from mopd.student.token_layout import TokenLayout
 from mopd.student.vision import ImageInput
 
 Sequences = Sequence[tuple[Tensor, Tensor]]
@@ -39,7 +38,7 @@ class StudentImages:
             processing = read_image_processing(Path(recipe.student.model), recipe.data.max_pixels)
             self._reads = ImageStore(recipe.data.train, recipe.data), ImageProcessor(processing)
 
-    def position_ids(self, samples: Sequences, texts: Tensor, form: Form) -> Tensor:
+    def position_ids(self, samples: Sequences, texts: Tensor, token_layout: TokenLayout) -> Tensor:
         """Return the positions [3, T] of ``samples``. ``texts`` [T] are text positions, which stay in rows of no
         sample.
 
@@ -50,10 +49,10 @@ class StudentImages:
         for i, (tokens, images) in enumerate(samples):
             grids = [ref.grid for ref in refs_from_tensor(images)]
             own = mrope_positions(tokens.numpy(), grids, **self._ids)
-            positions[:, form.rows(i, 0, len(tokens))] = torch.from_numpy(own)
+            positions[:, token_layout.rows(i, 0, len(tokens))] = torch.from_numpy(own)
         return positions
 
-    def read(self, samples: Sequences, form: Form) -> ImageInput | None:
+    def read(self, samples: Sequences, token_layout: TokenLayout) -> ImageInput | None:
         """Return the images of ``samples`` on the CPU, each file read once; ``None`` if there are none or the rank has
         no tower.
 
@@ -69,12 +68,13 @@ class StudentImages:
             refs = refs_from_tensor(images)
             starts = image_starts(tokens.numpy(), [ref.grid for ref in refs], **self._ids)
             for ref, start in zip(refs, starts, strict=True):
-                num_tokens, key = self._num_tokens(ref), (ref.digest, ref.grid)
+                _, height, width = ref.grid
+                num_tokens, key = height * width // self._ids["merge_size"] ** 2, (ref.digest, ref.grid)
                 if key not in offsets:
                     offsets[key] = total
                     total += num_tokens
                     files.append(store.prompt_image(ref).load())  # raises with file and row if damaged
-                rows.append(form.firsts[i] + (start + np.arange(num_tokens)) * form.step)
+                rows.append(token_layout.firsts[i] + (start + np.arange(num_tokens)) * token_layout.step)
                 sources.append(offsets[key] + np.arange(num_tokens))
         if not files:
             return None
@@ -82,7 +82,7 @@ class StudentImages:
         if [tuple(grid) for grid in grids.tolist()] != [grid for _, grid in offsets]:
             raise RuntimeError(f"the processor makes grids {grids.tolist()} where the prompts have {list(offsets)}")
         # Image tokens of other context-parallel ranks are dropped; their features are computed on every rank.
-        places = form.local(torch.from_numpy(np.concatenate(rows)))
+        places = token_layout.local(torch.from_numpy(np.concatenate(rows)))
         is_own = places >= 0
         return ImageInput(
             patches=patches,
@@ -90,7 +90,3 @@ class StudentImages:
             rows=places[is_own],
             sources=torch.from_numpy(np.concatenate(sources))[is_own],
         )
-
-    def _num_tokens(self, ref: ImageRef) -> int:
-        _, height, width = ref.grid
-        return height * width // self._ids["merge_size"] ** 2

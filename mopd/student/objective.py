@@ -25,7 +25,6 @@ from mopd.losses import (
     token_weights,
 )
 from mopd.losses.linear.head import Rows
-from mopd.losses.linear.loss import RowLoss
 from mopd.student.batch import LossRows
 from mopd.student.model.gpt import LMHead
 from mopd.student.parallel import Layout
@@ -39,10 +38,14 @@ DIAGNOSTICS = ("entropy", "topk_overlap")
 
 
 class Sums:
-    """Per-domain sums of one step, accumulated on the device without a host synchronisation."""
+    """Per-domain sums of one step, accumulated on the device without a host synchronisation, and the number of samples
+    and loss tokens of the whole step."""
 
-    def __init__(self, names: Sequence[str], *, num_domains: int, num_samples: int, device: torch.device) -> None:
+    def __init__(
+        self, names: Sequence[str], *, num_domains: int, num_samples: int, num_loss_tokens: int, device: torch.device
+    ) -> None:
         self.names = tuple(names)
+        self.num_samples, self.num_loss_tokens = num_samples, num_loss_tokens
         self._totals = torch.zeros(num_domains, len(names), dtype=torch.float64, device=device)
         self._is_bad = torch.zeros(num_samples + 1, dtype=torch.float64, device=device)
 
@@ -102,7 +105,7 @@ class Objective:
         self._budget_mib = lm_head_memory_budget_mib
         self._teacher_weights = teacher_weights
         self._correction = None if isinstance(loss, TopKLossConfig) else loss.correction
-        self._has_told = False
+        self._has_warned = False
         self._options: dict[str, Any] = {
             "temperature": loss.temperature,
             "dist_process_group": layout.tp_group,
@@ -120,8 +123,9 @@ class Objective:
             fields.append("task_advantage")
         return tuple(fields)
 
-    def new_sums(self, *, num_domains: int, num_samples: int, diagnostics: bool, device: torch.device) -> Sums:
-        """Return empty sums of this loss's metrics; the same names on every rank, stages without logits included."""
+    def new_sums(self, *, diagnostics: bool, **sizes: int) -> Sums:
+        """Return empty sums of this loss's metrics; the same names on every rank, stages without logits included.
+        ``sizes`` are those of ``Sums``."""
         names = ["num_tokens", "loss", "weighted_loss", "k1", "k3", "teacher_mass"]
         if isinstance(self.loss, TopKLossConfig):
             names += ["student_mass", "clamped", "tail_floored"]
@@ -135,9 +139,9 @@ class Objective:
         if diagnostics:
             # The sampled losses do not read the teacher's top-k; the student's mass on it takes a pass by itself.
             names += DIAGNOSTICS if isinstance(self.loss, TopKLossConfig) else (*DIAGNOSTICS, "student_mass")
-        return Sums(names, num_domains=num_domains, num_samples=num_samples, device=device)
+        return Sums(names, **sizes, device=self._layout.device)
 
-    def __call__(self, head: LMHead, *, rows: LossRows, sums: Sums, num_loss_tokens: int, num_samples: int) -> Tensor:
+    def __call__(self, head: LMHead, *, rows: LossRows, sums: Sums) -> Tensor:
         """Return this micro-batch's share of the loss, an fp32 scalar, and add its metrics to ``sums``.
 
         The gradient of the head's weight goes to its ``main_grad``. Backward must start here, with gradient 1.
@@ -145,8 +149,8 @@ class Objective:
         weights = token_weights(
             rows.loss_mask,
             self.loss.aggregation,
-            num_loss_tokens=num_loss_tokens,
-            num_samples=num_samples,
+            num_loss_tokens=sums.num_loss_tokens,
+            num_samples=sums.num_samples,
             sample_index=rows.samples,
             sample_loss_tokens=rows.num_loss_tokens,
         )
@@ -165,7 +169,8 @@ class Objective:
                 current = self.logprobs(head, rows.targets, temperature=self.loss.temperature, index=rows.loss_rows)
             flat[MASKED_SEQUENCES] = self._masked_sequences(current, rows)
         row_loss = partial(self._losses_and_columns, flat, masked, diagnostics=DIAGNOSTICS[0] in sums.names)
-        loss, columns = self._run(head, row_loss, own)
+        loss, columns = linear_loss(head.hidden, head.weight, row_loss, own, self._rows_at_once(own, head))
+        columns = {name: value.flatten() for name, value in columns.items()}
         sums.add(rows, {"num_tokens": rows.loss_mask} | columns)
         return loss
 
@@ -175,19 +180,15 @@ class Objective:
         options = {**self._options, "temperature": temperature}
 
         def gather(logits: Tensor, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-            own, _ = parallel_gather_logprobs(logits, rows.of(targets)[:, None], **options)
-            return own.squeeze(1), {"logprobs": own.detach().squeeze(1)}
+            logprobs, _ = parallel_gather_logprobs(logits, rows.of(targets)[:, None], **options)
+            return logprobs.squeeze(1), {"logprobs": logprobs.detach().squeeze(1)}
 
-        _, columns = self._run(head, gather, self._linear_head(index))
-        return columns["logprobs"]
+        own = self._linear_head(index)
+        _, columns = linear_loss(head.hidden, head.weight, gather, own, self._rows_at_once(own, head))
+        return columns["logprobs"].flatten()
 
     def _linear_head(self, index: Tensor | None) -> LinearHead:
         return LinearHead(self._layout.tp_group, self._layout.sequence_parallel, index)
-
-    def _run(self, head: LMHead, row_loss: RowLoss, own: LinearHead) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return sum and columns [T] of ``row_loss`` over the rows of ``own``, within the memory budget."""
-        loss, columns = linear_loss(head.hidden, head.weight, row_loss, own, self._rows_at_once(own, head))
-        return loss, {name: value.flatten() for name, value in columns.items()}
 
     def _rows_at_once(self, own: LinearHead, head: LMHead) -> int:
         """Return how many rows' logits fit the memory budget; log a warning once if not all do. Raise ``UserError`` if
@@ -200,16 +201,13 @@ class Objective:
                 f"student.lm_head_memory_budget_mib {self._budget_mib} cannot be kept: {error}; raise it, or lower "
                 "student.max_tokens_per_micro_batch"
             ) from error
-        if at_once < num_rows and self._layout.reports_loss and not self._has_told:
-            self._has_told = True
+        if at_once < num_rows and self._layout.reports_loss and not self._has_warned:
+            self._has_warned = True
             needed = num_rows * head.weight.size(0) * head.weight.element_size() / 2**20
             logger.warning(
-                "LM head: the logits of %d tokens would take %.0f MiB, more than student.lm_head_memory_budget_mib %d: "
-                "such micro-batches are computed %d tokens at a time",
-                num_rows,
-                needed,
-                self._budget_mib,
-                at_once,
+                f"LM head: the logits of {num_rows} tokens would take {needed:.0f} MiB, more than "
+                f"student.lm_head_memory_budget_mib {self._budget_mib}: such micro-batches are computed {at_once} "
+                "tokens at a time"
             )
         return at_once
 
@@ -277,8 +275,8 @@ class Objective:
             if not isinstance(self.loss, TopKLossConfig):
                 logprobs, _ = parallel_gather_logprobs(logits, ids_RK, loss_weight=weights, **self._options)
                 masses.append(logprobs.exp().sum(-1))
-        columns = {"entropy": entropy, "topk_overlap": _joined(own, overlaps)}
-        return columns | ({"student_mass": _joined(own, masses)} if masses else {})
+        columns = {"entropy": entropy, "topk_overlap": _mean_of_teachers(own, overlaps)}
+        return columns | ({"student_mass": _mean_of_teachers(own, masses)} if masses else {})
 
     def _loss_rows(self, logits: Tensor, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return weighted losses [R] and metrics [R] from the loss's own function."""
@@ -320,7 +318,7 @@ class Objective:
         )
 
 
-def _joined(own: Mapping[str, Tensor], per_teacher: Sequence[Tensor]) -> Tensor:
+def _mean_of_teachers(own: Mapping[str, Tensor], per_teacher: Sequence[Tensor]) -> Tensor:
     """Return the weighted mean [R] of one [R] per teacher."""
     return _over_teachers(own, torch.stack([*per_teacher], dim=-1) if "teacher_weights" in own else per_teacher[0])
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,21 +86,22 @@ class Layout:
 
     def sizes(self) -> dict[str, int]:
         """Return the degrees of parallelism by recipe key; those of context and experts unless they are defaults."""
-        sizes = {
-            "tensor_model_parallel_size": self.tp_size,
-            "pipeline_model_parallel_size": self.pp_size,
-            "data_parallel_size": self.dp_size,
-        }
-        if self.cp_size > 1:
-            sizes["context_parallel_size"] = self.cp_size
-        if self.ep_size > 1:
-            sizes["expert_model_parallel_size"] = self.ep_size
-        if self.etp_size != self.tp_size:
-            sizes["expert_tensor_parallel_size"] = self.etp_size
-        return sizes
+        defaults = {"cp": 1, "ep": 1, "etp": self.tp_size}
+        sizes = {short: getattr(self, f"{short}_size") for short in _DIMENSIONS}
+        return {f"{_DIMENSIONS[short]}_size": n for short, n in sizes.items() if n != defaults.get(short)}
 
 
 _layout: Layout | None = None
+
+_DIMENSIONS = {
+    "tp": "tensor_model_parallel",
+    "pp": "pipeline_model_parallel",
+    "cp": "context_parallel",
+    "dp": "data_parallel",
+    "ep": "expert_model_parallel",
+    "etp": "expert_tensor_parallel",
+}
+"""Prefix of a dimension's fields of ``Layout`` -> its name in Megatron and in the recipe's keys."""
 
 
 MARGIN_SHARE = 0.25
@@ -122,8 +124,7 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
             left out by a rank that is alone.
 
     Raises:
-        UserError: the world size is no multiple of tensor x context x pipeline, or not the recipe's, or there is no
-            such GPU.
+        UserError: the world size is not the recipe's, or there is no such GPU.
         RuntimeError: another layout is active (``destroy`` it first).
     """
     global _layout
@@ -146,29 +147,19 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
     )
     # Nothing draws from these states (no dropout, weights come from a checkpoint); Megatron's modules ask for them.
     model_parallel_cuda_manual_seed(seed)
+    places: dict[str, Any] = {}
+    for short, name in _DIMENSIONS.items():
+        places[f"{short}_rank"] = getattr(parallel_state, f"get_{name}_rank")()
+        places[f"{short}_size"] = getattr(parallel_state, f"get_{name}_world_size")()
+        places[f"{short}_group"] = getattr(parallel_state, f"get_{name}_group")()
+    del places["dp_group"]
     _layout = Layout(
+        **places,
         rank=dist.get_rank(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         vp_size=chunks,
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=parallel_state.get_context_parallel_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        ep_size=parallel_state.get_expert_model_parallel_world_size(),
-        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         edp_rank=parallel_state.get_expert_data_parallel_rank(),
         sequence_parallel=parallel.sequence_parallel,
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        pp_group=parallel_state.get_pipeline_model_parallel_group(),
-        cp_group=parallel_state.get_context_parallel_group(),
-        ep_group=parallel_state.get_expert_model_parallel_group(),
-        etp_group=parallel_state.get_expert_tensor_parallel_group(),
         control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
         samples_group=_samples_group(timeout_s),
         # ``Background.finish`` sets the deadline of these waits, which include disks; a rank that dies ends them too.
@@ -190,48 +181,32 @@ def _samples_group(timeout_s: float) -> dist.ProcessGroup:
 
 def _is_same(layout: Layout, parallel: ParallelConfig) -> bool:
     """Return whether the layout is the asked one. The data-parallel degree follows from the world size."""
-    asked = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        parallel.expert_model_parallel_size,
-        parallel.resolved_expert_tensor_parallel_size,
-        parallel.sequence_parallel,
-    )
-    degrees = (layout.tp_size, layout.cp_size, layout.pp_size, layout.vp_size, layout.ep_size, layout.etp_size)
-    return asked == (*degrees, layout.sequence_parallel)
+    chunks, is_split = parallel.virtual_pipeline_model_parallel_size, parallel.sequence_parallel
+    if (layout.vp_size, layout.etp_size) != (chunks, parallel.resolved_expert_tensor_parallel_size):
+        return False
+    degrees = {short: f"{name}_size" for short, name in _DIMENSIONS.items() if short not in ("dp", "etp")}
+    is_equal = (getattr(layout, f"{short}_size") == getattr(parallel, key) for short, key in degrees.items())
+    return layout.sequence_parallel == is_split and all(is_equal)
 
 
 def schedule_groups() -> ProcessGroupCollection:
     """Return the groups that Megatron's pipeline schedules look up themselves if they are not given."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return groups
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"])
 
 
 def raise_together(layout: Layout, check: Callable[[], None]) -> None:
     """Run ``check`` on rank 0 and raise its ``UserError`` on every rank, so that none waits for the others. A
     ``WriteRefusedError`` keeps its type everywhere."""
-    message, is_refusal = b"", False
+    refusals: list[tuple[str, bool] | None] = [None]
     if layout.rank == 0:
         try:
             check()
         except UserError as error:
-            message, is_refusal = encodable(str(error)).encode(), isinstance(error, WriteRefusedError)
-    head = torch.tensor([len(message), int(is_refusal)])
-    dist.broadcast(head, group_src=0, group=layout.control_group)
-    size, kind = int(head[0]), WriteRefusedError if int(head[1]) else UserError
-    if not size:
-        return
-    text = torch.tensor(list(message), dtype=torch.uint8) if message else torch.empty(size, dtype=torch.uint8)
-    dist.broadcast(text, group_src=0, group=layout.control_group)
-    raise kind(text.numpy().tobytes().decode())
+            refusals = [(encodable(str(error)), isinstance(error, WriteRefusedError))]
+    dist.broadcast_object_list(refusals, group_src=0, group=layout.control_group)
+    if refusals[0] is not None:
+        message, is_write = refusals[0]
+        raise (WriteRefusedError if is_write else UserError)(message)
 
 
 @contextmanager
@@ -267,23 +242,12 @@ def destroy() -> None:
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
     """Raise ``UserError`` unless ``world_size`` ranks fit the layout."""
-    tp, cp, pp = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.pipeline_model_parallel_size,
-    )
-    one = tp * cp * pp
-    if world_size % one:
-        raise UserError(
-            f"world size {world_size} is not divisible by student.parallel.tensor_model_parallel_size {tp} x "
-            f"context_parallel_size {cp} x pipeline_model_parallel_size {pp}: start a multiple of {one} ranks or "
-            "change these keys"
-        )
     if world_size != parallel.world_size:
+        keys = [f"{_DIMENSIONS[short]}_size" for short in ("tp", "cp", "pp", "dp")]
+        degrees = {key: getattr(parallel, key) for key in keys}
         raise UserError(
-            f"world size {world_size} is not student.parallel's {tp} x {cp} x {pp} x data_parallel_size "
-            f"{parallel.data_parallel_size} = {parallel.world_size}: start {parallel.world_size} ranks or set "
-            f"student.parallel.data_parallel_size: {world_size // one}"
+            f"world size {world_size} is not student.parallel's {parallel.world_size}, the product of {degrees}: start "
+            f"{parallel.world_size} ranks or change these keys"
         )
 
 

@@ -3,6 +3,8 @@ first of each pipeline stage its stage's, in turn; all others help to gather the
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import logging
 import math
@@ -22,7 +24,7 @@ from mopd.weights.buckets import TensorMeta, from_json, to_json
 from mopd.weights.group import GroupOrder, TransferFailed, TransferGroup
 from mopd.weights.mapped import send_mapped
 from mopd.weights.memory import SharedMemory
-from mopd.weights.sending import Sent, send
+from mopd.weights.sending import send
 from mopd.weights.stages import Words, of_sender
 
 logger = logging.getLogger(__name__)
@@ -88,27 +90,24 @@ class StageSender:
         """Send this rank's share of an update, the first ``num_skipped`` tensors left out; seconds of it where all
         senders are through, ``None`` where one failed, which is said to the next sender. Raises ``NonFiniteError``."""
         stream = self._stream(num_skipped)
-        if self._group is None or self._words is None or self._order is None:
-            for _ in stream:
-                pass
+        group, words, order = self._group, self._words, self._order
+        if group is None or words is None or order is None:
+            _exhaust(stream)
             return None
         stage, sent = self._worker.layout.pp_rank, None
         options = {"verify": verify, "checks_values": checks_values, "num_skipped": num_skipped if stage == 0 else 0}
-        send_all = (
-            partial(send, self._group) if self._memory is None else partial(send_mapped, self._group, self._memory)
-        )
+        send_all = partial(send, group) if self._memory is None else partial(send_mapped, group, self._memory)
         try:
             if stage:
-                self._words.wait(update, stage, min(waiting_s(self._order), self._longest_s))
-            sent = send_all(self._metas, stream, bucket_bytes=self._order.bucket_bytes, **options)
+                words.wait(update, stage, min(turn_timeout_s(order), self._longest_s))
+            sent = send_all(self._metas, stream, bucket_bytes=order.bucket_bytes, **options)
         except TransferFailed as error:
             logger.warning("stage %d did not send its weights: %s", stage, error)
-            self._group.settle()
+            group.settle()
         finally:
-            for _ in stream:  # ranks that gather together stay in step
-                pass
-            is_told = self._pass_on(update, stage + 1, is_good=sent is not None)
-        return self._seen_through(update, sent) if is_told else None
+            _exhaust(stream)  # ranks that gather together stay in step
+            is_through = not order.shares or self._pass_on(words, order, update, is_good=sent is not None)
+        return {"gather_s": sent.gather_s, "send_s": sent.send_s} if sent is not None and is_through else None
 
     def leave(self) -> None:
         """Leave the group, and free the memory that receivers read."""
@@ -134,41 +133,29 @@ class StageSender:
         constants = gather("constants", by_stage=False) if self._worker.constants and not num_skipped else iter(())
         trained = gather("trained", by_stage=by_stage)
         if not self._is_first:
-            for _ in constants:
-                pass
+            _exhaust(constants)
             return trained
-        return _one_after_another(constants, trained)
+        return itertools.chain(constants, trained)
 
-    def _pass_on(self, update: int, sender: int, *, is_good: bool) -> bool:
-        """Give the word to the next of several senders; whether it could be: else whoever orders the update is gone."""
-        if self._words is None or self._order is None or not self._order.shares:
-            return True
+    def _pass_on(self, words: Words, order: GroupOrder, update: int, *, is_good: bool) -> bool:
+        """Give the turn to the next of several senders; after a good share wait on the first rank until the senders
+        behind it are through. Returns ``False`` if whoever orders the update is gone, or one of them failed."""
         try:
-            self._words.pass_on(update, sender, is_good=is_good)
+            words.pass_on(update, self._worker.layout.pp_rank + 1, is_good=is_good)
+            if is_good and self._is_first:
+                words.wait(update, len(order.shares), turn_timeout_s(order))
         except TransferFailed as error:
-            logger.warning("the next sender of weights was not told: %s", error)
+            logger.warning("the weights were not sent to the end: %s", error)
             return False
         return True
 
-    def _seen_through(self, update: int, sent: Sent | None) -> dict[str, float] | None:
-        """Wait on the first rank until the senders behind it are through."""
-        if sent is None:
-            return None
-        if self._is_first and self._words is not None and self._order is not None and self._order.shares:
-            try:
-                self._words.wait(update, len(self._order.shares), waiting_s(self._order))
-            except TransferFailed as error:
-                logger.warning("the weights were not sent to the end: %s", error)
-                return None
-        return {"gather_s": sent.gather_s, "send_s": sent.send_s}
+
+def _exhaust(stream: Iterator[Any]) -> None:
+    """Take part in gathering the weights of ``stream`` and drop them."""
+    collections.deque(stream, maxlen=0)
 
 
-def _one_after_another(*streams: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for stream in streams:
-        yield from stream
-
-
-def waiting_s(order: GroupOrder) -> float:
+def turn_timeout_s(order: GroupOrder) -> float:
     """Longest that a sender waits for those before it: as long as none of their operations takes longer than it may.
     Whoever fails says so long before, and with a rank that dies the run ends."""
     return order.timeout_s * (1 + sum(order.shares))
@@ -186,11 +173,10 @@ def announced(recipe: Recipe, worker: StudentWorker, *, is_one_node: bool) -> di
         TensorMeta(name, smaller if dtype == student else dtype, shape)
         for name, dtype, shape in hf_tensors(worker.dims, student)
     ]
+    stages = dict(zip([meta.name for meta in metas], worker.weight_stages(), strict=True))
     metas.sort(key=lambda meta: meta.name not in worker.constants)
     shares: list[int] = []
     if isinstance(cfg, CollectiveConfig) and worker.layout.pp_size > 1 and is_one_node:
-        names = [name for name, _, _ in hf_tensors(worker.dims, student)]
-        stages = dict(zip(names, worker.weight_stages(), strict=True))
         metas.sort(key=lambda meta: stages[meta.name])
         shares = [list(stages.values()).count(stage) for stage in range(worker.layout.pp_size)]
     return {

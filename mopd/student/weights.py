@@ -8,9 +8,9 @@ its own shard. Names and merges are ``mopd.conversion``'s; the parameters are fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,23 +79,10 @@ def iter_hf_weights(
         RuntimeError: the model was not built from ``dims``.
     """
     # Every copy holds the same values: one of the shared weights and one of the experts send, the others leave.
-    if layout.copy != 0 and layout.edp_rank != 0:
-        return
-    owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}
-    config: Any = _unwrap(model_chunks[0]).config
-    stages, way = _stages(model_chunks, layout), _Way(in_place, by_stage)
-    for placed in filter(takes, families.all_params(dims)):
-        tensors: Iterator[tuple[str, Tensor]] = iter(())
-        dtype = torch.float32 if placed.param.stays_fp32 else config.params_dtype
-        stage = placed.stage(dims, stages)
-        if by_stage and stage != layout.pp_rank:
-            continue
-        if placed.expert is None:
-            if layout.copy == 0:
-                tensors = _export_shared(placed, stage, dtype, owned, dims, layout, way)
-        elif layout.edp_rank == 0:
-            tensors = _export_expert(placed, stage, dtype, owned, dims, layout, way)
-        yield from tensors if in_place else ((name, tensor.cpu()) for name, tensor in tensors)
+    if layout.copy == 0 or layout.edp_rank == 0:
+        export = _Export(model_chunks, dims, layout, in_place=in_place, by_stage=by_stage)
+        for placed in filter(takes, families.all_params(dims)):
+            yield from export.tensors(placed)
 
 
 def hf_stages(model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout) -> Iterator[int]:
@@ -113,13 +100,6 @@ def hf_tensors(dims: ModelDims, dtype: torch.dtype) -> Iterator[tuple[str, torch
         yield from ((name, own, tuple(shape)) for name, shape in zip(placed.hf_names, placed.hf_shapes, strict=True))
 
 
-class _Way(NamedTuple):
-    """Options of ``iter_hf_weights``."""
-
-    in_place: bool
-    by_stage: bool
-
-
 def _stages(model_chunks: Sequence[torch.nn.Module], layout: Layout) -> Stages:
     """Return the assignment of layers to pipeline stages."""
     config: Any = _unwrap(model_chunks[0]).config
@@ -131,79 +111,87 @@ def _stages(model_chunks: Sequence[torch.nn.Module], layout: Layout) -> Stages:
     )
 
 
-def _export_shared(
-    placed: Placed,
-    stage: int,
-    dtype: torch.dtype,
-    owned: Mapping[str, Tensor],
-    dims: ModelDims,
-    layout: Layout,
-    way: _Way,
-) -> Iterator[tuple[str, Tensor]]:
-    """Export a parameter outside the experts: shards to the stage's first tensor-parallel rank, tensors to rank 0."""
-    if layout.tp_rank != 0 and layout.pp_rank != stage:
-        return
-    tensors: list[Tensor] = []
-    if layout.pp_rank == stage:
-        local = _own(placed, owned, dtype)
-        shards = [local] if placed.param.merge == "replicated" else _gather_shards(local, layout.tp_group)
-        tensors = split_shards(placed, shards, dims, shares_memory=way.in_place) if layout.tp_rank == 0 else []
-    if layout.tp_rank == 0:
-        yield from _pass_on(placed, tensors, stage, dtype, layout, way)
+class _Export:
+    """One pass of ``iter_hf_weights`` over the table rows."""
 
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module],
+        dims: ModelDims,
+        layout: Layout,
+        *,
+        in_place: bool,
+        by_stage: bool,
+    ) -> None:
+        self._dims, self._layout, self._in_place, self._by_stage = dims, layout, in_place, by_stage
+        self._owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}
+        self._stages = _stages(model_chunks, layout)
+        config: Any = _unwrap(model_chunks[0]).config
+        self._dtype: torch.dtype = config.params_dtype
 
-def _export_expert(
-    placed: Placed,
-    stage: int,
-    dtype: torch.dtype,
-    owned: Mapping[str, Tensor],
-    dims: ModelDims,
-    layout: Layout,
-    way: _Way,
-) -> Iterator[tuple[str, Tensor]]:
-    """Export an expert's parameter: shards go to the first rank that shares the expert, tensors to the stage's first
-    rank (the first of every group that it is in), then to rank 0."""
-    owner = placed.owner(dims, ranks=layout.ep_size)
-    tensors: list[Tensor] = []
-    if layout.pp_rank == stage and layout.ep_rank == owner:
-        shards = _gather_shards(_own(placed, owned, dtype), layout.etp_group)
-        tensors = split_shards(placed, shards, dims, shares_memory=way.in_place) if layout.etp_rank == 0 else []
-    if layout.etp_rank != 0:
-        return
-    if layout.pp_rank == stage and owner != 0:
-        tensors = _move(placed, tensors, owner, dtype, layout.ep_group)
-    if layout.ep_rank == 0:
-        yield from _pass_on(placed, tensors, stage, dtype, layout, way)
+    def tensors(self, placed: Placed) -> Iterator[tuple[str, Tensor]]:
+        """Gather one parameter; yield its tensors on the rank that hands them out. Collective."""
+        layout, stage = self._layout, placed.stage(self._dims, self._stages)
+        is_here = layout.pp_rank == stage
+        if self._by_stage and not is_here:
+            return
+        if placed.expert is None:
+            found = self._shared(placed, is_here=is_here) if layout.copy == 0 else None
+        else:
+            found = self._expert(placed, is_here=is_here) if layout.edp_rank == 0 else None
+        if found is None:
+            return
+        # The stage's first rank has them. With ``by_stage`` it yields them itself, else rank 0 of the job does.
+        if not self._by_stage and stage != 0 and layout.pp_rank in (0, stage):
+            found = self._move(placed, found, stage, layout.pp_group)
+        if self._by_stage or layout.pp_rank == 0:
+            for name, tensor in zip(placed.hf_names, found, strict=True):
+                yield name, tensor if self._in_place else tensor.cpu()
 
+    def _shared(self, placed: Placed, *, is_here: bool) -> list[Tensor] | None:
+        """Bring the shards of a parameter outside the experts to the stage's first tensor-parallel rank; ``None`` on
+        ranks that hand nothing on."""
+        is_first, tensors = self._layout.tp_rank == 0, list[Tensor]()
+        if is_here:
+            local, group = self._own(placed), self._layout.tp_group
+            shards = [local] if placed.param.merge == "replicated" else _gather_shards(local, group)
+            tensors = self._split(placed, shards) if is_first else []
+        return tensors if is_first else None
 
-def _pass_on(
-    placed: Placed, tensors: list[Tensor], stage: int, dtype: torch.dtype, layout: Layout, way: _Way
-) -> Iterator[tuple[str, Tensor]]:
-    """Move tensors from the first rank of ``stage`` to rank 0 of the job, which yields them. With ``by_stage`` the
-    stage's first rank yields them itself."""
-    if not way.by_stage and stage != 0 and layout.pp_rank in (0, stage):
-        tensors = _move(placed, tensors, stage, dtype, layout.pp_group)
-    if way.by_stage or layout.pp_rank == 0:
-        yield from zip(placed.hf_names, tensors, strict=True)
+    def _expert(self, placed: Placed, *, is_here: bool) -> list[Tensor] | None:
+        """Bring the shards of an expert's parameter to the first rank that shares the expert, the tensors to the
+        stage's first rank (the first of every group that it is in); ``None`` on ranks that hand nothing on."""
+        layout, tensors = self._layout, list[Tensor]()
+        owner = placed.owner(self._dims, ranks=layout.ep_size)
+        if is_here and layout.ep_rank == owner:
+            shards = _gather_shards(self._own(placed), layout.etp_group)
+            tensors = self._split(placed, shards) if layout.etp_rank == 0 else []
+        if layout.etp_rank == 0 and is_here and owner != 0:
+            tensors = self._move(placed, tensors, owner, layout.ep_group)
+        return tensors if layout.etp_rank == 0 and layout.ep_rank == 0 else None
 
+    def _split(self, placed: Placed, shards: list[Tensor]) -> list[Tensor]:
+        return split_shards(placed, shards, self._dims, shares_memory=self._in_place)
 
-def _move(placed: Placed, tensors: list[Tensor], source: int, dtype: torch.dtype, group: ProcessGroup) -> list[Tensor]:
-    """Move the tensors of one table row from rank ``source`` of the group to its first; other ranks take no part."""
-    rank = dist.get_rank(group)
-    if rank == source:
-        for tensor in tensors:
-            dist.send(_to_wire(tensor, group), group=group, group_dst=0)
-    return [_receive(shape, dtype, source, group) for shape in placed.hf_shapes] if rank == 0 else []
+    def _own(self, placed: Placed) -> Tensor:
+        """Return this rank's part of a parameter. Its dtype is checked: the other ranks know it from the tables."""
+        name, dtype = placed.megatron[0], self._dtype_of(placed)
+        if name not in self._owned:
+            raise RuntimeError(f"no pipeline stage holds {name!r}: the model was not built from these dims")
+        if self._owned[name].dtype != dtype:
+            raise RuntimeError(f"{name} is {self._owned[name].dtype}, expected {dtype}")
+        return self._owned[name].detach()
 
+    def _dtype_of(self, placed: Placed) -> torch.dtype:
+        return torch.float32 if placed.param.stays_fp32 else self._dtype
 
-def _own(placed: Placed, owned: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return this rank's part of a parameter. Its dtype is checked: the other ranks know it from the tables alone."""
-    name = placed.megatron[0]
-    if name not in owned:
-        raise RuntimeError(f"no pipeline stage holds {name!r}: the model was not built from these dims")
-    if owned[name].dtype != dtype:
-        raise RuntimeError(f"{name} is {owned[name].dtype}, expected {dtype}")
-    return owned[name].detach()
+    def _move(self, placed: Placed, tensors: list[Tensor], source: int, group: ProcessGroup) -> list[Tensor]:
+        """Move a row's tensors from rank ``source`` of the group to its first; other ranks take no part."""
+        rank, dtype = dist.get_rank(group), self._dtype_of(placed)
+        if rank == source:
+            for tensor in tensors:
+                dist.send(_to_wire(tensor, group), group=group, group_dst=0)
+        return [_receive(shape, dtype, source, group) for shape in placed.hf_shapes] if rank == 0 else []
 
 
 def _owned_params(

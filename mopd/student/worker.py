@@ -6,8 +6,7 @@ import math
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +24,6 @@ from mopd.data_plane.interface import Reader
 from mopd.student import cpu_shim, parallel
 from mopd.student.batch import MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
-from mopd.student.checkpoints.background import Background
-from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
 from mopd.student.memory.lending import Lending
 from mopd.student.model.balance import Balance
@@ -36,7 +33,8 @@ from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, complete_weights, guarded_step, overlaps, wrap_data_parallel
 from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, Shape, run_schedule
-from mopd.student.vision import clock_of, constant_names
+from mopd.student.token_layout import TokenLayout, choose_token_layout
+from mopd.student.vision import add_clock, constant_names
 from mopd.student.weights import hf_stages, iter_hf_weights, load_hf_into
 
 _MAX_NAMED_SAMPLES = 8
@@ -73,9 +71,8 @@ class StudentWorker:
         self.packing = packing_rules(student, self.dims, on_gpu=self.layout.device.type == "cuda")
         vision = self.dims.vision
         self.reader = StageReader(reader, self.layout, has_images=vision is not None)
-        self._images = None
-        if vision is not None:
-            self._images = StudentImages(recipe, vision, has_tower=self.layout.is_first_stage)
+        has_tower = self.layout.is_first_stage
+        self._images = None if vision is None else StudentImages(recipe, vision, has_tower=has_tower)
         with cpu_shim.activate():
             chunks = build_chunks(student, self.dims, self.layout)
             load_hf_into(chunks, source, self.dims, self.layout)
@@ -86,24 +83,25 @@ class StudentWorker:
                 use_distributed_optimizer=student.optimizer.use_distributed_optimizer,
                 overlap=overlaps(student, self.dims, self.layout),
             )
-            self._clock = None if vision is None else clock_of(chunks[0], self.layout)
+            self._clock = None if vision is None else add_clock(chunks[0], self.layout)
             self._balance = None if self.dims.moe is None else Balance(chunks, student.moe, self.dims.moe, self.layout)
             self._optimizer, self._scheduler = build_optimizer(
                 student.optimizer, self._chunks, num_steps=recipe.schedule.steps
             )
+        shares = None
+        if recipe.assignment.max_teachers > 1:
+            shares = torch.tensor(recipe.assignment.weight_table(self.domains), device=self.layout.device)
         self._objective = Objective(
             recipe.loss,
             self.layout,
             true_vocab_size=self.dims.vocab_size,
-            teacher_weights=self._teacher_weights(),
+            teacher_weights=shares,
             lm_head_memory_budget_mib=student.lm_head_memory_budget_mib,
         )
         self._plan: MicroBatchPlan | None = None
-        self.saving = Background(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
+        self.saving = checkpoint.Background(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
         """Writer of asynchronous checkpoints. Enter it around all use of the student."""
-        self._lending = None
-        if recipe.shares_gpus:
-            self._lending = Lending(self._chunks, self._optimizer, self.layout.device)
+        self._lending = Lending(self._chunks, self._optimizer, self.layout.device) if recipe.shares_gpus else None
 
     @property
     def dp_size(self) -> int:
@@ -121,21 +119,11 @@ class StudentWorker:
             NonFiniteError: on every rank, naming domain and samples; weights are untouched.
         """
         positions = {sample_id: i for i, sample_id in enumerate(plan.sample_ids)}
-        sums = self._objective.new_sums(
-            num_domains=len(self.domains),
-            num_samples=len(positions),
-            diagnostics=diagnostics,
-            device=self.layout.device,
-        )
+        sizes = {"num_domains": len(self.domains), "num_samples": plan.num_samples}
+        sums = self._objective.new_sums(diagnostics=diagnostics, num_loss_tokens=plan.num_loss_tokens, **sizes)
 
         def hook_for(batch: MicroBatch) -> HeadHook:
-            return partial(
-                self._objective,
-                rows=batch.rows,
-                sums=sums,
-                num_loss_tokens=plan.num_loss_tokens,
-                num_samples=plan.num_samples,
-            )
+            return partial(self._objective, rows=batch.rows, sums=sums)
 
         # Both: Megatron sums gradients in the buffers of its DDP, which ``zero_grad`` of the optimizer does not touch.
         for chunk in self._chunks:
@@ -171,16 +159,18 @@ class StudentWorker:
         lr = float(self._optimizer.param_groups[0]["lr"])
         norm = guarded_step(self._optimizer, self._chunks)
         if not math.isfinite(norm):
-            samples = [sample for rank in self._plan.micro_batches for batch in rank for sample in batch]
             raise NonFiniteError(
                 f"gradient norm is {norm} at step {self.weight_version + 1} although every loss is finite: "
-                f"{_name(samples)}; the weights are unchanged; lower student.optimizer.lr or set loss.loss_soft_cap"
+                f"{_list_samples(_samples(self._plan))}; the weights are unchanged; lower student.optimizer.lr or set "
+                "loss.loss_soft_cap"
             )
         self._scheduler.step(1)
         self._plan = None
         self.weight_version += 1
-        watched = [part.metrics() for part in (self._balance, self._clock) if part is not None]
-        return reduce(or_, watched, {"grad_norm": norm, "lr": lr})
+        metrics = {"grad_norm": norm, "lr": lr}
+        for part in (self._balance, self._clock):
+            metrics |= {} if part is None else part.metrics()
+        return metrics
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float = 1.0) -> list[Tensor]:
@@ -188,12 +178,12 @@ class StudentWorker:
         ``tokens``: [R] fp32 on rank 0 in the order of ``samples``, an empty list elsewhere. Draws no randomness."""
         unique = sorted({sample.sample_id: sample for sample in samples}.values(), key=lambda sample: sample.sample_id)
         plan = self._plan_forward(unique)
-        collected: list[tuple[Form, Tensor]] = []
+        collected: list[tuple[TokenLayout, Tensor]] = []
 
         def hook_for(batch: MicroBatch) -> HeadHook:
             def hook(head: LMHead) -> Tensor:
                 rows = self._objective.logprobs(head, batch.rows.targets, temperature=temperature)
-                collected.append((batch.form, rows))
+                collected.append((batch.token_layout, rows))
                 return rows.sum()
 
             return hook
@@ -204,10 +194,11 @@ class StudentWorker:
         flat = torch.zeros(sum(lengths), device=self.layout.device)
         views = dict(zip(ids, torch.split(flat, lengths), strict=True))
         if self.layout.reports_loss:
-            for batch, (form, rows) in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
-                whole = form.spread(rows)
+            for batch, (token_layout, rows) in zip(plan.micro_batches[self.layout.dp_rank], collected, strict=True):
+                whole = token_layout.spread(rows)
                 for i, sample in enumerate(batch):
-                    views[sample.sample_id].copy_(whole[form.rows(i, sample.prompt_length - 1, sample.length - 1)])
+                    own = token_layout.rows(i, sample.prompt_length - 1, sample.length - 1)
+                    views[sample.sample_id].copy_(whole[own])
         # Each sample's rank has filled its numbers and all others hold 0, so the sum gathers them.
         dist.all_reduce(flat)
         if self.layout.rank:
@@ -224,14 +215,9 @@ class StudentWorker:
             return part == "all" or (placed.hf_names[0] in self.constants) == (part == "constants")
 
         complete_weights(self._chunks)
-        items = iter_hf_weights(self._chunks, self.dims, self.layout, takes=takes, in_place=in_place, by_stage=by_stage)
-        while True:
-            # The consumer between two items must not run under the shim.
-            with cpu_shim.activate():
-                item = next(items, None)
-            if item is None:
-                return
-            yield item
+        yield from iter_hf_weights(
+            self._chunks, self.dims, self.layout, takes=takes, in_place=in_place, by_stage=by_stage
+        )
 
     def weight_stages(self) -> list[int]:
         """Return the pipeline stage of each of the model's Hugging Face tensors, in checkpoint order."""
@@ -306,18 +292,10 @@ class StudentWorker:
     def memory(self) -> dict[str, float]:
         """Return this rank's peak memory so far in GiB: device memory with CUDA, else resident memory. If memory is
         lent to the rollout, also ``Lending.numbers``."""
-        lent = {} if self._lending is None else self._lending.numbers()
-        if torch.cuda.is_available():
-            return lent | {"memory/student_peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        lent = {} if self._lending is None else self._lending.numbers
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return lent | {"memory/student_peak_gib": kib / 2**20}
-
-    def _teacher_weights(self) -> Tensor | None:
-        """Return [domains, D] for the objective of a recipe with an ensemble, else ``None``."""
-        assignment = self.recipe.assignment
-        if assignment.max_teachers == 1:
-            return None
-        return torch.tensor(assignment.weight_table(self.domains), device=self.layout.device)
+        peak_gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else kib / 2**20
+        return lent | {"memory/student_peak_gib": peak_gib}
 
     def _run(
         self,
@@ -357,7 +335,7 @@ class StudentWorker:
 
     def _hidden_shape(self, batch: Sequence[SampleMeta], at_least: tuple[int, int]) -> Shape:
         """Return the shape of a micro-batch's hidden states on this rank, between layers."""
-        size, length = choose_form(batch, self.packing, at_least).shape
+        size, length = choose_token_layout(batch, self.packing, at_least).shape
         ranks = self.layout.cp_size * (self.layout.tp_size if self.layout.sequence_parallel else 1)
         return length // ranks, size, self.dims.hidden_size
 
@@ -383,15 +361,19 @@ class StudentWorker:
         return replace(plan, micro_batches=tuple(share + ((),) * (num - len(share)) for share in shares))
 
     def _describe_bad_loss(self, plan: MicroBatchPlan, positions: Sequence[int]) -> str:
-        wanted = {plan.sample_ids[i] for i in positions}
-        samples = [s for rank in plan.micro_batches for batch in rank for s in batch if s.sample_id in wanted]
+        bad = {plan.sample_ids[i] for i in positions}
+        samples = [sample for sample in _samples(plan) if sample.sample_id in bad]
         return (
-            f"loss is not finite at step {self.weight_version + 1}: {_name(samples)}; the weights are unchanged; "
-            "check these domains' teachers, or lower student.optimizer.lr"
+            f"loss is not finite at step {self.weight_version + 1}: {_list_samples(samples)}; the weights are "
+            "unchanged; check these domains' teachers, or lower student.optimizer.lr"
         )
 
 
-def _name(samples: Sequence[SampleMeta]) -> str:
+def _samples(plan: MicroBatchPlan) -> list[SampleMeta]:
+    return [sample for rank in plan.micro_batches for batch in rank for sample in batch]
+
+
+def _list_samples(samples: Sequence[SampleMeta]) -> str:
     """Name domains and sample ids for a message: the first few ids of each domain."""
     by_domain: dict[str, list[int]] = {}
     for sample in samples:

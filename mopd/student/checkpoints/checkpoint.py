@@ -17,7 +17,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +28,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -35,7 +36,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -50,8 +50,8 @@ from mopd.base.types import UserError
 from mopd.conversion.job import files_below, sha256_of
 from mopd.conversion.torch_dist.reader import MANIFEST_FILE, STATE_FILE, read_hashes
 from mopd.conversion.torch_dist.writer import CONTENT
+from mopd.student import cpu_shim
 from mopd.student.checkpoints import restricted
-from mopd.student.checkpoints.background import Background
 from mopd.student.checkpoints.states import gather_states, load_states
 from mopd.student.model.gpt import StudentModel
 from mopd.student.parallel import Layout, raise_together
@@ -59,6 +59,67 @@ from mopd.student.parallel import Layout, raise_together
 _OPTIMIZER, _EXPERTS_OPTIMIZER = "optimizer", "optimizer_experts"
 _KEPT_OPTIONS = ("max_lr", "min_lr", "betas", "eps")
 """Options of a parameter group that come from the recipe, not from the checkpoint."""
+
+
+class Background:
+    """Runner of one piece of work at a time in a thread. Not in a process: a rank has threads, and a fork of a process
+    with threads is unsafe; Megatron's ``AsyncCallsQueue`` forks, or hands tensors to a process that outlives a killed
+    rank.
+
+    Leaving the ``with`` block waits for the started work. If the block raised, it waits up to the same deadline and
+    drops the work's own error in favour of the block's: as long as the other ranks answer, a checkpoint that was begun
+    is completed.
+    """
+
+    def __init__(self, device: torch.device, *, timeout_s: float) -> None:
+        """``timeout_s``: deadline of ``finish``."""
+        self._timeout_s = timeout_s
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_use_device, initargs=(device,))
+        self._work: Future[None] | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Start ``work``. The previous work must have been taken with ``finish``."""
+        if self._work is not None:
+            raise RuntimeError("a checkpoint is begun before the last one is finished")
+        self._work = self._thread.submit(cpu_shim.activate()(work))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether ``finish`` would have to wait."""
+        return self._work is not None and not self._work.done()
+
+    def finish(self) -> None:
+        """Wait until the work is done and raise what it raised; return at once if none was started.
+
+        Raises:
+            UserError: the work is not done in time.
+        """
+        work, self._work = self._work, None
+        if work is None:
+            return
+        # Not ``work.result(timeout)``: a TimeoutError raised by the work itself could not be told from the deadline's.
+        if work not in wait([work], self._timeout_s).done:
+            raise UserError(
+                f"schedule.wait_timeout_s: a checkpoint was not written within {self._timeout_s:g} s: look at the disk "
+                "behind run_dir, or raise it"
+            )
+        work.result()
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is None:
+            self.finish()
+        elif self._work is not None:
+            wait([self._work], self._timeout_s)
+        self._thread.shutdown(wait=False)
+
+
+def _use_device(device: torch.device) -> None:
+    """Select the rank's GPU in the new thread: CUDA's current device is per thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def save(
@@ -81,11 +142,11 @@ def save(
         WriteRefusedError: on every rank, when one of them cannot write.
     """
     _require_new(folder)
-    sharded, gathered = _sharded_state(chunks, optimizer, layout, is_loading=False)
+    sharded, gathered = _sharded_state(chunks, optimizer, is_loading=False)
     if background is None:
-        _write(folder, make_ready(sharded, layout, content=CONTENT), layout, state)
+        _write(folder, _make_ready(sharded, layout), layout, state)
         return
-    ready = make_ready(sharded, layout, content=CONTENT, gathered=gathered)
+    ready = _make_ready(sharded, layout, gathered=gathered)
     # The steps go on using ``control_group``, whose collectives would be paired with the writer's.
     beside = replace(layout, control_group=layout.checkpoint_group)
     background.start(partial(_write, folder, ready, beside, copy.deepcopy(dict(state))))
@@ -94,7 +155,7 @@ def save(
 def write(folder: Path, sharded: dict[str, Any], layout: Layout, *, state: Mapping[str, Any]) -> None:
     """Write a sharded state dict and its manifest into ``folder``. Collective; raises as ``save`` does."""
     _require_new(folder)
-    _write(folder, make_ready(sharded, layout, content=CONTENT), layout, state)
+    _write(folder, _make_ready(sharded, layout), layout, state)
 
 
 def _require_new(folder: Path) -> None:
@@ -107,7 +168,7 @@ def _write(folder: Path, ready: Ready, layout: Layout, state: Mapping[str, Any])
     dist.barrier(group=layout.control_group)
     try:
         raise_together(layout, lambda: _make_anew(folder))
-        hashes = write_sharded(folder, ready, layout)
+        hashes = _write_sharded(folder, ready, layout)
         raise_together(layout, lambda: write_hash_manifest(folder, {**state, "layout": layout.sizes()}, hashes))
     except WriteRefusedError:  # on every rank: none of them writes any more
         if layout.rank == 0:
@@ -130,19 +191,14 @@ def load(
     scheduler: OptimizerParamScheduler,
     layout: Layout,
 ) -> dict[str, Any]:
-    """Load weights, optimizer and random states of a verified ``folder`` and return the ``state`` given to ``save``.
-    Collective.
+    """Load weights and optimizer of a verified ``folder`` and return the ``state`` given to ``save``. Collective.
 
     The learning-rate schedule continues after as many steps as the state's ``weight_version``, with the recipe's
     values. Call ``verify`` first. Raises ``UserError`` on every rank as ``restricted.load`` does.
     """
     state = read_state(folder)
     options = [{name: group[name] for name in _KEPT_OPTIONS} for group in optimizer.param_groups]
-    sharded, _ = _sharded_state(chunks, optimizer, layout, is_loading=True)
-    same_layout = state["layout"] == layout.sizes()
-    if not same_layout:
-        # Random states belong to one rank each and cannot be re-sharded.
-        del sharded["rng"]
+    sharded, _ = _sharded_state(chunks, optimizer, is_loading=True)
     # The big states of distributed optimizers are taken out and loaded a few at a time, after everything else.
     distributed = {
         key: (part, sharded[key].pop("param_state"))
@@ -150,8 +206,6 @@ def load(
         if isinstance(part, DistributedOptimizer)
     }
     loaded = restricted.load(sharded, folder)
-    if same_layout:
-        _check_rng_state(folder, loaded.get("rng"))
     _load_chunks([chunk.module for chunk in chunks], loaded["model"])
     for part, key in _parts(optimizer):
         if key == _EXPERTS_OPTIMIZER:
@@ -164,8 +218,6 @@ def load(
         group.update(kept)
     scheduler.num_steps = state["weight_version"]
     scheduler.step(0)
-    if same_layout:
-        _set_rng_state(loaded["rng"])
     return state
 
 
@@ -242,9 +294,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _sharded_state(
-    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, layout: Layout, *, is_loading: bool
+    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, *, is_loading: bool
 ) -> tuple[dict[str, Any], set[int]]:
-    """Return what is saved, as Megatron's sharded state dict, and the addresses of storages that nothing else uses."""
+    """Return what is saved, as Megatron's sharded state dict, and the addresses of storages that nothing else uses.
+    Random states are not part of it: nothing on a trainer rank draws from them."""
     sharded: dict[str, Any] = {"model": sharded_weights([chunk.module for chunk in chunks])}
     gathered: set[int] = set()
     for part, _ in _parts(optimizer):
@@ -253,13 +306,6 @@ def _sharded_state(
         if isinstance(part, DistributedOptimizer):
             part.get_parameter_state_dp_zero = partial(gather_states, part, gathered)
         sharded[key] = part.sharded_state_dict(sharded["model"], is_loading=is_loading, metadata=dict(CONTENT))
-    sharded["rng"] = ShardedObject(
-        "rng",
-        _rng_state(),
-        (layout.pp_size, layout.tp_size),
-        (layout.pp_rank, layout.tp_rank),
-        replica_id=layout.copy,
-    )
     return sharded, gathered
 
 
@@ -309,35 +355,6 @@ def _without_steps(optimizer: ChainedOptimizer) -> Iterator[None]:
         _create_states(part)
 
 
-def _rng_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _check_rng_state(folder: Path, state: Any) -> None:
-    """Raise ``UserError`` if this process cannot take the random states. Call it before anything is changed."""
-    found = _flat(state) if isinstance(state, dict) and isinstance(state.get("megatron"), dict) else {}
-    for name, own in _flat(_rng_state()).items():
-        if not isinstance(found.get(name), torch.Tensor) or found[name].shape != own.shape:
-            raise UserError(
-                f"{shown_path(folder)}: its random state {name!r} does not fit this machine: resume from another one"
-            )
-
-
-def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the random states by name, Megatron's nested ones beside the others."""
-    return {name: value for name, value in state.items() if name != "megatron"} | dict(state["megatron"])
-
-
-def _set_rng_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 
 
@@ -353,16 +370,13 @@ class Ready:
     """Whether the tensors are copies in host memory that nothing else uses."""
 
 
-def make_ready(
-    sharded: dict[str, Any], layout: Layout, *, content: Mapping[str, Any], gathered: Set[int] | None = None
-) -> Ready:
-    """Check a sharded state dict and choose what this rank writes of it; ``content`` describes it to readers.
-    Collective.
+def _make_ready(sharded: dict[str, Any], layout: Layout, *, gathered: Set[int] | None = None) -> Ready:
+    """Check a sharded state dict and choose what this rank writes of it. Collective.
 
     With ``gathered`` (addresses of storages that nothing else uses) all other tensors are copied into host memory,
     pinned with CUDA, and the owner may change its own afterwards. Without, ``Ready`` holds the owner's own tensors.
     """
-    sharded_part, common = save_preprocess({**sharded, "content_metadata": dict(content)}, True)
+    sharded_part, common = save_preprocess({**sharded, "content_metadata": dict(CONTENT)}, True)
     by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_part, True)
     if gathered is not None:
         _copy_tensors(by_key, gathered)
@@ -384,7 +398,7 @@ def _copy_tensors(by_key: Mapping[str, list[Any]], gathered: Set[int]) -> None:
             shard.data.copy_(tensor, non_blocking=True)
 
 
-def write_sharded(folder: Path, ready: Ready, layout: Layout) -> dict[str, str]:
+def _write_sharded(folder: Path, ready: Ready, layout: Layout) -> dict[str, str]:
     """Write into the empty ``folder`` and return the sha256 of all ranks' tensor files by name, each hashed by the rank
     that wrote it. Collective, over ``layout.control_group`` alone.
 

@@ -56,9 +56,9 @@ def load(sharded: dict[str, Any], folder: Path, *, is_part: bool = False) -> dic
         )
     except CheckpointException as error:  # holds the other ranks' errors too; derives from BaseException
         causes = [cause for cause, _ in error.failures.values()]
-        told = next((cause for cause in causes if isinstance(cause, UserError)), None)
-        if told is not None:
-            raise UserError(str(told)) from error
+        refusal = next((cause for cause in causes if isinstance(cause, UserError)), None)
+        if refusal is not None:
+            raise UserError(str(refusal)) from error
         raise UserError(f"{shown_path(folder)}: cannot be loaded ({reason_of(causes[0])}): {_CURE}") from error
     except CheckpointingException as error:
         raise UserError(f"{shown_path(folder)}: cannot be loaded ({reason_of(error)}): {_CURE}") from error

@@ -40,39 +40,40 @@ class Lending:
         self._slabs: list[Tensor] = []
         """Pinned host memory, kept from one turn to the next: pinning takes longer than copying."""
         self._lent: list[tuple[torch.UntypedStorage, int]] = []
-        self.is_lent = False
-        self._numbers: dict[str, float] = {}
+        self.numbers: dict[str, float] = {}
+        """This rank's figures of the last turn: seconds, GiB lent, GiB that each side found free on its GPU."""
 
     @cpu_shim.activate()
     def lend(self) -> None:
         """Copy the states to host memory and free theirs on the device. Call it between two steps only."""
-        if self.is_lent:
-            raise RuntimeError("the student's memory is lent already")
         started = time.monotonic()
         for chunk in self._chunks:
             chunk.offload_grad_buffers()
         self._lent = [(storage, storage.nbytes()) for storage in self._states()]
-        self._reserve(sum(size for _, size in self._lent))
+        missing = sum(size for _, size in self._lent) - sum(map(len, self._slabs))
+        while missing > 0:
+            size = min(SLAB_BYTES, missing)
+            self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda"))
+            missing -= size
         for part, host in self._pieces():
             host.copy_(part, non_blocking=True)
         # Copies are queued: the storages may be freed only once they are done.
-        self._settle()
+        self._synchronize()
         for storage, _ in self._lent:
             storage.resize_(0)
-        self.is_lent = True
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._numbers["timing/lend_s"] = time.monotonic() - started
-        self._note_free("rollout")
-        self._numbers["memory/student_lent_gib"] = (self._gradient_bytes() + sum(n for _, n in self._lent)) / GIB
+        self.numbers["timing/lend_s"] = time.monotonic() - started
+        self._record_free("rollout")
+        buffers: Any = [buffer for c in self._chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)]
+        num_bytes = sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers)
+        self.numbers["memory/student_lent_gib"] = (num_bytes + sum(n for _, n in self._lent)) / GIB
 
     @cpu_shim.activate()
     def restore(self) -> None:
         """Undo ``lend``. Raise ``UserError`` if the rollout has left too little device memory."""
-        if not self.is_lent:
-            raise RuntimeError("the student's memory is not lent")
         started = time.monotonic()
-        self._note_free("student")
+        self._record_free("student")
         try:
             for storage, size in self._lent:
                 storage.resize_(size)
@@ -81,18 +82,14 @@ class Lending:
         except torch.OutOfMemoryError as error:
             raise UserError(
                 "rollout.placement.share_gpus_with: the rollout sleeps, and what the student lent it "
-                f"({self._numbers['memory/student_lent_gib']:.1f} GiB) does not fit back: lower "
+                f"({self.numbers['memory/student_lent_gib']:.1f} GiB) does not fit back: lower "
                 "rollout.engine.gpu_memory_utilization, or see what else is on this GPU"
             ) from error
         for part, host in self._pieces():
             part.copy_(host, non_blocking=True)
-        self._settle()
-        self._lent, self.is_lent = [], False
-        self._numbers["timing/restore_s"] = time.monotonic() - started
-
-    def numbers(self) -> dict[str, float]:
-        """Return this rank's figures of the last turn: seconds, GiB lent, GiB that each side found free on its GPU."""
-        return dict(self._numbers)
+        self._synchronize()
+        self._lent = []
+        self.numbers["timing/restore_s"] = time.monotonic() - started
 
     def _states(self) -> Iterator[torch.UntypedStorage]:
         """Yield every storage of the optimizer once, except those that hold the model's own parameters."""
@@ -111,13 +108,6 @@ class Lending:
                     seen.add(storage.data_ptr())
                     yield storage
 
-    def _reserve(self, num_bytes: int) -> None:
-        """Grow the slabs of host memory to ``num_bytes`` in all."""
-        is_pinned = self._device.type == "cuda"
-        while (missing := num_bytes - sum(map(len, self._slabs))) > 0:
-            size = min(SLAB_BYTES, missing)
-            self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned))
-
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pairs of equally long byte ranges, of a storage and of a slab, which together cover all storages."""
         slabs = iter(self._slabs)
@@ -131,14 +121,10 @@ class Lending:
                 yield rest[:size], host[:size]
                 rest, host = rest[size:], host[size:]
 
-    def _gradient_bytes(self) -> int:
-        buffers: Any = [buffer for c in self._chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)]
-        return sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers)
-
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _note_free(self, side: str) -> None:
+    def _record_free(self, side: str) -> None:
         if self._device.type == "cuda":
-            self._numbers[f"memory/free_for_{side}_gib"] = torch.cuda.mem_get_info()[0] / GIB
+            self.numbers[f"memory/free_for_{side}_gib"] = torch.cuda.mem_get_info()[0] / GIB

@@ -13,6 +13,7 @@ the real sequences; Megatron's weighs each by its length squared, and counts seq
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,9 +57,8 @@ class Balance:
         for layer in own:
             if dims.layers[layer.layer_number - 1]:
                 self._routers.append(layer.mlp.router)
-                _adapt(layer.mlp.router, layout)
-                layer.register_forward_pre_hook(_tell_samples, with_kwargs=True)
-                _watch(layer.mlp.router, self._tokens[layer.layer_number - 1])
+                _adapt(layer.mlp.router, layout, self._tokens[layer.layer_number - 1])
+                layer.register_forward_pre_hook(_set_samples, with_kwargs=True)
 
     def begin(self, num_micro_batches: int) -> None:
         """Clear the last step's numbers; every data-parallel rank is about to run ``num_micro_batches``."""
@@ -98,28 +98,25 @@ class Balance:
         return self._num_micro_batches * (1 if is_global else self._layout.dp_size)
 
 
-def _tell_samples(layer: Any, inputs: Any, options: dict[str, Any]) -> None:
+def _set_samples(layer: Any, inputs: Any, options: dict[str, Any]) -> None:
     """Give the layer's router the sample of each row (see ``StudentModel``), before a pass and before its
     recomputation."""
     layer.mlp.router.samples = getattr(options.get("packed_seq_params"), "samples", None)
 
 
-def _adapt(router: Any, layout: Layout) -> None:
-    """Replace the methods of a Megatron router as the module docstring says."""
+def _adapt(router: Any, layout: Layout, tokens: Tensor) -> None:
+    """Replace the methods of a Megatron router as the module docstring says, and count the tokens [E] that it sends."""
     router.calculate_per_token_loss = False
-    router.apply_z_loss = _z_loss_of(router)
-    router._apply_seq_aux_loss = _sequence_loss_of(router, layout)
-    router._apply_expert_bias = _with_mask_per_token(router._apply_expert_bias)
+    router.apply_z_loss = partial(_apply_z_loss, router)
+    router._apply_seq_aux_loss = partial(_apply_sequence_loss, router, layout)
+    router._apply_expert_bias = partial(_apply_with_mask_per_token, router._apply_expert_bias)
+    router.register_forward_hook(partial(_count, tokens))
 
 
-def _watch(router: Any, tokens: Tensor) -> None:
-    """Count the tokens [E] that the router sends in passes with gradients (recomputed passes would count twice)."""
-
-    def count(module: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        if torch.is_grad_enabled():
-            tokens.add_((output[1] & _real(output[1], *inputs[1:])[:, None]).sum(0))
-
-    router.register_forward_hook(count)
+def _count(tokens: Tensor, router: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Add the tokens [E] of a pass with gradients (recomputed passes would count twice)."""
+    if torch.is_grad_enabled():
+        tokens.add_((output[1] & _real(output[1], *inputs[1:])[:, None]).sum(0))
 
 
 def _real(rows: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -127,69 +124,65 @@ def _real(rows: Tensor, padding: Tensor | None = None) -> Tensor:
     return rows.new_ones(len(rows), dtype=torch.bool) if padding is None else ~padding.reshape(-1)
 
 
-def _z_loss_of(router: Any) -> Callable[..., Tensor]:
-    """Return a replacement for ``TopKRouter.apply_z_loss``, which attaches the loss to the logits [T, E] in passes with
-    gradients only."""
-
-    def apply(logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        coefficient = router.config.moe_z_loss_coeff
-        if coefficient is None or not (router.training and torch.is_grad_enabled()):
-            return logits
-        real = _real(logits, padding_mask)
-        num_tokens = real.sum()
-        dist.all_reduce(num_tokens, group=router.tp_cp_group)
-        squares = logits.float().logsumexp(-1).square()
-        loss = (squares * real).sum() / num_tokens.clamp(min=1)
-        save_to_aux_losses_tracker(_Z_LOSS, loss, router.layer_number, router.config.num_layers)
-        attached: Tensor = MoEAuxLossAutoScaler.apply(logits, loss * coefficient)
-        return attached
-
-    return apply
+def _apply_z_loss(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    """Replace ``TopKRouter.apply_z_loss``: attach the loss to the logits [T, E] in passes with gradients only."""
+    coefficient = router.config.moe_z_loss_coeff
+    if coefficient is None or not (router.training and torch.is_grad_enabled()):
+        return logits
+    real = _real(logits, padding_mask)
+    num_tokens = real.sum()
+    dist.all_reduce(num_tokens, group=router.tp_cp_group)
+    squares = logits.float().logsumexp(-1).square()
+    loss = (squares * real).sum() / num_tokens.clamp(min=1)
+    save_to_aux_losses_tracker(_Z_LOSS, loss, router.layer_number, router.config.num_layers)
+    attached: Tensor = MoEAuxLossAutoScaler.apply(logits, loss * coefficient)
+    return attached
 
 
-def _sequence_loss_of(router: Any, layout: Layout) -> Callable[..., Tensor]:
-    """Return a replacement for ``TopKRouter._apply_seq_aux_loss``: per sequence, experts x sum over experts of (share
-    of choices x mean score), from scores and choices [T, E] that are zero at padding."""
+def _apply_sequence_loss(
+    router: Any,
+    layout: Layout,
+    probs: Tensor,
+    scores: Tensor,
+    routing_map: Tensor,
+    length: int,
+    num: int,
+    with_padding_mask: bool = False,
+) -> Tensor:
+    """Replace ``TopKRouter._apply_seq_aux_loss``: per sequence, experts x sum over experts of (share of choices x mean
+    score), from scores and choices [T, E] that are zero at padding."""
     name = "seq_aux_loss"
+    coefficient = router.get_aux_loss_coeff(name)
+    if coefficient == 0:
+        return probs
+    if router.samples is None:
+        index_T, num_samples = torch.arange(num, device=scores.device).repeat(length), num
+    else:
+        index_T, num_samples = router.samples
+        if layout.sequence_parallel:
+            index_T = index_T.chunk(layout.tp_size)[layout.tp_rank]
 
-    def apply(
-        probs: Tensor, scores: Tensor, routing_map: Tensor, length: int, num: int, with_padding_mask: bool = False
-    ) -> Tensor:
-        coefficient = router.get_aux_loss_coeff(name)
-        if coefficient == 0:
-            return probs
-        if router.samples is None:
-            index_T, num_samples = torch.arange(num, device=scores.device).repeat(length), num
-        else:
-            index_T, num_samples = router.samples
-            if layout.sequence_parallel:
-                index_T = index_T.chunk(layout.tp_size)[layout.tp_rank]
+    def by_sample(values: Tensor) -> Tensor:
+        return values.new_zeros(num_samples, *values.shape[1:]).index_add(0, index_T, values)
 
-        def by_sample(values: Tensor) -> Tensor:
-            return values.new_zeros(num_samples, *values.shape[1:]).index_add(0, index_T, values)
-
-        chosen_NE = by_sample(routing_map.to(scores.dtype))
-        # A sequence's tokens are spread over tensor- and context-parallel ranks: count the choices of all.
-        dist.all_reduce(chosen_NE, group=router.tp_cp_group)
-        choices_N = chosen_NE.sum(1)
-        products_N = by_sample((scores * chosen_NE[index_T]).sum(1))
-        losses_N = router.num_experts * router.topk * products_N / choices_N.clamp(min=1).square()
-        loss = coefficient * losses_N.sum() / (choices_N > 0).sum().clamp(min=1)
-        attached: Tensor = router.attach_and_log_load_balancing_loss(
-            probs, coefficient, loss, _LOSS_NAMES[name], router.tp_cp_group
-        )
-        return attached
-
-    return apply
+    chosen_NE = by_sample(routing_map.to(scores.dtype))
+    # A sequence's tokens are spread over tensor- and context-parallel ranks: count the choices of all.
+    dist.all_reduce(chosen_NE, group=router.tp_cp_group)
+    choices_N = chosen_NE.sum(1)
+    products_N = by_sample((scores * chosen_NE[index_T]).sum(1))
+    losses_N = router.num_experts * router.topk * products_N / choices_N.clamp(min=1).square()
+    loss = coefficient * losses_N.sum() / (choices_N > 0).sum().clamp(min=1)
+    attached: Tensor = router.attach_and_log_load_balancing_loss(
+        probs, coefficient, loss, _LOSS_NAMES[name], router.tp_cp_group
+    )
+    return attached
 
 
-def _with_mask_per_token(apply: Callable[..., None]) -> Callable[..., None]:
+def _apply_with_mask_per_token(
+    apply: Callable[..., None], routing_map: Tensor, padding_mask: Tensor | None = None
+) -> None:
     """Work around Megatron 0.16.1, which combines a routing map [T, E] with a mask [T] that does not broadcast."""
-
-    def wrapped(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        apply(routing_map, padding_mask=None if padding_mask is None else padding_mask[:, None])
-
-    return wrapped
+    apply(routing_map, padding_mask=None if padding_mask is None else padding_mask[:, None])
 
 
 def _load(tokens: Tensor) -> dict[str, float]:

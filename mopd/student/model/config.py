@@ -21,7 +21,6 @@ from mopd.student.parallel import Layout
 
 UNFUSED_MAX_LENGTH = 4096
 """Longest sequence, in tokens, for which whole score matrices are acceptable: 2 GiB a layer for 32 heads in fp32."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def uses_transformer_engine(student: StudentConfig) -> bool:
@@ -72,8 +71,7 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.etp_size,
     )
-    _check_sequence_parallel(dims, layout)
-    _check_context_parallel(student, dims, layout)
+    _check_ranks_of_a_layer(student, dims, layout)
     _check_experts(student, dims)
     fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student)}
     fields |= asdict(stages)
@@ -96,40 +94,11 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
             raise
         named = dict(student.megatron_overrides)
         raise UserError(f"student.megatron_overrides {named}: Megatron refuses: {one_line(error)}") from error
-    _check_recompute(config, stages)
-    _check_messages(config)
+    _check_stages(config, stages)
     # Micro-batches are padded to their own longest sequence; stages announce shapes to each other. Set here because the
     # constructor refuses it beside the all-gather dispatcher, whose ranks must bring equally many tokens: mopd's do.
     config.variable_seq_lengths = layout.pp_size > 1
     return config
-
-
-def _check_context_parallel(student: StudentConfig, dims: ModelDims, layout: Layout) -> None:
-    """Refuse context parallelism with images under TransformerEngine. Megatron's rotation of queries and keys by
-    TransformerEngine knows one axis of positions, of whole sequences.
-
-    Raises:
-        UserError: one line with the keys to set.
-    """
-    if layout.cp_size > 1 and dims.vision is not None and uses_transformer_engine(student):
-        raise UserError(
-            f"student.parallel.context_parallel_size is {layout.cp_size} and model_type {dims.family} sees images: set "
-            "student.transformer_impl: local, or context_parallel_size: 1"
-        )
-
-
-def _check_messages(config: TransformerConfig) -> None:
-    """Refuse unbatched messages between interleaved stages: ``student/schedule.py`` pairs batched ones only.
-
-    Raises:
-        UserError: one line with the key to set.
-    """
-    chunks = config.virtual_pipeline_model_parallel_size
-    if chunks is not None and not config.batch_p2p_comm:
-        raise UserError(
-            "student.megatron_overrides.batch_p2p_comm: false with student.parallel."
-            f"virtual_pipeline_model_parallel_size {chunks}: remove the override"
-        )
 
 
 def check_fp8(student: StudentConfig, dims: ModelDims, tp_size: int) -> None:
@@ -157,11 +126,13 @@ def check_fp8(student: StudentConfig, dims: ModelDims, tp_size: int) -> None:
             )
 
 
-def _check_sequence_parallel(dims: ModelDims, layout: Layout) -> None:
-    """Require sequence parallelism where Megatron-Core needs it on tensor-parallel ranks that share a layer.
+def _check_ranks_of_a_layer(student: StudentConfig, dims: ModelDims, layout: Layout) -> None:
+    """Require sequence parallelism where Megatron-Core needs it on tensor-parallel ranks that share a layer, and refuse
+    context parallelism with images under TransformerEngine.
 
-    Experts: it refuses to train without. Latent attention: each rank would keep only its own heads' part of the
-    gradient of the keys' rotary half, which all heads share.
+    Experts: Megatron refuses to train without. Latent attention: each rank would keep only its own heads' part of the
+    gradient of the keys' rotary half, which all heads share. Images: TransformerEngine's rotation of queries and keys
+    knows one axis of positions, of whole sequences.
 
     Raises:
         UserError: one line with the key to set.
@@ -172,23 +143,33 @@ def _check_sequence_parallel(dims: ModelDims, layout: Layout) -> None:
             f"student.parallel.tensor_model_parallel_size is {layout.tp_size} and the model has {' and '.join(needs)}: "
             "set student.parallel.sequence_parallel: true"
         )
+    if layout.cp_size > 1 and dims.vision is not None and uses_transformer_engine(student):
+        raise UserError(
+            f"student.parallel.context_parallel_size is {layout.cp_size} and model_type {dims.family} sees images: set "
+            "student.transformer_impl: local, or context_parallel_size: 1"
+        )
 
 
-def _check_recompute(config: TransformerConfig, stages: Stages) -> None:
-    """Refuse recomputed runs of layers that do not divide a stage's layers: Megatron runs past the stage's last layer.
+def _check_stages(config: TransformerConfig, stages: Stages) -> None:
+    """Refuse recomputed runs of layers that do not divide a stage's layers, past whose last one Megatron would run; and
+    unbatched messages between interleaved stages, which ``student/schedule.py`` does not pair.
 
     Raises:
         UserError: one line with the key to set.
     """
-    run = config.recompute_num_layers
-    for chunk in sorted({len(chunk) for chunks in stages.layers(config.num_layers) for chunk in chunks}):
-        if config.recompute_method != "uniform" or run is None or not chunk % run:
-            continue
-        what = "a pipeline stage" if stages.virtual_pipeline_model_parallel_size == 1 else "a chunk of a pipeline stage"
+    run, num_chunks = config.recompute_num_layers, stages.virtual_pipeline_model_parallel_size
+    if num_chunks > 1 and not config.batch_p2p_comm:
         raise UserError(
-            f"student.megatron_overrides.recompute_num_layers: {run} does not divide the {chunk} layers of {what}; set "
-            "a divisor"
+            "student.megatron_overrides.batch_p2p_comm: false with student.parallel."
+            f"virtual_pipeline_model_parallel_size {num_chunks}: remove the override"
         )
+    for chunk in sorted({len(chunk) for chunks in stages.layers(config.num_layers) for chunk in chunks}):
+        if config.recompute_method == "uniform" and run is not None and chunk % run:
+            what = "a pipeline stage" if num_chunks == 1 else "a chunk of a pipeline stage"
+            raise UserError(
+                f"student.megatron_overrides.recompute_num_layers: {run} does not divide the {chunk} layers of {what}; "
+                "set a divisor"
+            )
 
 
 def _check_experts(student: StudentConfig, dims: ModelDims) -> None:
@@ -232,9 +213,9 @@ def _model_fields(dims: ModelDims) -> dict[str, Any]:
 
 
 def _moe_fields(moe: MoeConfig, dims: ModelDims) -> dict[str, Any]:
-    if dims.moe is None:
-        return {}
     experts = dims.moe
+    if experts is None:
+        return {}
     return {
         "num_moe_experts": experts.num_experts,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
@@ -323,7 +304,7 @@ def _layout_fields(layout: Layout) -> dict[str, Any]:
 
 
 def _execution_fields(student: StudentConfig) -> dict[str, Any]:
-    dtype = _DTYPES[student.dtype]
+    dtype: torch.dtype = getattr(torch, student.dtype)
     is_fused = uses_transformer_engine(student)
     fields: dict[str, Any] = {
         "params_dtype": dtype,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,13 @@ class StudentModel(GPTModel):
 
     The hook decides which rows become logits and how many of them exist at a time. There is no ``Float16Module``
     around this model (it would upcast what the model returns); its parameters already have the dtype.
+
+    With vision, positions have three axes, and the first chunk has a tower. The model is then built with
+    ``scatter_embedding_sequence_parallel=False``: features go into whole sequences, which are split afterwards.
     """
+
+    vision_model: nn.Module
+    """The vision tower; exists in the first chunk of the first stage of a model with vision only."""
 
     def forward(
         self,
@@ -84,16 +91,24 @@ class StudentModel(GPTModel):
         *,
         packed: PackedSequences | None = None,
         samples: tuple[Tensor, int] | None = None,
+        images: ImageInput | None = None,
         **options: Any,
     ) -> Tensor:
-        """Run ``GPTModel.forward`` on right-padded sequences [B, S], or on ``packed`` ones [1, T].
+        """Run ``GPTModel.forward`` on right-padded sequences [B, S], or on ``packed`` ones [1, T]. ``position_ids`` are
+        of that shape, with vision [3, B, S].
 
         ``samples`` is read by expert routers beside packed sequences: the sample of each row [T] of this rank, and how
-        many samples there are.
+        many samples there are. ``images`` is read by the first chunk of a model with vision.
         """
         params = self._sequences(input_ids, position_ids, packed)
         if params is not None:
             params.samples = samples  # Megatron hands it to every layer, and to its recomputation
+        if hasattr(self, "vision_model"):
+            embedded = self.embedding(input_ids=input_ids, position_ids=None)
+            options["decoder_input"], context = with_images(
+                embedded, self.vision_model, images, sequence_parallel=self.config.sequence_parallel
+            )
+            options["extra_block_kwargs"] = {"context": context}
         output: Tensor = super().forward(input_ids, position_ids, None, packed_seq_params=params, **options)
         return output
 
@@ -133,20 +148,20 @@ class StudentModel(GPTModel):
             wait_for_weight(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return labels(LMHead(hidden_states, _announced(weight)))
+        return labels(LMHead(hidden_states, _with_counted_gradient(weight)))
 
 
-def _announced(weight: Tensor) -> Tensor:
+def _with_counted_gradient(weight: Tensor) -> Tensor:
     """Return the head's weight such that DDP counts its gradient, which goes to ``main_grad`` past autograd. An
     embedding of the same stage announces a weight that it shares, so that one is returned as it is."""
     if not hasattr(weight, "main_grad") or getattr(weight, "zero_out_wgrad", False):
         return weight
-    announced: Tensor = _Announced.apply(weight)
+    announced: Tensor = _CountedGradient.apply(weight)
     announced.main_grad = weight.main_grad  # type: ignore[attr-defined]
     return announced
 
 
-class _Announced(torch.autograd.Function):
+class _CountedGradient(torch.autograd.Function):
     """``apply(weight)`` -> the weight. If no gradient comes back, autograd gets memory of ``main_grad`` for one: DDP
     discards it, and takes a missing gradient for an error if it overlaps its sums with backward."""
 
@@ -164,37 +179,6 @@ class _Announced(torch.autograd.Function):
         weight.grad_added_to_main_grad = True
         stand_in: Tensor = weight.main_grad.detach().view(-1).view(weight.dtype)[: weight.numel()].view_as(weight)
         return stand_in
-
-
-class VisionStudentModel(StudentModel):
-    """A ``StudentModel`` with three axes of positions, whose first chunk has a vision tower.
-
-    It is built with ``scatter_embedding_sequence_parallel=False``: features go into whole sequences, which are split
-    afterwards.
-    """
-
-    vision_model: torch.nn.Module
-    """The vision tower; exists in the first chunk of the first stage only."""
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        *,
-        images: ImageInput | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Run ``GPTModel.forward`` with ``position_ids`` [3, B, S] and ``images``, which only the first chunk reads."""
-        decoder_input, context = None, None
-        if self.pre_process:
-            embedded = self.embedding(input_ids=input_ids, position_ids=None)
-            decoder_input, context = with_images(
-                embedded, self.vision_model, images, sequence_parallel=self.config.sequence_parallel
-            )
-        output: Tensor = super().forward(
-            input_ids, position_ids, decoder_input=decoder_input, extra_block_kwargs={"context": context}, **options
-        )
-        return output
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -229,9 +213,8 @@ def build_chunks(student: StudentConfig, dims: ModelDims, layout: Layout) -> lis
 def _build_chunk(
     student: StudentConfig, dims: ModelDims, layout: Layout, config: TransformerConfig, chunk: int
 ) -> StudentModel:
-    model_class = StudentModel if dims.vision is None else VisionStudentModel
     vp_stage = None if layout.vp_size == 1 else chunk
-    model = model_class(
+    model = StudentModel(
         config=config,
         transformer_layer_spec=_layer_specs(student, dims, config, vp_stage),
         vocab_size=dims.padded_vocab_size(layout.tp_size),
@@ -244,7 +227,9 @@ def _build_chunk(
         scatter_embedding_sequence_parallel=dims.vision is None,
         rotary_base=rotary_base(dims),
         vp_stage=vp_stage,
-        **_rope_options(dims),
+        # Latent attention has a rope of its own, set by ``transformer_config``.
+        rope_scaling=isinstance(dims.rope_scaling, Llama3Rope),
+        rope_scaling_factor=dims.rope_scaling.factor if isinstance(dims.rope_scaling, Llama3Rope) else 8.0,
     )
     if dims.vision is not None:
         _add_vision(model, student, dims)
@@ -267,7 +252,9 @@ def _add_vision(model: StudentModel, student: StudentConfig, dims: ModelDims) ->
         )
     if model.pre_process:
         model.vision_model = make_tower(student, model.config.params_dtype)
-        add_deepstack(model.get_submodule("decoder.layers"), len(dims.vision.deepstack_layers))
+        layers: Any = model.get_submodule("decoder.layers")
+        for number in range(len(dims.vision.deepstack_layers)):
+            layers[number].register_forward_hook(partial(_add_feature, number))
 
 
 def _turn_by_position(model: StudentModel, dims: ModelDims) -> None:
@@ -309,14 +296,6 @@ def _hand_on_padding_mask(model: StudentModel) -> None:
         layer.register_forward_pre_hook(complete, with_kwargs=True)
 
 
-def _rope_options(dims: ModelDims) -> dict[str, Any]:
-    """Return the rope's arguments of ``GPTModel``. Latent attention has a rope of its own, set by
-    ``transformer_config``."""
-    if isinstance(dims.rope_scaling, Llama3Rope):
-        return {"rope_scaling": True, "rope_scaling_factor": dims.rope_scaling.factor}
-    return {}
-
-
 def _layer_specs(
     student: StudentConfig, dims: ModelDims, config: TransformerConfig, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
@@ -349,23 +328,19 @@ def _local_spec(dims: ModelDims, *, has_experts: bool) -> ModuleSpec:
         normalization="RMSNorm",
     )
     submodules, attention = layer.submodules, layer.submodules.self_attention.submodules
-    submodules.input_layernorm = RMSNorm
-    submodules.pre_mlp_layernorm = RMSNorm
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     attention.core_attention = CoreAttention
     keys = {} if has_experts else dict(_FUSED_MLP_NORM)
     if is_latent:
-        attention.q_layernorm = RMSNorm
-        attention.kv_layernorm = RMSNorm
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
         # Not split over ranks, as under TransformerEngine. Split, the gradient of the keys' shared rotary part lacks
         # the other ranks' heads in Megatron 0.16.1.
-        attention.linear_q_down_proj = Linear
-        attention.linear_kv_down_proj = Linear
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         keys |= _FUSED_LATENT_NORMS
     else:
         keys |= _FUSED_INPUT_NORM
         if dims.qk_norm:
-            attention.q_layernorm = RMSNorm
-            attention.k_layernorm = RMSNorm
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
     submodules.sharded_state_dict_keys_map = keys
     return layer
 
@@ -409,19 +384,11 @@ def _placed(features: Tensor, rows: Tensor, into: Tensor) -> Tensor:
     return into.flatten(0, 1).index_copy(0, rows, features.to(into.dtype)).view_as(into)
 
 
-def add_deepstack(layers: Any, num_features: int) -> None:
-    """Add one feature to the output of each of the first ``num_features`` layers.
+def _add_feature(number: int, layer: Any, inputs: Any, output: tuple[Tensor, Tensor | None]) -> Any:
+    """Add a feature of DeepStack to the output of layer ``number``, as a forward hook.
 
     Features come to a layer as ``context``, which self-attention ignores: Megatron's schedule and recomputation carry
     it, and its gradient, with the micro-batch that it belongs to.
     """
-
-    def adder(number: int) -> Any:
-        def add(layer: Any, inputs: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-            hidden, context = output
-            return output if context is None else (hidden + context[number], context)
-
-        return add
-
-    for number in range(num_features):
-        layers[number].register_forward_hook(adder(number))
+    hidden, context = output
+    return output if context is None else (hidden + context[number], context)

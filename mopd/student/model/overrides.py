@@ -1,8 +1,7 @@
 """Tables of the fields of Megatron's configuration that a recipe may override, and of the reasons against the others.
 
-Allowed is what costs or saves memory and time and leaves the model and its gradient unchanged. Every field of the
-supported Megatron-Core stands in exactly one table below: a new version's new field is refused until it is put in one,
-and a test says so.
+Allowed is what costs or saves memory and time and leaves the model and its gradient unchanged. All other fields of
+Megatron-Core are refused, those of a new version included.
 """
 
 from __future__ import annotations
@@ -131,50 +130,8 @@ REFUSED: dict[str, str] = {
     "the weights come from student.model, nothing is drawn": """
         perform_initialization use_cpu_initialization init_method output_layer_init_method init_method_std
         embedding_init_method embedding_init_method_std init_model_with_meta_device""",
-    "of 8 and 4 bits mopd knows fp8 products of bf16 weights alone": """
-        fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad fp8_dot_product_attention
-        fp8_multi_head_attention tp_only_amax_red activation_func_fp8_input_store disable_parameter_transpose_cache
-        use_kitchen use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe fp4_param
-        fp4_quantizer_factory quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8""",
-    "sequences are split by student.parallel.context_parallel_size alone, in one order": """
-        hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel cp_comm_type""",
-    "layers are cut into stages by the keys of student.parallel": """
-        pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split""",
-    "a stage sends and waits before it frees what it sent, which this would not": """
-        overlap_p2p_comm overlap_p2p_comm_warmup_flush""",
-    "mopd's tests do not cover this schedule": """
-        overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
-        num_microbatches_with_partial_activation_checkpoints""",
-    "mopd sets this field: its schedule sums gradients of micro-batches of unequal shapes": """
-        calculate_per_token_loss finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
-        variable_seq_lengths deallocate_pipeline_outputs""",
-    "mopd sets this field: it runs the LM head and the loss itself": """
-        mtp_num_layers mtp_loss_scaling_factor mtp_standalone defer_embedding_wgrad_compute wgrad_deferral_limit
-        cross_entropy_loss_fusion cross_entropy_fusion_impl""",
-    "mopd sets the dispatcher of tokens: all-to-all with CUDA, all-gather without": """
-        moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms
-        moe_hybridep_num_sms""",
-    "it needs what Megatron's own trainer sets up (buffers, groups, timers, other builds)": """
-        pipeline_model_parallel_comm_backend gradient_accumulation_fusion timers barrier_with_L1_time tp_comm_overlap
-        tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
-        tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv
-        tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend use_ring_exchange_p2p _cpu_offloading_context
-        batch_invariant_mode log_max_attention_logit moe_per_layer_logging config_logger_dir test_mode""",
-    "micro-batches differ in shape, CUDA graphs do not": """
-        enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool
-        cuda_graph_retain_backward_graph cuda_graph_warmup_steps""",
-    "it is for inference, which rollout and teachers do elsewhere": """
-        flash_decode inference_sampling_seed symmetric_ar_type use_inference_optimized_layers
-        inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents""",
-    "TransformerEngine moves activations, and no weights, whatever this says": """
-        cpu_offloading_activations cpu_offloading_weights""",
-    "it does nothing in the layers that mopd builds": """
-        async_tensor_model_parallel_allreduce persist_layer_norm memory_efficient_layer_norm fused_single_qkv_rope
-        attention_softmax_in_fp32
-        use_fused_weighted_squared_relu""",
-    "it is the old name of recompute_granularity: selective with recompute_modules: [moe]": "moe_layer_recompute",
 }
-"""Reason -> fields that are refused for it."""
+"""Reason -> fields that are refused for it, since they would make another model, another gradient or another step."""
 
 _OTHERS = {
     OptimizerConfig: "student.optimizer (states in host memory: offload_fraction)",
@@ -232,7 +189,10 @@ def _why_not(name: str) -> str:
             return f"it is a field of Megatron's {config.__name__}, which mopd builds from {owner}; remove the override"
     known = [field.name for field in dataclasses.fields(MLATransformerConfig)]
     if name in known:
-        return "mopd has not decided on this field of this version of Megatron-Core; remove the override"
+        return (
+            "mopd sets it itself, or no test of mopd shows that the model and its gradient stay the same; remove the "
+            "override"
+        )
     near = difflib.get_close_matches(name, [*ALLOWED, *WITH_TRANSFORMER_ENGINE], n=1)
     near = near or difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(ALLOWED)}"

@@ -68,16 +68,12 @@ def head_peak(it: Case) -> dict[str, int] | None:
     num, length = batch.shape
     own = length // layout.tp_size if layout.sequence_parallel else length
     hidden = torch.randn(own, num, weight.shape[1], dtype=weight.dtype, requires_grad=True)
-    sums = worker._objective.new_sums(
-        num_domains=len(DOMAINS), num_samples=plan.num_samples, diagnostics=False, device=layout.device
-    )
+    sizes = {"num_domains": len(DOMAINS), "num_samples": plan.num_samples, "num_loss_tokens": plan.num_loss_tokens}
+    sums = worker._objective.new_sums(diagnostics=False, **sizes)
 
     def work() -> None:
         hidden.grad = None
-        loss = worker._objective(
-            LMHead(hidden, weight), rows=batch.rows, sums=sums, num_loss_tokens=plan.num_loss_tokens, num_samples=16
-        )
-        loss.backward()
+        worker._objective(LMHead(hidden, weight), rows=batch.rows, sums=sums).backward()
 
     work()
     peak = peak_bytes(work, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""One start of 2, 4 and 1 ranks each serves every test of this folder."""
+"""One start of 2, 4 and 1 ranks each serves the tests of this folder; checkpoints and experts have their own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ PIPELINES = {
 }
 """Of a model of 8 layers: one in each of 8 chunks; stages of 6 and 2, each in 2 chunks."""
 ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
-MICRO_BATCH_SIZES = (1, 2, 8)
+SIZES = [
+    *(("one", size) for size in (1, 2, 8)),
+    *(("tp2", 2), ("tp2_sp", 1), ("pp2", 1), ("pp2", 8), ("dp2", 2)),
+    *(("tp2_pp2", 1), ("tp2_sp_dp2", 2), ("pp2_dp2", 8)),
+]
+"""Layouts, and the micro-batch sizes that each is tried at."""
 _FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 OVERRIDES: dict[str, Results] = {
     "tp2/matmul": {"disable_bf16_reduced_precision_matmul": True},
@@ -53,8 +58,11 @@ WIDE_PIPELINES = {
 }
 ENSEMBLES = {"ensemble": "default", "ensemble_k2": "k2"}
 """Cases in which one domain has two teachers, with their losses."""
-HEAD_CASES = [*((loss, "tied") for loss in ("default", "k2", "policy_gradient", "ensemble")), ("default", "untied")]
-"""Loss, and whether the embeddings are tied."""
+HEAD_CASES = {
+    "one": [*((loss, "tied") for loss in ("default", "k2", "policy_gradient", "ensemble")), ("default", "untied")],
+    **{name: [("policy_gradient", "tied"), ("default", "untied")] for name in TWO_RANK_LAYOUTS},
+}
+"""Loss, and whether the embeddings are tied, by layout."""
 PACKING = (True, False)
 OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient")
 TIMEOUT_S = 3600
@@ -123,18 +131,6 @@ def wide_models(student_folder: Path) -> dict[str, str]:
     }
 
 
-def _pipeline_cases(model: str, folder: Path) -> dict[str, Results]:
-    """Interleaved and uneven pipelines, and the way from one to the other and to none."""
-    once = {"model": model, "steps": 1, "logprobs": True}
-    cases = {f"{name}/deep": {**layout, **once} for name, layout in PIPELINES.items()}
-    few = {"model": model, "micro_batch_size": 8, "steps_after": 1}  # as many micro-batches as stages
-    cases["save/vp4"] = {**PIPELINES["vp4"], **few, "steps": 1, "save": str(folder)}
-    loaded = {**PIPELINES, "tp2": TWO_RANK_LAYOUTS["tp2"]}
-    for name, layout in loaded.items():
-        cases[f"load/vp4/{name}"] = {**layout, **few, "load": str(folder)}
-    return cases
-
-
 def _head_cases(layouts: dict[str, Results], models: dict[str, str], head_mib: int) -> dict[str, Results]:
     """Top-k and sampled losses and an ensemble on a large vocabulary with tied embeddings, and one without."""
     own = {"head_mib": head_mib, "micro_batch_size": 8, "steps": 1}
@@ -143,49 +139,47 @@ def _head_cases(layouts: dict[str, Results], models: dict[str, str], head_mib: i
             **layout, "model": models[tied], **own, **(_ensemble(loss) if loss in ENSEMBLES else {"loss": loss})
         }
         for name, layout in layouts.items()
-        for loss, tied in HEAD_CASES
+        for loss, tied in HEAD_CASES.get(name, HEAD_CASES["one"])
     }  # fmt: skip
 
 
 def _size_cases(layouts: dict[str, Results]) -> dict[str, Results]:
     return {
-        f"{name}/mbs{size}": {**layout, "micro_batch_size": size, "steps": 1}
-        for name, layout in layouts.items()
-        for size in MICRO_BATCH_SIZES
+        f"{name}/mbs{size}": {**layouts[name], "micro_batch_size": size, "steps": 1}
+        for name, size in SIZES
+        if name in layouts
     }
 
 
-def _saved_and_loaded(student_folder: Path) -> dict[str, Results]:
-    """Checkpoints of two ranks, at their own layout and at others."""
+@pytest.fixture(scope="session")
+def saved_ranks(hf_model: Path, deep_model: str, student_folder: Path) -> Results:
+    """Checkpoints of two ranks, at their own layout and at others. ``make parity`` tries every pair of layouts."""
     tp2, _, pp2, dp2 = TWO_RANK_LAYOUTS.values()
+    plain, twice = {"distributed_optimizer": False}, {"steps": 2, "steps_after": 2}
+    deep = {"model": deep_model, "micro_batch_size": 8, "steps": 1, "steps_after": 1}  # as many as stages
     saved = {
-        "tp2": tp2,
-        "dp2": dp2,
-        "tp2_plain": {**tp2, "distributed_optimizer": False},
-        "tp2_waiting": {**tp2, "async": False},
-        "tp2_bf16": {**tp2, "dtype": "bfloat16"},
-        "dp2_overlap": {**dp2, **OVERLAP},
-        "dp2_offload": {**dp2, "offload": 0.5},
-        "tp2_bf16_offload": {**tp2, "dtype": "bfloat16", "offload": 1.0},
+        "tp2": {**tp2, **twice},
+        "tp2_plain": {**tp2, **twice, **plain},
+        "tp2_waiting": {**tp2, **twice, "async": False},
+        "tp2_bf16_offload": {**tp2, **twice, "dtype": "bfloat16", "offload": 1.0},
+        "dp2_overlap": {**dp2, **twice, **OVERLAP},
+        "vp4": {**PIPELINES["vp4"], **deep},
+        "cp2": {**context_cases.CP2, **twice},
     }
-    cases: dict[str, Results] = {}
-    for name, case in saved.items():
-        folder = {"save": str(student_folder / f"saved_{name}")}
-        cases[f"save/{name}"] = {**case, "steps": 2, **folder, "steps_after": 2}
-    loaded = {
-        "tp2/tp2": tp2, "tp2/pp2": pp2, "tp2/dp2": dp2, "dp2/dp2": dp2, "dp2/tp2": tp2,
-        "tp2_plain/tp2_plain": saved["tp2_plain"], "tp2_plain/pp2_plain": {**pp2, "distributed_optimizer": False},
-        "tp2_waiting/tp2_waiting": tp2,
-        "tp2_bf16/tp2_bf16": saved["tp2_bf16"],
-        "dp2_overlap/dp2_overlap": saved["dp2_overlap"], "dp2_overlap/tp2": tp2,
-        "dp2_offload/dp2_offload": saved["dp2_offload"], "dp2_offload/dp2": dp2,
-        "dp2_offload/tp2_offload": {**tp2, "offload": 1.0}, "tp2/tp2_offload": {**tp2, "offload": 1.0},
-        "tp2_bf16_offload/tp2_bf16_offload": saved["tp2_bf16_offload"],
-    }  # fmt: skip
+    loaded = {f"{name}/{name}": case for name, case in saved.items()} | {
+        "tp2/pp2": {**pp2, **twice},
+        "tp2/dp2_offload": {**dp2, **twice, "offload": 0.5},
+        "dp2_overlap/tp2": {**tp2, **twice},
+        "tp2_plain/pp2_plain": {**pp2, **twice, **plain},
+        "vp4/vp2_last": {**PIPELINES["vp2_last"], **deep},
+        "cp2/tp2": {**tp2, **twice},
+    }
+    cases = {f"save/{name}": {**case, "save": str(student_folder / f"saved_{name}")} for name, case in saved.items()}
     for name, case in loaded.items():
-        source = name.split("/")[0]
-        cases[f"load/{name}"] = {**case, "load": str(student_folder / f"saved_{source}"), "steps_after": 2}
-    return cases
+        source = str(student_folder / f"saved_{name.split('/')[0]}")
+        cases[f"load/{name}"] = {**case, "steps": 0, "load": source}
+    cases["tp2/save_hf"] = {**tp2, "steps": 1, "save_hf": str(student_folder / "exported"), "refused_saves": True}
+    return run_ranks(2, {"model": str(hf_model), "cases": cases}, student_folder / "saving")
 
 
 @pytest.fixture(scope="session")
@@ -212,19 +206,18 @@ def two_ranks(
     untied_steps = {**dp2, "model": str(untied_model), "micro_batch_size": 2, "steps": 3}
     cases |= {"dp2/steps": untied_steps, "dp2/steps/overlap": {**untied_steps, **OVERLAP, "logprobs": True}}
     cases["dp2/steps/offload"] = {**untied_steps, **OVERLAP, "offload": 1.0}
-    cases["tp2/save_hf"] = {**tp2, "steps": 1, "save_hf": str(student_folder / "exported"), "refused_saves": True}
     cases["tp2_sp/recompute_full"] = {**tp2_sp, "recompute": "full", "steps": 1}
     cases["tp2/recompute_selective"] = {**tp2, "recompute": "selective", "steps": 1}
-    cases |= _saved_and_loaded(student_folder)
     for name, overrides in OVERRIDES.items():
         layout = TWO_RANK_LAYOUTS[name.split("/")[0]]
         cases[f"override/{name}"] = {**layout, "overrides": overrides, "steps": 1}
     cases |= _head_cases(TWO_RANK_LAYOUTS, wide_models, head_mib=1)
     for name in ("tp2", "pp2", "dp2"):
         cases[f"poison/{name}"] = {**TWO_RANK_LAYOUTS[name], "poison": True}
-    cases |= _pipeline_cases(deep_model, student_folder / "saved_vp4")
+    once = {"model": deep_model, "steps": 1, "logprobs": True}
+    cases |= {f"{name}/deep": {**layout, **once} for name, layout in PIPELINES.items()}
     cases |= vision_cases.on_two_ranks(vision_folder, {**TWO_RANK_LAYOUTS, "cp2": context_cases.CP2})
-    cases |= context_cases.on_two_ranks(latent_model, student_folder, tp2)
+    cases |= context_cases.on_two_ranks(latent_model)
     frozen = cases["vision/qwen2_5_vl/pp2"]
     cases |= weight_cases.on_two_ranks(weight_cases.make_models(student_folder / "sent"), frozen)
     return run_ranks(2, {"model": str(hf_model), "cases": cases}, student_folder / "two")
@@ -232,7 +225,6 @@ def two_ranks(
 
 @pytest.fixture(scope="session")
 def four_ranks(
-    two_ranks: Results,
     hf_model: Path,
     deep_model: str,
     latent_model: str,
@@ -245,14 +237,11 @@ def four_ranks(
     cases |= {
         f"{name}/overlap": {**FOUR_RANK_LAYOUTS[name], **OVERLAP, "steps": 2} for name in ("tp2_sp_dp2", "pp2_dp2")
     }
-    layout = FOUR_RANK_LAYOUTS["tp2_pp2"]
-    cases["load/tp2/tp2_pp2"] = {**layout, "load": str(student_folder / "saved_tp2"), "steps_after": 2}
     return run_ranks(4, {"model": str(hf_model), "cases": cases}, student_folder / "four")
 
 
 @pytest.fixture(scope="session")
 def one_rank(
-    two_ranks: Results,
     hf_model: Path,
     untied_model: Path,
     deep_model: str,
@@ -273,5 +262,4 @@ def one_rank(
     cases["one/untied"] = {**ONE, "model": str(untied_model), "steps": 1, "logprobs": True}
     cases["one/logprobs"] = {**ONE, "logprobs": True}
     cases["one/deep"] = {**ONE, "model": deep_model, "steps": 2, "logprobs": True}
-    cases["load/tp2/one"] = {**ONE, "load": str(student_folder / "saved_tp2"), "steps_after": 2}
     return run_ranks(1, {"model": str(hf_model), "cases": cases}, student_folder / "one")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 Cases = dict[str, dict[str, Any]]
@@ -37,19 +36,13 @@ def on_one_rank(latent_model: str, one: dict[str, Any]) -> Cases:
     return {f"context/one/{name}": case for name, case in cases_of(one, latent_model).items()}
 
 
-def on_two_ranks(latent_model: str, folder: Path, tp2: dict[str, Any]) -> Cases:
-    """All of them, recomputed too; traffic beside computation; a checkpoint from there, and one of tensor-parallel
-    ranks."""
+def on_two_ranks(latent_model: str) -> Cases:
+    """All of them, recomputed too; traffic beside computation."""
     cases = {f"context/cp2/{name}": case for name, case in cases_of(CP2, latent_model).items()}
     whole = cases["context/cp2/masked_sequences/packed"]
     for recompute in ("selective", "full"):
         cases[f"context/cp2/masked_sequences/{recompute}"] = {**whole, "recompute": recompute}
     cases["context/cp2/overlap"] = {**CP2, "overlap": True, "bucket_size": 3000, "steps": 2}
-    from_here, from_tp2 = str(folder / "saved_cp2"), str(folder / "saved_tp2")
-    cases["save/cp2"] = {**CP2, "steps": 2, "save": from_here, "steps_after": 2}
-    for name, layout in {"cp2": CP2, "tp2": tp2}.items():
-        cases[f"load/cp2/{name}"] = {**layout, "load": from_here, "steps_after": 2}
-    cases["load/tp2/cp2"] = {**CP2, "load": from_tp2, "steps_after": 2}
     return cases
 
 

@@ -20,16 +20,15 @@ from transformers import AutoModelForCausalLM
 from mopd.student.model.overrides import ALLOWED
 from tests.parity.student.conftest import (
     ENSEMBLES,
-    FOUR_RANK_LAYOUTS,
     HEAD_CASES,
-    MICRO_BATCH_SIZES,
     OTHER_LOSSES,
     OVERRIDES,
     PIPELINES,
+    SIZES,
     TWO_RANK_LAYOUTS,
     WIDE_PIPELINES,
 )
-from tests.parity.student.samples import DOMAINS, ENSEMBLE, make_samples
+from tests.parity.student.samples import DOMAINS, ENSEMBLE, Weights, make_samples
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
@@ -42,10 +41,24 @@ def assert_same_step(step: Results, expected: Results) -> None:
         assert step[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
-@pytest.mark.parametrize("layout", TWO_RANK_LAYOUTS)
-def test_two_ranks_equal_one(two_ranks: Results, one_rank: Results, layout: str, size: int) -> None:
-    assert_same_step(two_ranks[f"{layout}/mbs{size}"]["steps"][0], one_rank["one/budget"]["steps"][0])
+def assert_logprobs(results: Results, folder: Path) -> None:
+    """The log-probs of a case are those of transformers' model of ``folder``."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    metas, fields = make_samples(16, vocab_size=model.config.vocab_size, top_k=8, seed=0, first_id=0)
+    for i, row in zip((3, 1, 2, 5), results["logprobs"] + results["one_logprob"], strict=True):
+        tokens, start = fields["tokens"][i], metas[i].prompt_length
+        with torch.no_grad():
+            rows = torch.log_softmax(model(tokens[None]).logits[0], -1)
+        expected = torch.stack([rows[t - 1, tokens[t]] for t in range(start, len(tokens))])
+        torch.testing.assert_close(torch.tensor(row), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("layout", "size"), SIZES)
+def test_layouts_and_sizes_equal_one_rank(
+    two_ranks: Results, four_ranks: Results, one_rank: Results, layout: str, size: int
+) -> None:
+    results = one_rank | two_ranks | four_ranks
+    assert_same_step(results[f"{layout}/mbs{size}"]["steps"][0], one_rank["one/budget"]["steps"][0])
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
@@ -64,17 +77,6 @@ def test_interleaved_pipelines_of_four_ranks_equal_one(four_ranks: Results, one_
     found, expected = four_ranks[f"{layout}/deep"]["steps"], one_rank["one/deep"]["steps"]
     for step, wanted in zip(found, expected, strict=True):
         assert_same_step(step, wanted)
-
-
-@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
-@pytest.mark.parametrize("layout", FOUR_RANK_LAYOUTS)
-def test_four_ranks_equal_one(four_ranks: Results, one_rank: Results, layout: str, size: int) -> None:
-    assert_same_step(four_ranks[f"{layout}/mbs{size}"]["steps"][0], one_rank["one/budget"]["steps"][0])
-
-
-@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
-def test_micro_batch_size_on_one_rank(one_rank: Results, size: int) -> None:
-    assert_same_step(one_rank[f"one/mbs{size}"]["steps"][0], one_rank["one/budget"]["steps"][0])
 
 
 @pytest.mark.parametrize("layout", ["one", *TWO_RANK_LAYOUTS])
@@ -111,7 +113,7 @@ def test_recompute_changes_nothing(two_ranks: Results, one_rank: Results, case: 
 @pytest.mark.parametrize(
     ("case", "plain"),
     [
-        ("save/dp2_overlap", "save/dp2"),
+        ("save/dp2_overlap", "save/tp2"),
         ("dp2/steps/overlap", "dp2/steps"),
         ("dp2/steps/offload", "dp2/steps"),
         ("context/cp2/overlap", "save/cp2"),
@@ -119,9 +121,11 @@ def test_recompute_changes_nothing(two_ranks: Results, one_rank: Results, case: 
         ("pp2_dp2/overlap", "save/tp2"),
     ],
 )
-def test_overlap_and_offload_change_nothing(two_ranks: Results, four_ranks: Results, case: str, plain: str) -> None:
+def test_overlap_and_offload_change_nothing(
+    two_ranks: Results, four_ranks: Results, saved_ranks: Results, case: str, plain: str
+) -> None:
     """In the first step Megatron learns when gradients are complete, and sends them all at its end."""
-    steps, expected = ((two_ranks | four_ranks)[name]["steps"] for name in (case, plain))
+    steps, expected = ((two_ranks | four_ranks | saved_ranks)[name]["steps"] for name in (case, plain))
     assert len(steps) >= 2
     for step, other in zip(steps, expected, strict=True):
         assert_same_step(step, other)
@@ -136,8 +140,10 @@ def test_every_allowed_override_is_tried() -> None:
     assert {field for given in OVERRIDES.values() for field in given} == set(ALLOWED)
 
 
-@pytest.mark.parametrize(("loss", "tied"), HEAD_CASES)
-@pytest.mark.parametrize("layout", ["small", *TWO_RANK_LAYOUTS])
+@pytest.mark.parametrize(
+    ("layout", "loss", "tied"),
+    [(name.replace("one", "small"), *case) for name, cases in HEAD_CASES.items() for case in cases],
+)
 def test_lm_head_in_chunks_equals_all_logits_at_once(
     two_ranks: Results, one_rank: Results, layout: str, loss: str, tied: str
 ) -> None:
@@ -150,52 +156,29 @@ def test_lm_head_in_chunks_equals_all_logits_at_once(
     assert_same_step(step, expected)
 
 
-def test_equals_the_definition(one_rank: Results, hf_model: Path) -> None:
-    """Forward KL on the teacher's top-k and the rest as one outcome, mean over the batch's loss tokens, in float64."""
-    model = AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float64)
-    metas, fields = make_samples(16, vocab_size=model.config.vocab_size, top_k=8, seed=1, first_id=100)
-    total, by_domain = torch.zeros(()), dict.fromkeys(DOMAINS, 0.0)
-    for i, meta in enumerate(metas):
-        logits = model(fields["tokens"][i][None]).logits[0]
-        for r in range(meta.response_length):
-            if not fields["loss_mask"][i][r]:
-                continue
-            p_all = torch.softmax(logits[meta.prompt_length + r - 1], -1)
-            q = fields["teacher_logprobs"][i][r].double().exp()
-            p = p_all[fields["teacher_ids"][i][r].long()]
-            kl = (q * (q / p).log()).sum() + (1 - q.sum()) * ((1 - q.sum()) / (1 - p.sum())).log()
-            total = total + kl
-            by_domain[meta.domain] += kl.item()
-    loss = total / sum(meta.num_loss_tokens for meta in metas)
-    loss.backward()
-    norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
-    step = one_rank["one/budget"]["steps"][0]
-    assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert step["weighted_loss/math"] + step["weighted_loss/code"] == pytest.approx(loss.item(), rel=1e-5)
-    for domain in DOMAINS:
-        assert step[f"loss/{domain}"] == pytest.approx(by_domain[domain], rel=1e-5)
-
-
-def test_an_ensemble_equals_the_definition(one_rank: Results, hf_model: Path) -> None:
-    """The token loss is the sum of each teacher's forward KL times its share; masses and overlaps are means with the
-    same shares; k1 is the student's log-prob less such a mean of the teachers'. In float64 on transformers' own model.
+@pytest.mark.parametrize(("case", "weights"), [("budget", None), ("ensemble", ENSEMBLE)])
+def test_equals_the_definition(one_rank: Results, hf_model: Path, case: str, weights: Weights | None) -> None:
+    """The token loss is the sum of each teacher's forward KL (on its top-k and the rest as one outcome) times its
+    share, the loss the mean over the batch's loss tokens; masses and overlaps are means with the same shares; k1 is the
+    student's log-prob less such a mean of the teachers'. In float64 on transformers' own model.
     """
     model = AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float64)
-    metas, fields = make_samples(
-        16, vocab_size=model.config.vocab_size, top_k=8, seed=1, first_id=100, weights=ENSEMBLE
-    )
+    metas, fields = make_samples(16, vocab_size=model.config.vocab_size, top_k=8, seed=1, first_id=100, weights=weights)
     names = ("loss", "k1", "teacher_mass", "student_mass", "topk_overlap")
     expected = {f"{name}/{domain}": 0.0 for name in names for domain in DOMAINS}
     total = torch.zeros(())
     for i, meta in enumerate(metas):
         logits = model(fields["tokens"][i][None]).logits[0]
+        shares = (1.0,) if weights is None else weights[meta.domain]
         for r in range(meta.response_length):
             if not fields["loss_mask"][i][r]:
                 continue
             log_p = torch.log_softmax(logits[meta.prompt_length + r - 1], -1)
-            for d, share in enumerate(ENSEMBLE[meta.domain]):
-                ids = fields["teacher_ids"][i][r, d].long()
-                q, p = fields["teacher_logprobs"][i][r, d].double().exp(), log_p.exp()[ids]
+            all_ids, all_logprobs = (
+                fields[name][i][r].view(len(shares), 8) for name in ("teacher_ids", "teacher_logprobs")
+            )
+            for share, ids, logprobs in zip(shares, all_ids.long(), all_logprobs.double(), strict=True):
+                q, p = logprobs.exp(), log_p.exp()[ids]
                 kl = (q * (q / p).log()).sum() + (1 - q.sum()) * ((1 - q.sum()) / (1 - p.sum())).log()
                 total = total + share * kl
                 own_top = set(log_p.topk(8).indices.tolist())
@@ -205,10 +188,12 @@ def test_an_ensemble_equals_the_definition(one_rank: Results, hf_model: Path) ->
                 expected[f"topk_overlap/{meta.domain}"] += share * len(own_top & set(ids.tolist())) / 8
             own = log_p[fields["tokens"][i][meta.prompt_length + r]]
             expected[f"k1/{meta.domain}"] += (own - fields["teacher_token_logprobs"][i][r]).item()
-    (total / sum(meta.num_loss_tokens for meta in metas)).backward()
+    loss = total / sum(meta.num_loss_tokens for meta in metas)
+    loss.backward()
     norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
-    step = one_rank["one/ensemble"]["steps"][0]
+    step = one_rank[f"one/{case}"]["steps"][0]
     assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert step["weighted_loss/math"] + step["weighted_loss/code"] == pytest.approx(loss.item(), rel=1e-5)
     for name, value in expected.items():
         assert step[name] == pytest.approx(value, rel=1e-5), name
 
@@ -218,15 +203,6 @@ def test_logprobs_equal_transformers(
     two_ranks: Results, one_rank: Results, hf_model: Path, untied_model: Path, name: str
 ) -> None:
     """``logprobs`` returns each response token's log-prob, in the order asked, at every layout; also for one sample."""
-    model = AutoModelForCausalLM.from_pretrained(untied_model if name == "untied" else hf_model, dtype=torch.float32)
-    metas, fields = make_samples(16, vocab_size=model.config.vocab_size, top_k=8, seed=0, first_id=0)
-    expected = []
-    for i in (3, 1, 2, 5):
-        tokens, start = fields["tokens"][i], metas[i].prompt_length
-        with torch.no_grad():
-            rows = torch.log_softmax(model(tokens[None]).logits[0], -1)
-        expected.append(torch.stack([rows[t - 1, tokens[t]] for t in range(start, len(tokens))]))
+    folder = untied_model if name == "untied" else hf_model
     for results in (one_rank[f"one/{name}"], *(two_ranks[f"{layout}/{name}"] for layout in ("tp2", "pp2", "dp2"))):
-        rows = [torch.tensor(row) for row in results["logprobs"] + results["one_logprob"]]
-        for row, wanted in zip(rows, expected, strict=True):
-            torch.testing.assert_close(row, wanted, atol=1e-4, rtol=0)
+        assert_logprobs(results, folder)

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.fixtures.tiny_models import make_hf_model
 from tests.parity.student.balancing import by_definition
 from tests.parity.student.conftest import OVERLAP
 from tests.parity.student.harness import run_ranks
-from tests.parity.student.samples import make_samples
+from tests.parity.student.test_layouts import assert_logprobs, assert_same_step
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
@@ -46,6 +44,12 @@ PIPELINES = {
 DEEP = {"qwen3_moe": "vp2", "deepseek_v3": "vp2", "mixtral": "last"}
 """Families, and the pipeline that each is tried in; DeepSeek's first layer is dense."""
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+TRIED = [
+    *((layout, family) for layout in TWO_RANK_LAYOUTS for family in ("qwen3_moe", "deepseek_v3")),
+    *(("tp2_sp_ep2", "mixtral"), ("pp2", "deepseek_v2")),
+    *(("tp2_sp_pp2_ep2", "deepseek_v3"), ("tp2_sp_dp2_ep2", "qwen3_moe")),
+]
+"""Layouts and families that are held against one rank. ``make parity`` draws others."""
 BALANCE = {
     "aux_loss": {"moe_aux_loss_coeff": 0.5},
     "seq_aux_loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
@@ -53,18 +57,12 @@ BALANCE = {
     "z_loss": {"moe_z_loss_coeff": 0.05},
 }
 BOTH = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}
-BALANCED_LAYOUTS = {
-    "aux_loss": ("ep2", "tp2_sp_ep2", "pp2"),
-    "seq_aux_loss": ("ep2",),
-    "global_aux_loss": ("tp2_sp",),
-    "z_loss": ("ep2", "tp2_sp", "pp2"),
-}
-"""Not the global loss elsewhere: it compares with a running mean over micro-batches, whose order differs between
-data-parallel degrees."""
 SIZE = 3
 """Samples of a micro-batch at most; of 16 some micro-batches get 2, so that ranks that share experts fill them up with
 a sequence of padding."""
 PADDED: Results = {"micro_batch_size": SIZE, "packing": False}
+PADDED_LAYOUTS = ("ep2", "tp2_sp", "pp2")
+PADDED_CASES = ("ep2/deepseek_v3", "tp2_sp/qwen3_moe", "pp2/deepseek_v3")
 _FULL: Results = {"recompute_granularity": "full", "recompute_num_layers": 1}
 RECOMPUTED: dict[str, Results] = {
     "full": {"recompute": "full"},
@@ -93,14 +91,10 @@ def moe_models(moe_folder: Path) -> dict[str, str]:
 
 def _cases(layouts: dict[str, Results], models: dict[str, str]) -> dict[str, Results]:
     return {
-        f"{name}/{family}": {**layout, "model": model, "steps": 1}
-        for name, layout in layouts.items()
-        for family, model in models.items()
+        f"{name}/{family}": {**layouts[name], "model": models[family], "steps": 1}
+        for name, family in TRIED
+        if name in layouts
     }
-
-
-def _balanced(layout: Results, model: str, kind: str) -> Results:
-    return {**layout, "model": model, "moe": BALANCE[kind], "micro_batch_size": 1, "steps": 1}
 
 
 def _deep(layout: Results, models: dict[str, str], family: str) -> Results:
@@ -127,31 +121,23 @@ def moe_two_ranks(moe_models: dict[str, str], deep_models: dict[str, str], moe_f
     cases |= {
         f"{name}/dense_latent": {**TWO_RANK_LAYOUTS[name], **_dense_latent(moe_folder)} for name in ("tp2_sp", "pp2")
     }
-    cases["recompute"] = {**cases["tp2_sp_ep2/qwen3_moe"], "recompute": "full"}
     padded = {"model": moe_models["qwen3_moe"], "moe": BOTH, **PADDED, "steps": 1}
     cases |= {f"{name}/both": {**layout, **padded} for name, layout in TWO_RANK_LAYOUTS.items()}
     cases |= {
         f"{name}/seq": {**TWO_RANK_LAYOUTS[name], **padded, "moe": BALANCE["seq_aux_loss"]}
-        for name in ("ep2", "tp2_sp", "pp2")
+        for name in ("ep2", "tp2_sp")
     }
     cases |= {
         f"{name}/packed": {**cases[f"{name}/both"], "packing": True, "moe": BALANCE["seq_aux_loss"]}
-        for name in TWO_RANK_LAYOUTS
+        for name in PADDED_LAYOUTS
     }
-    cases |= {
-        f"{name}/{family}/padded": {**cases[f"{name}/{family}"], "packing": False}
-        for family in ("qwen3_moe", "deepseek_v3")
-        for name in ("ep2", "tp2_sp", "pp2")
-    }
+    cases |= {f"{name}/padded": {**cases[name], "packing": False} for name in PADDED_CASES}
     cases["dp2/global"] = {
         **TWO_RANK_LAYOUTS["dp2"], **padded, "moe": BALANCE["global_aux_loss"], "micro_batch_size": 8
     }  # fmt: skip
     cases |= {
         f"recompute/{name}": {**TWO_RANK_LAYOUTS["tp2_sp_ep2"], **padded, **how} for name, how in RECOMPUTED.items()
     }
-    for kind, layouts in BALANCED_LAYOUTS.items():
-        for name in layouts:
-            cases[f"{name}/{kind}"] = _balanced(TWO_RANK_LAYOUTS[name], moe_models["qwen3_moe"], kind)
     cases["ep2/logprobs"] = {**TWO_RANK_LAYOUTS["ep2"], "model": moe_models["deepseek_v3"], "logprobs": True}
     for name, case in SAVED.items():
         saving = {"save": str(moe_folder / f"saved_{name}"), "steps": 2, "steps_after": 2}
@@ -171,32 +157,27 @@ def moe_two_ranks(moe_models: dict[str, str], deep_models: dict[str, str], moe_f
 
 @pytest.fixture(scope="session")
 def moe_four_ranks(moe_models: dict[str, str], moe_folder: Path) -> Results:
-    models = {family: moe_models[family] for family in ("qwen3_moe", "deepseek_v3")}
-    return run_ranks(4, {"model": "unused", "cases": _cases(FOUR_RANK_LAYOUTS, models)}, moe_folder / "four")
+    return run_ranks(4, {"model": "unused", "cases": _cases(FOUR_RANK_LAYOUTS, moe_models)}, moe_folder / "four")
 
 
 @pytest.fixture(scope="session")
 def moe_one_rank(moe_models: dict[str, str], deep_models: dict[str, str], moe_folder: Path) -> Results:
-    cases = _cases({"one": ONE}, moe_models)
+    cases = {f"one/{family}": {**ONE, "model": model, "steps": 1} for family, model in moe_models.items()}
     cases |= {f"deep/{family}": _deep(ONE, deep_models, family) for family in DEEP}
     cases["one/dense_latent"] = {**ONE, **_dense_latent(moe_folder)}
     for kind in BALANCE:
-        cases[f"one/{kind}"] = _balanced(ONE, moe_models["qwen3_moe"], kind)
+        cases[f"one/{kind}"] = {**cases["one/qwen3_moe"], "moe": BALANCE[kind], "micro_batch_size": 1}
         cases[f"one/{kind}/padded"] = {**cases[f"one/{kind}"], **PADDED}
         cases[f"one/{kind}/packed"] = {**cases[f"one/{kind}/padded"], "packing": True}
     return run_ranks(1, {"model": "unused", "cases": cases}, moe_folder / "one")
 
 
-def assert_same_step(step: Results, expected: Results) -> None:
-    assert step.keys() == expected.keys()
-    for name, value in expected.items():
-        assert step[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", TWO_RANK_LAYOUTS)
-def test_two_ranks_equal_one(moe_two_ranks: Results, moe_one_rank: Results, layout: str, family: str) -> None:
-    assert_same_step(moe_two_ranks[f"{layout}/{family}"]["steps"][0], moe_one_rank[f"one/{family}"]["steps"][0])
+@pytest.mark.parametrize(("layout", "family"), TRIED)
+def test_layouts_equal_one_rank(
+    moe_two_ranks: Results, moe_four_ranks: Results, moe_one_rank: Results, layout: str, family: str
+) -> None:
+    found = (moe_two_ranks | moe_four_ranks)[f"{layout}/{family}"]
+    assert_same_step(found["steps"][0], moe_one_rank[f"one/{family}"]["steps"][0])
 
 
 @pytest.mark.parametrize("family", DEEP)
@@ -214,27 +195,6 @@ def test_latent_attention_without_experts(
     assert_same_step(step, moe_one_rank["one/dense_latent"]["steps"][0])
     expected = by_definition(str(moe_folder / "dense_latent"))
     assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("layout", FOUR_RANK_LAYOUTS)
-def test_four_ranks_equal_one(moe_four_ranks: Results, moe_one_rank: Results, layout: str, family: str) -> None:
-    assert_same_step(moe_four_ranks[f"{layout}/{family}"]["steps"][0], moe_one_rank[f"one/{family}"]["steps"][0])
-
-
-def test_recompute_changes_nothing(moe_two_ranks: Results, moe_one_rank: Results) -> None:
-    """Neither the loss nor the counts of tokens, though the routers run twice."""
-    assert_same_step(moe_two_ranks["recompute"]["steps"][0], moe_one_rank["one/qwen3_moe"]["steps"][0])
-
-
-@pytest.mark.parametrize(("kind", "layout"), [(kind, name) for kind in BALANCE for name in BALANCED_LAYOUTS[kind]])
-def test_balancing_losses_do_not_depend_on_the_layout(
-    moe_two_ranks: Results, moe_one_rank: Results, kind: str, layout: str
-) -> None:
-    step, plain = moe_one_rank[f"one/{kind}"]["steps"][0], moe_one_rank["one/qwen3_moe"]["steps"][0]
-    assert_same_step(moe_two_ranks[f"{layout}/{kind}"]["steps"][0], step)
-    assert step["loss/math"] == pytest.approx(plain["loss/math"], rel=1e-5)
-    assert step["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3), "the losses have no gradient"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -288,14 +248,14 @@ def test_balancing_losses_are_weighed_once_on_two_ranks(
     assert_weighed_once(moe_two_ranks[case]["steps"][0], BOTH, both_by_definition)
 
 
-@pytest.mark.parametrize("name", ["ep2", "tp2_sp", "pp2"])
+@pytest.mark.parametrize("name", ["ep2", "tp2_sp"])
 def test_the_loss_by_sequences_ignores_padding(moe_two_ranks: Results, moe_models: dict[str, str], name: str) -> None:
     moe = BALANCE["seq_aux_loss"]
     expected = by_definition(moe_models["qwen3_moe"], moe, SIZE)
     assert_weighed_once(moe_two_ranks[f"{name}/seq"]["steps"][0], moe, expected)
 
 
-@pytest.mark.parametrize("name", TWO_RANK_LAYOUTS)
+@pytest.mark.parametrize("name", PADDED_LAYOUTS)
 def test_packed_sequences_are_balanced_each_for_itself(
     moe_two_ranks: Results, moe_one_rank: Results, name: str
 ) -> None:
@@ -305,10 +265,9 @@ def test_packed_sequences_are_balanced_each_for_itself(
     assert_same_step(step, moe_one_rank["one/seq_aux_loss/padded"]["steps"][0])
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("name", ["ep2", "tp2_sp", "pp2"])
-def test_packed_sequences_equal_padded_ones(moe_two_ranks: Results, name: str, family: str) -> None:
-    packed, padded = (moe_two_ranks[f"{name}/{family}{form}"] for form in ("", "/padded"))
+@pytest.mark.parametrize("case", PADDED_CASES)
+def test_packed_sequences_equal_padded_ones(moe_two_ranks: Results, case: str) -> None:
+    packed, padded = (moe_two_ranks[f"{case}{form}"] for form in ("", "/padded"))
     assert packed["is_packed"] == [True] and padded["is_packed"] == [False]
     assert_same_step(packed["steps"][0], padded["steps"][0])
 
@@ -320,15 +279,7 @@ def test_the_global_loss_is_one_of_all_data_parallel_ranks(moe_two_ranks: Result
 
 
 def test_logprobs_equal_transformers(moe_two_ranks: Results, moe_models: dict[str, str]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(moe_models["deepseek_v3"], dtype=torch.float32)
-    metas, fields = make_samples(16, vocab_size=model.config.vocab_size, top_k=8, seed=0, first_id=0)
-    results = moe_two_ranks["ep2/logprobs"]
-    for i, row in zip((3, 1, 2, 5), results["logprobs"] + results["one_logprob"], strict=True):
-        tokens, start = fields["tokens"][i], metas[i].prompt_length
-        with torch.no_grad():
-            rows = torch.log_softmax(model(tokens[None]).logits[0], -1)
-        expected = torch.stack([rows[t - 1, tokens[t]] for t in range(start, len(tokens))])
-        torch.testing.assert_close(torch.tensor(row), expected, atol=1e-4, rtol=0)
+    assert_logprobs(moe_two_ranks["ep2/logprobs"], Path(moe_models["deepseek_v3"]))
 
 
 @pytest.mark.parametrize("name", ["ep2", "ep2_plain"])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mopd.base.types import UserError
-from mopd.student.checkpoints.background import Background
+from mopd.student.checkpoints.checkpoint import Background
 from mopd.student.worker import StudentWorker
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from mopd.student.clock import TOWER, StageClock
 from mopd.student.parallel import Layout
+from mopd.student.vision import TOWER, StageClock
 
 Sleep = Callable[[float], None]
 
@@ -31,7 +31,7 @@ def sleep(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> Sleep:
     if layout.device.type == "cuda":  # its spans are events
         return time.sleep
     ticks = Ticks()
-    monkeypatch.setattr("mopd.student.clock.time", ticks)
+    monkeypatch.setattr("mopd.student.vision.time", ticks)
     return ticks.sleep
 
 

@@ -122,7 +122,6 @@ PLACES: dict[str, Callable[[Path, Path], object]] = {
     "common.pt, compressed": lambda folder, mark: (folder / COMMON_STATE_FNAME).write_bytes(
         compressed(archive({"a": torch.zeros(9)}))
     ),
-    "rng": lambda folder, mark: put(folder, "rng/", archive([Touch(mark)])),
     "extra state": lambda folder, mark: put(folder, "_extra_state/", archive([Touch(mark)])),
     "extra state for TransformerEngine": lambda folder, mark: put(
         folder, "_extra_state/", archive([torch.frombuffer(bytearray(pickle.dumps(Touch(mark))), dtype=torch.uint8)])
@@ -130,8 +129,6 @@ PLACES: dict[str, Callable[[Path, Path], object]] = {
     "weights": lambda folder, mark: put(folder, "embedding.word_embeddings.weight", archive(Touch(mark))),
     "optimizer": lambda folder, mark: put(folder, "optimizer.state.exp_avg.", archive(Touch(mark))),
 }
-NOT_CONVERTED = ("common", "rng", "extra state", "optimizer")
-"""What the commands of ``convert`` leave alone."""
 
 
 @pytest.fixture
@@ -158,7 +155,7 @@ def test_no_door_runs_code(
     with pytest.raises(UserError) as refused:
         run.resume(hostile)
     assert str(hostile) in str(refused.value) and "\n" not in str(refused.value)
-    if not place.startswith(("rng", "optimizer")):
+    if not place.startswith("optimizer"):
         with pytest.raises(UserError):
             run.load_weights(hostile)
     for name in ("RANK", "WORLD_SIZE"):
@@ -208,7 +205,6 @@ def remove(metadata: Metadata, key: str) -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda metadata: remove(metadata, "rng/"), "rng"),
         (lambda metadata: remove(metadata, "final_layernorm"), "final_layernorm"),
         (lambda metadata: metadata.storage_data.clear(), "cannot be loaded"),
         (lambda metadata: setattr(next(iter(metadata.storage_data.values())), "relative_path", "../x"), "not a file"),

@@ -16,8 +16,8 @@ from mopd.conversion.models.reading import read_dims
 from mopd.data.image_files import digest_of
 from mopd.data.image_refs import refs_to_tensor
 from mopd.data.packing import PackingRules
-from mopd.student.form import Form, choose_form
 from mopd.student.images import StudentImages
+from mopd.student.token_layout import TokenLayout, choose_token_layout
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.vision import IMAGE_TOKEN_ID, image_bytes, make_vision_model
 
@@ -70,14 +70,14 @@ def _metas(samples: list[tuple[Tensor, Tensor]]) -> list[SampleMeta]:
     ]
 
 
-def _form(samples: list[tuple[Tensor, Tensor]]) -> Form:
+def _padded(samples: list[tuple[Tensor, Tensor]]) -> TokenLayout:
     """Right-padded."""
-    return choose_form(_metas(samples), RECTANGLES, (1, 1))
+    return choose_token_layout(_metas(samples), RECTANGLES, (1, 1))
 
 
 def test_each_file_is_read_once_and_each_token_has_its_feature(folder: Path) -> None:
     samples = [_sample(1), _sample(), _sample(0, 1)]
-    made = _images(folder, has_tower=True).read(samples, _form(samples))
+    made = _images(folder, has_tower=True).read(samples, _padded(samples))
     assert made is not None
     assert made.grids.tolist() == [list(GRIDS[1]), list(GRIDS[0])]  # in the order of their first use
     assert len(made.patches) == sum(4 * size for size in SIZES)
@@ -96,12 +96,12 @@ def test_each_file_is_read_once_and_each_token_has_its_feature(folder: Path) -> 
 def test_ranks_without_the_tower_read_nothing(folder: Path) -> None:
     samples = [_sample(0), _sample()]
     blind, seeing = (_images(folder, has_tower=has_tower) for has_tower in (False, True))
-    form = choose_form(_metas(samples), RECTANGLES, (3, 9))
-    assert blind.read(samples, form) is None
-    assert seeing.read([_sample()], _form([_sample()])) is None
-    positions = blind.position_ids(samples, form.positions(), form)
-    assert torch.equal(positions, seeing.position_ids(samples, form.positions(), form))
-    positions = form.sequences(positions)
+    token_layout = choose_token_layout(_metas(samples), RECTANGLES, (3, 9))
+    assert blind.read(samples, token_layout) is None
+    assert seeing.read([_sample()], _padded([_sample()])) is None
+    positions = blind.position_ids(samples, token_layout.positions(), token_layout)
+    assert torch.equal(positions, seeing.position_ids(samples, token_layout.positions(), token_layout))
+    positions = token_layout.sequences(positions)
     assert positions.shape == (3, 3, 9)
     assert positions[:, 0].tolist() == [
         [0, 1, 1, 1, 1, 1, 1, 4, 8],
@@ -114,15 +114,15 @@ def test_ranks_without_the_tower_read_nothing(folder: Path) -> None:
 def test_in_a_pack_each_sequence_has_its_own_positions_and_rows(folder: Path) -> None:
     samples = [_sample(1), _sample(), _sample(0, 1)]
     rules = replace(RECTANGLES, is_packed=True, total_multiple=8)
-    form = choose_form(_metas(samples), rules, (1, 1))
+    token_layout = choose_token_layout(_metas(samples), rules, (1, 1))
     images = _images(folder, has_tower=True)
-    positions = form.sequences(images.position_ids(samples, form.positions(), form))
-    alone = [_form([sample]) for sample in samples]
+    positions = token_layout.sequences(images.position_ids(samples, token_layout.positions(), token_layout))
+    alone = [_padded([sample]) for sample in samples]
     own = [images.position_ids([sample], one.positions(), one) for sample, one in zip(samples, alone, strict=True)]
-    ends = form.shape[1] - sum(one.num_rows for one in alone)
+    ends = token_layout.shape[1] - sum(one.num_rows for one in alone)
     assert 0 < ends < 8
     assert torch.equal(positions[:, 0], torch.cat([*own, torch.arange(ends).expand(3, ends)], dim=1))
-    made = images.read(samples, form)
+    made = images.read(samples, token_layout)
     assert made is not None
     tokens = torch.cat([tokens for tokens, _ in samples])
     assert made.rows.tolist() == (tokens == IMAGE_TOKEN_ID).nonzero()[:, 0].tolist()
@@ -131,13 +131,13 @@ def test_in_a_pack_each_sequence_has_its_own_positions_and_rows(folder: Path) ->
 
 
 def test_other_tokens_and_changed_files_are_refused(folder: Path) -> None:
-    images, form = _images(folder, has_tower=True), _form([_sample(0)])
+    images, token_layout = _images(folder, has_tower=True), _padded([_sample(0)])
     with pytest.raises(ValueError, match="4 image tokens for 1 images that have 6"):
-        images.position_ids([(_tokens(1), _refs(0))], form.positions(), form)
+        images.position_ids([(_tokens(1), _refs(0))], token_layout.positions(), token_layout)
     changed = _refs(0)
     changed[0, 3] += 1  # of the digest
     with pytest.raises(UserError, match=r"rows.jsonl: row 0: image 0 has changed"):
-        images.read([(_tokens(0), changed)], form)
+        images.read([(_tokens(0), changed)], token_layout)
     other_grid = refs_to_tensor([ImageRef(file=0, row=0, number=0, digest=digest_of(FILES["a.png"]), grid=GRIDS[1])])
     with pytest.raises(RuntimeError, match="the processor makes grids"):
-        images.read([(_tokens(1), other_grid)], form)
+        images.read([(_tokens(1), other_grid)], token_layout)

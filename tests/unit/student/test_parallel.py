@@ -15,17 +15,11 @@ from mopd.student import parallel
 from mopd.student.parallel import check_world_size, device_number
 
 
-def test_world_size_must_be_divisible() -> None:
-    layout = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    with pytest.raises(UserError, match=r"world size 6 is not divisible by .*tensor_model_parallel_size 2 x"):
-        check_world_size(layout, 6)
-
-
 def test_world_size_must_be_the_recipes() -> None:
-    layout = ParallelConfig(tensor_model_parallel_size=2)
-    with pytest.raises(UserError, match=r"start 2 ranks or set student.parallel.data_parallel_size: 2"):
+    layout = ParallelConfig(tensor_model_parallel_size=2, context_parallel_size=3)
+    with pytest.raises(UserError, match=r"world size 4 is not .*'s 6, .*'context_parallel_size': 3.*: start 6 ranks"):
         check_world_size(layout, 4)
-    check_world_size(layout, 2)
+    check_world_size(layout, 6)
 
 
 def test_a_ranks_gpu_is_its_number_on_its_machine() -> None:

@@ -1,8 +1,9 @@
-"""Off-policy correction in the student's objective: equal to its definition, with all logits at once or a few rows at a
-time, with the gradient of the hidden states and of the head."""
+"""The student's objective: off-policy correction by its definition, with all logits at once or a few rows at a time;
+the memory budget of the LM head; sums by domain."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 
@@ -10,11 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.config.losses import KLLossConfig, MismatchCorrectionConfig, PolicyGradientConfig, SequenceMaskConfig
+from mopd.base.types import UserError
+from mopd.config.losses import (
+    KLLossConfig,
+    MismatchCorrectionConfig,
+    PolicyGradientConfig,
+    SequenceMaskConfig,
+    TopKLossConfig,
+)
 from mopd.losses import choose_rows
 from mopd.student.batch import LossRows
 from mopd.student.model.gpt import LMHead
-from mopd.student.objective import Objective
+from mopd.student.objective import Objective, Sums
 from mopd.student.parallel import Layout
 
 S, B, H, K = 7, 6, 4, 3
@@ -92,6 +100,32 @@ def by_definition(problem: Mapping[str, Tensor], loss: KLLossConfig | PolicyGrad
     return {"loss": total.detach(), "hidden": grads[0], "weight": grads[1], **numbers}
 
 
+def loss_rows(loss_mask: Tensor, targets: Tensor, teacher: Tensor, rollout: Tensor) -> LossRows:
+    """Rows of right-padded sequences, all [S, B], in three domains; the teacher's top-k plays no part."""
+    num = loss_mask.shape[1]
+    return LossRows(
+        loss_mask=loss_mask.flatten(),
+        loss_rows=choose_rows(loss_mask),
+        targets=targets.flatten(),
+        samples=torch.arange(num).repeat(len(loss_mask)),
+        num_loss_tokens=loss_mask.sum(0),
+        domains=torch.arange(num) % 3,
+        sample_positions=torch.arange(num),
+        fields={
+            "teacher_ids": torch.arange(K).int().expand(loss_mask.numel(), K),
+            "teacher_logprobs": torch.full((loss_mask.numel(), K), -2.0),
+            "teacher_token_logprobs": teacher.flatten(),
+            "rollout_logprobs": rollout.flatten(),
+        },
+    )
+
+
+def evaluate(objective: Objective, lm_head: LMHead, rows: LossRows) -> tuple[Sums, Tensor]:
+    sizes = {"num_samples": len(rows.domains), "num_loss_tokens": int(rows.loss_mask.sum())}
+    sums = objective.new_sums(num_domains=3, diagnostics=False, **sizes)
+    return sums, objective(lm_head, rows=rows, sums=sums)
+
+
 @pytest.mark.parametrize("budget_mib", [64, 1])
 @pytest.mark.parametrize("kind", CORRECTIONS)
 @pytest.mark.parametrize("name", ["k2", "k3", "k3_reverse", "policy_gradient"])
@@ -102,32 +136,11 @@ def test_equals_the_definition(
     objective = Objective(loss, layout, true_vocab_size=VOCAB, lm_head_memory_budget_mib=budget_mib)
     hidden, weight = (problem[name].clone().requires_grad_() for name in ("hidden", "weight"))
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
-    rows = LossRows(
-        loss_mask=problem["loss_mask"].flatten(),
-        loss_rows=choose_rows(problem["loss_mask"]),
-        targets=problem["targets"].flatten(),
-        samples=torch.arange(B).repeat(S),
-        num_loss_tokens=problem["loss_mask"].sum(0),
-        domains=torch.arange(B) % 3,
-        sample_positions=torch.arange(B),
-        fields={
-            "teacher_ids": torch.arange(K).int().expand(S * B, K),
-            "teacher_logprobs": torch.full((S * B, K), -2.0),
-            "teacher_token_logprobs": problem["teacher"].flatten(),
-            "rollout_logprobs": problem["rollout"].flatten(),
-        },
-    )
+    rows = loss_rows(problem["loss_mask"], problem["targets"], problem["teacher"], problem["rollout"])
     assert "rollout_logprobs" in objective.field_names
-    sums = objective.new_sums(num_domains=3, num_samples=B, diagnostics=False, device=torch.device("cpu"))
-    value = objective(
-        LMHead(hidden, weight),  # type: ignore[arg-type]
-        rows=rows,
-        sums=sums,
-        num_loss_tokens=int(rows.loss_mask.sum()),
-        num_samples=B,
-    )
+    sums, value = evaluate(objective, LMHead(hidden, weight), rows)  # type: ignore[arg-type]
     value.backward()
-    assert objective._has_told == (budget_mib == 1)
+    assert objective._has_warned == (budget_mib == 1)
     expected = by_definition(problem, loss)
     torch.testing.assert_close(value.detach().double(), expected["loss"], rtol=1e-5, atol=1e-7)
     for got, wanted in ((hidden.grad, expected["hidden"]), (weight.main_grad, expected["weight"])):  # type: ignore[attr-defined]
@@ -140,3 +153,65 @@ def test_equals_the_definition(
         assert columns["masked_sequences"].sum().item() == pytest.approx(float(expected["masked"])) == 3
     else:
         assert "masked_sequences" not in columns
+
+
+ROWS, BATCH = 6, 4
+
+
+def head(vocab_size: int) -> LMHead:
+    weight = torch.nn.Parameter(torch.randn(vocab_size, 2))
+    weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    return LMHead(torch.randn(ROWS, BATCH, 2, requires_grad=True), weight)
+
+
+def loss_of(objective: Objective, lm_head: LMHead, loss_mask: Tensor) -> Tensor:
+    targets, logprobs = torch.zeros(loss_mask.shape, dtype=torch.int64), torch.full(loss_mask.shape, -2.0)
+    return evaluate(objective, lm_head, loss_rows(loss_mask, targets, logprobs, logprobs))[1]
+
+
+def small(layout: Layout, vocab_size: int) -> Objective:
+    return Objective(TopKLossConfig(top_k=K), layout, true_vocab_size=vocab_size, lm_head_memory_budget_mib=1)
+
+
+def test_chunks_are_announced_once(layout: Layout, caplog: pytest.LogCaptureFixture) -> None:
+    mask = torch.ones(ROWS, BATCH, dtype=torch.bool)
+    with caplog.at_level(logging.INFO):
+        loss_of(small(layout, 10_000), head(10_000), mask)
+        assert not caplog.messages
+        chunked = small(layout, 30_000)
+        for _ in range(2):
+            loss_of(chunked, head(30_000), mask)
+    (message,) = caplog.messages
+    assert message == (
+        "LM head: the logits of 24 tokens would take 3 MiB, more than student.lm_head_memory_budget_mib 1: such "
+        "micro-batches are computed 8 tokens at a time"
+    )
+
+
+def test_prompt_rows_do_not_count(layout: Layout, caplog: pytest.LogCaptureFixture) -> None:
+    """Seven tokens of 24 have a loss: their logits fit, and the gradient is 0 on all others."""
+    mask = torch.zeros(ROWS, BATCH, dtype=torch.bool)
+    mask[:, 1], mask[2, 3] = True, True
+    lm_head = head(30_000)
+    loss_of(small(layout, 30_000), lm_head, mask).backward()
+    assert not caplog.messages
+    assert lm_head.hidden.grad is not None
+    assert torch.equal(lm_head.hidden.grad.abs().sum(-1) > 0, mask)
+
+
+def test_a_budget_below_one_row_is_refused(layout: Layout) -> None:
+    said = (
+        r"student.lm_head_memory_budget_mib 1 cannot be kept: memory_budget is 1048576 bytes, too little for 24 rows "
+        r"of 300000 columns: set at least 1200\d+ .*; raise it, or lower student.max_tokens_per_micro_batch"
+    )
+    with pytest.raises(UserError, match=said):
+        loss_of(small(layout, 300_000), head(300_000), torch.ones(ROWS, BATCH, dtype=torch.bool))
+
+
+def test_a_bad_loss_marks_its_sample_and_no_other_domain() -> None:
+    sums = Sums(("num_tokens", "loss"), num_domains=3, num_samples=5, num_loss_tokens=3, device=torch.device("cpu"))
+    mask = torch.tensor([[True, True], [False, True]])
+    rows = loss_rows(mask, mask.long(), mask.float(), mask.float())
+    sums.add(rows, {"num_tokens": rows.loss_mask, "loss": torch.tensor([1.0, 4.0, float("nan"), float("inf")])})
+    assert sums._is_bad.nonzero().flatten().tolist() == [1]
+    assert sums._totals[0].tolist() == [1, 1] and sums._totals[2].tolist() == [0, 0]

@@ -22,7 +22,7 @@ from mopd.student.attention import zigzag_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class TokenLayout:
     """Mapping from tokens to rows: token t of sample i stands in row ``firsts[i] + t * step``."""
 
     shape: tuple[int, int]
@@ -91,20 +91,20 @@ class Form:
         return torch.cat([torch.arange(length) for length in self.lengths])
 
 
-def choose_form(
+def choose_token_layout(
     samples: Sequence[SampleMeta], rules: PackingRules, at_least: tuple[int, int], cp_size: int = 1, cp_rank: int = 0
-) -> Form:
+) -> TokenLayout:
     """Return the layout of a micro-batch of ``samples`` with filler up to ``at_least``, (B, S) or (1, T). Without
     samples the micro-batch is filler alone."""
     cp = {"cp_size": cp_size, "cp_rank": cp_rank}
     if not rules.is_packed:
         size = max(len(samples), at_least[0])
         length = rules.sequence(max([at_least[1], *(sample.length for sample in samples)]))
-        return Form(shape=(size, length), firsts=tuple(range(size)), step=size, lengths=None, **cp)
+        return TokenLayout(shape=(size, length), firsts=tuple(range(size)), step=size, lengths=None, **cp)
     lengths = [rules.sequence(sample.length) for sample in samples]
     total = rules.pack_size(max(sum(lengths), rules.sequence(at_least[1])))
     # Filler is one more sequence at the end, so that no sample's tokens attend to it.
     if total > sum(lengths):
         lengths.append(total - sum(lengths))
     firsts = tuple(itertools.accumulate(lengths[:-1], initial=0))
-    return Form(shape=(1, total), firsts=firsts, step=1, lengths=tuple(lengths), **cp)
+    return TokenLayout(shape=(1, total), firsts=firsts, step=1, lengths=tuple(lengths), **cp)
