@@ -80,7 +80,7 @@ def _section(cls: type, path: str, lines: list[str], told: dict[type, str]) -> N
     """Heading, class text and table of one section, then its subsections; ``told`` is where a class already stands."""
     choice = f" with `type: {' | '.join(type_values(cls))}`" if type_values(cls) else ""
     heading = f"{f'`{path}`' if path else 'Top level'}{choice}"
-    inherited = next((base for base in cls.__mro__[1:] if base in told), None)
+    inherited = next((base for base in cls.__mro__[1:] if base in told and dataclasses.is_dataclass(base)), None)
     told |= {base: heading for base in cls.__mro__[:-1] if base not in told}
     lines.append(f"## {heading}\n")
     lines.append(_cell(inspect.getdoc(cls) or "") + "\n")

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import open_regular, shown_path
@@ -21,11 +21,13 @@ from mopd.config.schema import Recipe
 from mopd.config.values import (
     MAX_COUNT,
     MAX_REPLICAS,
+    Count,
+    Positive,
+    Seconds,
+    Share,
+    at_least,
     check_name,
-    require_at_least,
-    require_fraction,
-    require_positive,
-    require_seconds,
+    check_ranges,
 )
 
 FORMAT = "mopd engine 1"
@@ -41,27 +43,27 @@ class EngineFile:
     role: Literal["teacher", "rollout"]
     name: str
     """The teacher's name in the recipe, or ``rollout``."""
-    replica: int
+    replica: Annotated[int, at_least(0, MAX_REPLICAS)]
     """Number of the replica in its group, from 0."""
     model: str
     """Absolute path of the checkpoint's folder."""
     engine: SettledEngine
-    max_logprobs: int
+    max_logprobs: Count
     """Largest ``top_k`` that will be asked for."""
-    temperature: float
+    temperature: Positive
     """Sampling temperature of most requests; with ``top_p`` and ``top_k`` it decides what a vLLM rollout reports."""
-    top_p: float
-    top_k: int
-    longest_sequence: int
+    top_p: Share
+    top_k: Annotated[int, at_least(-1)]
+    longest_sequence: Count
     """Tokens of the longest prompt with its response."""
-    max_pixels: int | None
+    max_pixels: Annotated[int, at_least(1, MAX_IMAGE_PIXELS)] | None
     """As ``data.max_pixels``: of an image that the model is shown."""
-    max_tokens_per_request: int
+    max_tokens_per_request: Count
     """Tokens of one request (to generate: of its prompts)."""
-    max_queued_tokens: int
+    max_queued_tokens: Annotated[int, at_least(1, 2 * MAX_COUNT)]
     """Tokens that wait or run at a time."""
-    request_timeout_s: float
-    startup_timeout_s: float
+    request_timeout_s: Seconds
+    startup_timeout_s: Seconds
     """Deadline for the engine to be ready."""
     enable_sleep_mode: bool
     """The engine can be put to sleep: it shares GPUs."""
@@ -70,17 +72,7 @@ class EngineFile:
         check_name(self.name)
         if self.engine.dtype == AUTO:
             raise ValueError("engine.dtype is auto: set the dtype that it became")
-        require_at_least("replica", self.replica, 0, MAX_REPLICAS)
-        for name in ("max_logprobs", "longest_sequence", "max_tokens_per_request"):
-            require_at_least(name, getattr(self, name), 1)
-        if self.max_pixels is not None:
-            require_at_least("max_pixels", self.max_pixels, 1, MAX_IMAGE_PIXELS)
-        require_at_least("max_queued_tokens", self.max_queued_tokens, 1, 2 * MAX_COUNT)
-        require_positive("temperature", self.temperature)
-        require_fraction("top_p", self.top_p, low_open=True)
-        require_at_least("top_k", self.top_k, -1)
-        require_seconds("request_timeout_s", self.request_timeout_s)
-        require_seconds("startup_timeout_s", self.startup_timeout_s)
+        check_ranges(self)
 
     @property
     def label(self) -> str:
