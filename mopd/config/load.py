@@ -180,26 +180,19 @@ def _spread_teacher_defaults(tree: Section, file: str) -> Section:
 
 
 def _check_size(loaded: Loaded) -> None:
-    """The resolved recipe, in which every default stands, is one that loads."""
-    num_values, num_characters = _size(to_tree(loaded.recipe))
-    if num_values <= MAX_YAML_VALUES and 10 * num_characters + 400 * num_values <= MAX_YAML_BYTES:
-        return  # at most ten characters of an escape for one of text, and 400 of comment and white space
-    if num_values > MAX_YAML_VALUES or len(dump(loaded).encode()) > MAX_YAML_BYTES:
+    """Refuse a recipe that does not load once every default stands in it."""
+    if _num_values(to_tree(loaded.recipe)) > MAX_YAML_VALUES or len(dump(loaded).encode()) > MAX_YAML_BYTES:
         raise UserError(
             f"{loaded.path}: too long once every default stands in it: a recipe has at most {MAX_YAML_VALUES} keys "
             f"and values and {MAX_YAML_BYTES} bytes: name fewer teachers, domains or files"
         )
 
 
-def _size(tree: Any) -> tuple[int, int]:
-    """Keys and values, and their characters."""
+def _num_values(tree: Any) -> int:
+    """Count the keys and values of a tree."""
     if isinstance(tree, dict):
-        sizes = [(1 + values, len(key) + characters) for key in tree for values, characters in [_size(tree[key])]]
-    elif isinstance(tree, list):
-        sizes = [_size(item) for item in tree]
-    else:
-        return 1, len(tree) if isinstance(tree, str) else 0
-    return 1 + sum(values for values, _ in sizes), sum(characters for _, characters in sizes)
+        return 1 + len(tree) + sum(map(_num_values, tree.values()))
+    return 1 + sum(map(_num_values, tree)) if isinstance(tree, list) else 1
 
 
 def to_tree(value: Any) -> Any:

@@ -116,7 +116,7 @@ class Checked:
 
 def check_ranges(section: Any) -> None:
     """Hold every field of a section against the range that annotates it; ``ValueError`` names the field."""
-    for name, check in _range_checks(type(section)):
+    for name, check in _range_checks(section.__class__):
         value = getattr(section, name)
         if value is not None:
             check(name, value)

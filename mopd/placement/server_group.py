@@ -181,7 +181,8 @@ class ServerGroup:
         try:
             state = await self._answering(index, server, deadline)
             assert state.url is not None and state.pid is not None
-            engine = self._connect(index, state.url)
+            timeout_s, name = self.plan.group.routing.request_timeout_s, self.plan.replica_name(index)
+            engine = RemoteEngine(state.url, token=self.token, timeout_s=timeout_s, name=name)
             await engine.health(timeout_s=max(1.0, deadline - time.monotonic()))
             return Life(server, engine, await engine.info(), state.pid)
         except BaseException as error:
@@ -208,15 +209,6 @@ class ServerGroup:
                     f"placement.startup_timeout_s, or see why: {await server.last_words()}"
                 )
             await asyncio.sleep(POLL_S)
-
-    def _connect(self, index: int, url: str) -> RemoteEngine:
-        routing = self.plan.group.routing
-        return RemoteEngine(
-            url,
-            token=self.token,
-            timeout_s=routing.request_timeout_s,
-            name=self.plan.replica_name(index),
-        )
 
     async def _watch(self, index: int, router: Router) -> None:
         """Keep one replica alive until it has used up its restarts."""

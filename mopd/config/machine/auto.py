@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from mopd.base.hardware import Hardware
 from mopd.config.groups import AutoEngineConfig, EngineGroupConfig, TorchEngineConfig, VllmEngineConfig
@@ -68,16 +69,13 @@ def settle(
     settled = Settled(recipe)
     if not hardware.without_cuda:
         _check_way_on_gpus(recipe)
-    student = recipe.student
+    student, automatic = recipe.student, _placement(recipe, hardware, num_ranks, num_weights or {})
     if student.dtype == AUTO:
         settled.reasons["student.dtype"] = hardware.without_cuda or "CUDA"
         student = dataclasses.replace(student, dtype="float32" if hardware.without_cuda else "bfloat16")
-    placement, why = _placement(recipe, hardware, num_ranks, num_weights or {})
-    rollout = _group(("rollout",), recipe.rollout, recipe, hardware, placement, why, settled.reasons)
-    teachers = {
-        name: _group(("teachers", name), teacher, recipe, hardware, placement, why, settled.reasons)
-        for name, teacher in recipe.teachers.items()
-    }
+    settle_group = partial(_group, recipe, hardware, automatic, settled.reasons)
+    rollout = settle_group(("rollout",), recipe.rollout)
+    teachers = {name: settle_group(("teachers", name), teacher) for name, teacher in recipe.teachers.items()}
     if recipe.rollout.on_new_weights == AUTO:
         settled.reasons["rollout.on_new_weights"] = f"schedule.max_staleness {recipe.schedule.max_staleness}"
         rollout = dataclasses.replace(rollout, on_new_weights=recipe.on_new_weights)
@@ -173,26 +171,23 @@ def _bytes_on_one_gpu(recipe: Recipe, num_weights: Mapping[str, int | None]) -> 
 
 
 def _group(
-    path: tuple[str, ...],
-    group: Group,
     recipe: Recipe,
     hardware: Hardware,
-    automatic: Placement,
-    why: str,
+    automatic: tuple[Placement, str],
     reasons: dict[str, str],
+    path: tuple[str, ...],
+    group: Group,
 ) -> Group:
-    """One group settled; its reasons are added."""
+    """Return one group without ``auto``, and add its reasons; ``automatic`` is what ``_placement`` returned."""
     placement = group.placement
     if isinstance(placement, AutoPlacementConfig):
-        placement = automatic
-        reasons[dotted((*path, "placement", "type"))] = why
+        placement, reasons[dotted((*path, "placement", "type"))] = automatic
     without_cuda = hardware.without_cuda
     if isinstance(placement, RayConfig):
         without_cuda = "" if placement.num_gpus else "placement.num_gpus is 0"
     engine = group.engine
     if isinstance(engine, AutoEngineConfig):
-        engine, reason = _engine(engine, group, placement, recipe, hardware, without_cuda)
-        reasons[dotted((*path, "engine", "type"))] = reason
+        engine, reasons[dotted((*path, "engine", "type"))] = _engine(group, placement, recipe, hardware, without_cuda)
     if engine.dtype == AUTO:
         reasons[dotted((*path, "engine", "dtype"))] = without_cuda or "CUDA"
         engine = dataclasses.replace(engine, dtype="float32" if without_cuda else "bfloat16")
@@ -203,15 +198,11 @@ def _group(
 
 
 def _engine(
-    engine: AutoEngineConfig,
-    group: EngineGroupConfig,
-    placement: Placement,
-    recipe: Recipe,
-    hardware: Hardware,
-    without_cuda: str,
+    group: EngineGroupConfig, placement: Placement, recipe: Recipe, hardware: Hardware, without_cuda: str
 ) -> tuple[TorchEngineConfig | VllmEngineConfig, str]:
     """What ``engine.type: auto`` becomes in this placement, and why."""
-    torch = TorchEngineConfig(dtype=engine.dtype)
+    dtype: Any = group.engine.dtype
+    torch = TorchEngineConfig(dtype=dtype)
     if without_cuda:
         return torch, without_cuda
     if isinstance(placement, InProcessConfig):
@@ -222,7 +213,7 @@ def _engine(
     if refusal:
         return torch, refusal
     longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
-    vllm = VllmEngineConfig(type="vllm", dtype=engine.dtype)
+    vllm = VllmEngineConfig(type="vllm", dtype=dtype)
     vllm = dataclasses.replace(vllm, max_scoring_tokens=max(vllm.max_scoring_tokens, longest))
     is_elsewhere = isinstance(placement, (RayConfig, ExternalConfig, RegisteredConfig))
     where = "CUDA" if is_elsewhere else f"{hardware.num_gpus} GPUs"
