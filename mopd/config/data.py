@@ -22,12 +22,12 @@ from mopd.config.values import (
 TEMPLATE_ARGUMENTS = frozenset(
     ("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 )
-"""What every chat template gets from mopd."""
+"""Arguments that every chat template gets from mopd."""
 MAX_STORAGE_UNITS = 1024
 MAX_IMAGE_PIXELS = 2**26
-"""Of one image, as its header tells: 8,192 x 8,192. Decoded it has 200 MB."""
+"""Largest number of pixels of one image, as its header tells: 8,192 x 8,192. Decoded it has 200 MB."""
 MAX_IMAGE_BYTES = 2**24
-"""Of one encoded image."""
+"""Largest size of one encoded image."""
 
 ShippedColumns = Literal["verl", "dapo", "gsm8k", "math", "mbpp", "openthoughts", "messages", "question_answer"]
 """Names of mappings that come with mopd."""

@@ -186,7 +186,7 @@ class EngineGroupConfig:
         return len(self.placement.urls) if isinstance(self.placement, ExternalConfig) else self.replicas
 
     def may_name(self, name: str, other: str) -> bool:
-        """Whether ``other`` may be what a replica of the group ``name`` is called in errors and metrics."""
+        """Return whether ``other`` may be what a replica of the group ``name`` is called in errors and metrics."""
         prefix, _, number = other.rpartition(".")
         if prefix != name or not re.fullmatch("0|[1-9][0-9]*", number):
             return False
@@ -280,7 +280,7 @@ class Assignment:
         """``teachers`` in the order of the recipe, whose checks have passed."""
         self._weights = {name: teacher.weight for name, teacher in teachers.items()}
         self.default = next((name for name, teacher in teachers.items() if teacher.default), None)
-        """The teacher of domains that nobody names."""
+        """The teacher of domains that no teacher names."""
         self.by_domain: dict[str, tuple[str, ...]] = {}
         """Every domain that some teacher names."""
         for name, teacher in teachers.items():
@@ -293,7 +293,8 @@ class Assignment:
         return max((len(names) for names in self.by_domain.values()), default=1)
 
     def teachers_of(self, domain: str) -> tuple[str, ...]:
-        """In order of the recipe. ``UserError`` that lists the known domains for one without a teacher."""
+        """Return the teachers in the order of the recipe. ``UserError`` that lists the known domains for one without a
+        teacher."""
         if domain in self.by_domain:
             return self.by_domain[domain]
         if self.default is not None:

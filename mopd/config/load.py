@@ -37,7 +37,7 @@ from mopd.config.schema import Recipe
 DEFAULT_ORIGIN = "default"
 """Origin of a value that no file sets."""
 AUTO_ORIGIN = "auto: "
-"""How the origin of a value begins that was ``auto``; the reason follows."""
+"""Beginning of the origin of a value that was ``auto``; the reason follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Loaded:
 
     @property
     def weights_way(self) -> str:
-        """Of a settled recipe: how the student's weights come to the rollout, and why, if that was ``auto``."""
+        """How the student's weights come to the rollout in a settled recipe, and why, if that was ``auto``."""
         way, origin = self.recipe.weight_sync.type, self.origins.get("weight_sync.type", "")
         if not origin.startswith(AUTO_ORIGIN):
             return way
@@ -75,7 +75,7 @@ class Loaded:
         return why if way == AUTO else f"{way} ({why})"
 
     def settled(self, recipe: Recipe, reasons: Mapping[str, str]) -> Loaded:
-        """With ``recipe``, in which the values at ``reasons`` were ``auto``."""
+        """Return this with ``recipe``, in which the values at ``reasons`` were ``auto``."""
         keys = map(dotted, leaf_paths(to_tree(recipe)))
         settled = {key: f"{AUTO_ORIGIN}{reason}" for key, reason in reasons.items()}
         origins = {key: settled.get(key, self.origins.get(key, DEFAULT_ORIGIN)) for key in keys}
@@ -87,7 +87,7 @@ class Draft:
     """A recipe of which some values may have been refused."""
 
     loaded: Loaded
-    """Of what is whole; the rest has its default, or is ``None``."""
+    """The values that were accepted; others have their default, or are ``None``."""
     problems: tuple[str, ...]
     """One line each, as ``load_recipe`` would raise the first."""
     broken: frozenset[Path_]
@@ -110,7 +110,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def draft_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
-    """As ``load_recipe``, with everything that it would refuse and not only the first.
+    """Read a recipe as ``load_recipe`` does, and list everything that it would refuse and not only the first.
 
     Raises:
         UserError: the text is no YAML, or a file is not there.

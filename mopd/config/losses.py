@@ -91,7 +91,7 @@ class MismatchCorrectionConfig:
 
     @property
     def of_tokens(self) -> tuple[str, float, float] | None:
-        """What the loss functions of ``mopd.losses`` take."""
+        """Type and bounds as the loss functions of ``mopd.losses`` take them."""
         return None if self.type == "none" else (self.type, self.low, self.high)
 
 
@@ -160,8 +160,8 @@ Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig
 
 
 def require_own_samples(loss: Loss, *, top_p: float, top_k: int, temperature: float, max_staleness: int) -> None:
-    """What a loss of the sampled token asks of the rollout: samples of the student itself, or a correction for old
-    ones. Raises ValueError. The top-k losses take samples of anybody."""
+    """Check that the rollout draws what a loss of the sampled token needs: samples of the student itself, or a
+    correction for old ones. ``ValueError`` otherwise. The top-k losses take samples of any policy."""
     if isinstance(loss, TopKLossConfig):
         return
     if top_p != 1.0 or top_k != -1:

@@ -87,14 +87,15 @@ class RayConfig(Checked):
     """GPUs of one replica; at least ``engine.tensor_parallel_size`` where there are GPUs."""
     shared_pool: str | None = None
     """Name of a pool that several groups share by turns: only one is awake at a time, the least recently used sleeps
-    first, and nobody for longer than half a minute while others wait. Absent: resources of its own."""
+    first, and none stays awake for longer than half a minute while others wait. Absent: resources of its own."""
     startup_timeout_s: Seconds = 600.0
     """Deadline for a replica to become healthy, placement and model loading included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExternalConfig:
-    """Servers that somebody else runs. Their engine is theirs: the ``engine`` section beside this one is not read."""
+    """Servers that are not started by the run. They choose their engine: the ``engine`` section beside this one is not
+    read."""
 
     type: Literal["external"]
     """Placement type."""

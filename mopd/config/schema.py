@@ -342,7 +342,7 @@ class Recipe:
 
     @property
     def shares_gpus(self) -> bool:
-        """See ``EngineGroupConfig.shares_gpus``, of the rollout."""
+        """The rollout's replicas are on the trainer ranks' GPUs, by turns."""
         return self.rollout.shares_gpus
 
     @property
@@ -352,7 +352,7 @@ class Recipe:
 
     @property
     def assignment(self) -> Assignment:
-        """Which teachers answer for which domain."""
+        """The teachers of each domain."""
         return Assignment(self.teachers)
 
     @property

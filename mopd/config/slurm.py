@@ -141,7 +141,8 @@ class SlurmConfig:
 
 
 def seconds_of(time: str) -> int:
-    """What sbatch understands by ``time``: ``90`` and ``90:00`` are minutes, ``1:30:00`` hours, ``1-12`` days."""
+    """Convert ``time`` to seconds as sbatch does: ``90`` and ``90:00`` are minutes, ``1:30:00`` hours, ``1-12``
+    days."""
     days, _, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if days:

@@ -75,7 +75,7 @@ class ParallelConfig:
         self._check_stages()
 
     def _check_stages(self) -> None:
-        """What needs a pipeline, and what two stages cannot both be given."""
+        """Refuse keys that need a pipeline where there is none, and layer counts of both of two stages."""
         names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.virtual_pipeline_model_parallel_size > 1:

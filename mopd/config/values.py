@@ -25,9 +25,9 @@ MAX_HOST_CHARACTERS = 253
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 """One part of a host name, as DNS and container networks allow it."""
 MAX_COUNT = 2**31 - 1
-"""Of rows, tokens, steps: what 32-bit indices hold."""
+"""Largest count of rows, tokens, steps: what 32-bit indices hold."""
 MAX_TOKENS = 2**24
-"""Of one sequence; sixteen times the longest context of any model."""
+"""Largest number of tokens of one sequence: sixteen times the longest context of any model."""
 MAX_BYTES = 2**50
 MAX_PROCESSES = 65_536
 """Ranks, CPUs or GPUs, whatever the cluster."""
@@ -155,7 +155,7 @@ def check_name(name: str) -> None:
     """``ValueError`` unless ``name`` may name a teacher or a domain.
 
     Brackets, slashes, quotes and spaces are fine, as every output escapes what it must; control characters and what
-    turns the writing direction are not, as nobody could see which name it is.
+    turns the writing direction are not, as a reader could not see which name it is.
     """
     check_text(name)
     if len(name) > MAX_KEY_CHARACTERS:

@@ -32,7 +32,8 @@ class HttpConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketsConfig(Checked):
-    """What ways in buckets have in common: student and engines wait for them, and nobody keeps a copy of the model."""
+    """Keys of the ways in buckets. Student and engines wait for a transfer, and no process keeps a copy of the
+    model."""
 
     bucket_mib: Annotated[int, at_least(1, MAX_BUCKET_MIB)] = 64
     """Size of a bucket; there are two on each side, or two in all."""
@@ -46,7 +47,7 @@ class BucketsConfig(Checked):
 class CollectiveConfig(BucketsConfig):
     """Broadcast from the student's rank 0 into the memory of all rollout engines at once, in buckets, without a copy of
     the model anywhere; student and engines wait for it (docs/weights.md). Over gloo on a CPU, over NCCL on CUDA, which
-    nobody has run; where ``rollout.placement`` is ``local``."""
+    has not been run; where ``rollout.placement`` is ``local``."""
 
     type: Literal["collective"]
     """The way's name."""

@@ -1,4 +1,4 @@
-"""What travels to the process of one replica: its own sub-config as a small JSON file, nothing else of the recipe."""
+"""File that tells the process of one replica what to load: its own sub-config as JSON, nothing else of the recipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mopd.config.values import (
 FORMAT = "mopd engine 1"
 _CURE = "let mopd write it anew"
 STARTUP_TIMEOUT_S = 600.0
-"""Of a server that somebody starts by hand."""
+"""Deadline for a server that is started by hand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class EngineFile:
     longest_sequence: Count
     """Tokens of the longest prompt with its response."""
     max_pixels: Annotated[int, at_least(1, MAX_IMAGE_PIXELS)] | None
-    """As ``data.max_pixels``: of an image that the model is shown."""
+    """Largest number of pixels of an image that the model is shown, as ``data.max_pixels``."""
     max_tokens_per_request: Count
     """Tokens of one request (to generate: of its prompts)."""
     max_queued_tokens: Annotated[int, at_least(1, 2 * MAX_COUNT)]
@@ -127,7 +127,7 @@ def _file(
         longest_sequence=longest,
         max_pixels=recipe.data.max_pixels,
         max_tokens_per_request=max(routing.max_tokens_per_request, longest),  # one sample is never cut
-        max_queued_tokens=2 * routing.max_inflight_tokens,  # a router and whoever else looks at the teacher
+        max_queued_tokens=2 * routing.max_inflight_tokens,  # a router's requests and those of other clients
         request_timeout_s=routing.request_timeout_s,
         startup_timeout_s=placement.startup_timeout_s if has_deadline else STARTUP_TIMEOUT_S,
         enable_sleep_mode=group.shares_gpus or (isinstance(placement, RayConfig) and placement.shared_pool is not None),
@@ -135,7 +135,7 @@ def _file(
 
 
 def is_engine_file(path: str | Path) -> bool:
-    """Whether a file begins as ``EngineFile.write`` makes it begin (a recipe does not)."""
+    """Return whether a file begins as ``EngineFile.write`` makes it begin (a recipe does not)."""
     try:
         with open_regular(path, cure=_CURE) as file:
             start = file.read(64).lstrip()

@@ -53,10 +53,10 @@ class GroupWeightSync:
         self._again: Callable[[], Awaitable[None]] | None = None
         self._turn = asyncio.Lock()
         self.kept_awake: KeptAwake = contextlib.nullcontext
-        """Held while weights are sent."""
+        """Context that is held while weights are sent."""
         self._is_stopped = False
         self._sent: StagedWeights | None = None
-        """What the router asks for."""
+        """Weights that the router asks for."""
         self._loaded_digest, self._loaded_constants = b"", frozenset[str]()
         """Digest of the constants that engines of this process have, and their names."""
 
@@ -95,7 +95,7 @@ class GroupWeightSync:
         self._again = again
 
     async def ask_for(self, weight_version: int) -> None:
-        """From now on requests ask for these, which the student has and replicas that wake are given. Returns when
+        """Have requests ask for these weights, which the student has and replicas that wake are given. Returns when
         every replica that can has them."""
         async with self._turn:
             self._router.set_weight_version(weight_version)
@@ -103,7 +103,7 @@ class GroupWeightSync:
             await self.send_again()
 
     async def stop(self) -> None:
-        """Nobody is sent weights from now on: the replicas sleep, and lose theirs."""
+        """Send no weights from now on: the replicas sleep, and lose theirs."""
         async with self._turn:
             self._is_stopped = True
 
@@ -223,7 +223,7 @@ class Repair:
                     logger.warning("%s has weights %d again", replica.name, engine.weight_version)
 
     async def _away(self, names: Collection[str]) -> dict[str, str]:
-        """Those of ``names`` that take no requests now, and what they say."""
+        """Return those of ``names`` that take no requests now, with their reasons."""
         found: dict[str, str] = {}
 
         async def look(name: str, engine: Any) -> None:

@@ -32,14 +32,14 @@ from mopd.config.weights import AutoSyncConfig, CollectiveConfig, HttpConfig, Ip
 Group = TypeVar("Group", bound=EngineGroupConfig)
 
 STUDENT_BYTES = 18
-"""Of one weight in training: bf16 weight, fp32 weight and gradient, two fp32 moments of Adam."""
+"""Bytes of one weight in training: bf16 weight, fp32 weight and gradient, two fp32 moments of Adam."""
 ENGINE_BYTES = 3
-"""Of one weight in an engine: bf16, and as much again by half for caches and activations."""
+"""Bytes of one weight in an engine: bf16, and as much again by half for caches and activations."""
 GIB = 2**30
 REST_BYTES = 4 * GIB
 """Activations of the student, CUDA's context, fragments."""
 MAX_SHARE = 0.8
-"""Of a GPU's memory: these are estimates."""
+"""Share of a GPU's memory that may be planned: the sizes are estimates."""
 COPIES_IN_MEMORY = 2.5
 """A teacher's weights in host memory while it is compared with its folder: read, cast, and room for its forward."""
 
@@ -118,7 +118,7 @@ def _weight_sync(recipe: Recipe, placement: Placement, hardware: Hardware) -> tu
 def compares_with_transformers(
     wanted: bool | str, *, weights_bytes: int | None, free_memory_bytes: int
 ) -> tuple[bool, str]:
-    """Whether a teacher is compared with a forward of its own folder, and why.
+    """Decide whether a teacher is compared with a forward of its own folder, and why.
 
     ``wanted`` is ``preflight.compare_with_transformers``; ``weights_bytes`` those of the folder, ``None`` without any.
     """
@@ -133,7 +133,7 @@ def compares_with_transformers(
 def _placement(
     recipe: Recipe, hardware: Hardware, num_ranks: int, num_weights: Mapping[str, int | None]
 ) -> tuple[InProcessConfig | LocalConfig, str]:
-    """What every ``placement.type: auto`` becomes, one choice for all groups, and why."""
+    """Return what every ``placement.type: auto`` becomes, one choice for all groups, and why."""
     is_beside = recipe.has_engines_beside
     beside = f"schedule.max_staleness {recipe.schedule.max_staleness}: it works while the student trains"
     if recipe.shares_gpus:
@@ -153,7 +153,7 @@ def _placement(
 
 
 def _bytes_on_one_gpu(recipe: Recipe, num_weights: Mapping[str, int | None]) -> int | None:
-    """Of rank 0's student and every group that may share its GPU; ``None`` where a size is not known."""
+    """Estimate the bytes of rank 0's student and every group that may share its GPU; ``None`` if a size is unknown."""
     parallel = recipe.student.parallel
     shards = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     student = num_weights.get("student")
@@ -200,7 +200,7 @@ def _group(
 def _engine(
     group: EngineGroupConfig, placement: Placement, recipe: Recipe, hardware: Hardware, without_cuda: str
 ) -> tuple[TorchEngineConfig | VllmEngineConfig, str]:
-    """What ``engine.type: auto`` becomes in this placement, and why."""
+    """Return what ``engine.type: auto`` becomes in this placement, and why."""
     dtype: Any = group.engine.dtype
     torch = TorchEngineConfig(dtype=dtype)
     if without_cuda:
@@ -221,7 +221,7 @@ def _engine(
 
 
 def _refused_by_vllm(recipe: Recipe, *, is_rollout: bool) -> str:
-    """What of the recipe vLLM cannot do; empty when it can all."""
+    """Name what of the recipe vLLM cannot do; empty if it can do all."""
     if not is_rollout:
         temperature = recipe.loss.temperature
         return "" if temperature == 1.0 else f"vllm scores at temperature 1 only, loss.temperature is {temperature}"

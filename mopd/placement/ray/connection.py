@@ -59,7 +59,7 @@ def connect(key: str, address: str | None, *, num_cpus: float, gpus: Sequence[in
 
 
 def disconnect() -> None:
-    """Once for each ``connect``; the last one leaves the cluster, and ends it if it was started here."""
+    """Give up one ``connect``; the last call leaves the cluster, and ends it if it was started here."""
     global _num_holders
     _num_holders -= 1
     if not _num_holders:
@@ -69,7 +69,7 @@ def disconnect() -> None:
 
 
 def _own_cluster(num_cpus: float, gpus: Sequence[int]) -> dict[str, Any]:
-    # A cluster for this run alone: nobody else needs to reach it, nobody else may use it. Ray keeps the first token
+    # A cluster for this run alone: no other run needs to reach it, and none may use it. Ray keeps the first token
     # that it meets in a process.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     if "ray" not in sys.modules:  # too late otherwise; Ray then decides for a token by itself, with a warning
