@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from types import TracebackType
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -31,9 +31,7 @@ class Tasks:
     async def __aenter__(self) -> Tasks:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await _end(*self._running)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -45,14 +43,10 @@ class Tasks:
 
     async def unless_failed(self, work: Awaitable[T]) -> T:
         """Await ``work``, or raise a task's error as soon as one has failed; ``work`` is then cancelled."""
-        task, failure = asyncio.ensure_future(work), asyncio.ensure_future(self._failure.wait())
-        try:
-            await asyncio.wait({task, failure}, return_when=asyncio.FIRST_COMPLETED)
+        async with _until(work, self._failure) as task:
             if self._failed is not None:
                 self._failed.result()
             return task.result()
-        finally:
-            await _end(task, failure)
 
     def _note(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
@@ -99,14 +93,21 @@ class Stop:
 
     async def unless_asked(self, work: Awaitable[T]) -> T:
         """Await ``work``, or raise ``StopAsked`` as soon as the end is requested; work that is done by then counts."""
-        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
-        try:
-            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        async with _until(work, self._asked) as task:
             if not task.done():
                 self.check()
             return task.result()
-        finally:
-            await _end(task, asked)
+
+
+@asynccontextmanager
+async def _until(work: Awaitable[T], event: asyncio.Event) -> AsyncIterator[asyncio.Future[T]]:
+    """Wait until ``work`` is done or ``event`` is set, and cancel ``work`` at the end of the block."""
+    task, other = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
+        yield task
+    finally:
+        await _end(task, other)
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:

@@ -49,8 +49,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _check_nodes(args: argparse.Namespace) -> int:
-    """On one of several nodes: whether they go together; the exit code, the same on all. In a Slurm step, whose
-    nodes share an output, node 0 alone prints."""
+    """Check from one of several nodes whether they go together; return the exit code, the same on all. In a Slurm step,
+    whose nodes share an output, node 0 alone prints."""
     from mopd.launch.checks.conducting import check_nodes
 
     if args.recipe == STANDARD_INPUT:
@@ -69,7 +69,8 @@ def _check_nodes(args: argparse.Namespace) -> int:
 
 
 def _check_statically(args: argparse.Namespace) -> bool:
-    """Whether anything failed. Prints the outcomes, without ``--static`` and ``--json`` only the lines of those."""
+    """Return whether anything failed. Prints the outcomes, without ``--static`` and ``--json`` only the lines of
+    those."""
     from mopd.base.hardware import this_hardware
     from mopd.launch.checks.static import StaticChecks
 

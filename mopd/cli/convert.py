@@ -60,8 +60,8 @@ def _add_conversions(parser: argparse.ArgumentParser, *, has_layout: bool) -> No
         for name in LAYOUT_OPTIONS:
             option = f"--{name.replace('_', '-')}-parallel-size"
             is_expert_tensor = name == "expert_tensor"
-            default, told = (None, "the tensor degree") if is_expert_tensor else (1, "1")
-            parser.add_argument(option, type=int, default=default, metavar="N", help=f"degree of the cut ({told})")
+            default, shown = (None, "the tensor degree") if is_expert_tensor else (1, "1")
+            parser.add_argument(option, type=int, default=default, metavar="N", help=f"degree of the cut ({shown})")
         for option in UNEVEN_OPTIONS:
             parser.add_argument(option, type=int, metavar="N", help="where it has another number than the others")
     if "reshard" not in parser.prog:
@@ -143,9 +143,9 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from mopd.cli.convert_job import check_arguments, job_maker, run_job
 
     check_arguments(args)
-    told = run_job(job_maker(args), resume=args.resume)
+    outcome = run_job(job_maker(args), resume=args.resume)
     if not failure.is_rank() or failure.rank_and_world_size()[0] == 0:
-        _print(told, as_json=args.json)
+        _print(outcome, as_json=args.json)
     return 0
 
 

@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """What can be refused before any file is opened."""
+    """Refuse arguments that cannot work before any file is opened."""
     if "tensor_model_parallel_size" in args:
         _layout(args).check_degrees()
     if args.action == "merge":

@@ -36,7 +36,7 @@ PROBE_TEXT = (
 )
 MAX_PROBE_TOKENS = 128
 MAX_DIFFERENCES = 1000
-"""After so many a comparison ends."""
+"""Number of differences after which a comparison ends."""
 TIMEOUT_S = 600.0
 _UNREADABLE = "unreadable"
 _IMAGE_SIDES = (2, 3)
@@ -45,7 +45,7 @@ _IMAGE_SIDES = (2, 3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsProbe:
-    """What both models compute logits of."""
+    """Input of which both models compute logits."""
 
     tokens: Tensor
     """[1, T] int64."""

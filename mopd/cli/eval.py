@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _evaluate(loaded: Loaded, model: Path | None, checkpoint: Path | None, *, as_json: bool) -> None:
-    """On this rank: all ranks read a checkpoint; the orchestrator alone a folder of Hugging Face."""
+    """Evaluate on this rank. All ranks read a checkpoint; the orchestrator alone reads a Hugging Face folder."""
     from mopd.launch.leading import follow_rank_0, start_orchestrator
 
     if rank_and_world_size()[0] == 0:

@@ -102,12 +102,12 @@ def _check(args: argparse.Namespace) -> None:
 def _print(answers: Sequence[Answer], *, num_samples: int) -> None:
     """Each prompt above its responses; one response to one prompt alone, fit for a pipe."""
     for number, answer in enumerate(answers):
-        told = f"{answer.num_tokens} tokens, {answer.finish_reason}, mean log-prob {answer.mean_logprob:.3f}"
+        summary = f"{answer.num_tokens} tokens, {answer.finish_reason}, mean log-prob {answer.mean_logprob:.3f}"
         if len(answers) == 1:
             print(visible(answer.response, keep="\n\t"))
-            print(told, file=sys.stderr)
+            print(summary, file=sys.stderr)
             return
         if number % num_samples == 0:
             print(f"{'' if number == 0 else chr(10)}>>> {visible(answer.prompt, keep=chr(9))}")
-        print(f"--- {number % num_samples + 1} of {num_samples}: {told}")
+        print(f"--- {number % num_samples + 1} of {num_samples}: {summary}")
         print(visible(answer.response, keep="\n\t"))

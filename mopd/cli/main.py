@@ -111,14 +111,14 @@ def _check_names(args: argparse.Namespace) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Where this process was started with one of them closed, nothing else may get its number and what is printed."""
+    """Open those that were closed when the process started: another file must not get their number and the output."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if number == 0 else "w"))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Also overrides that stand behind an option: ``train my.yaml --resume seed=1``."""
+    """Parse the command line, overrides behind an option included: ``train my.yaml --resume seed=1``."""
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     unknown = [word for word in rest if word.startswith("-") or "=" not in word]

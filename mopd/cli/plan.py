@@ -122,8 +122,8 @@ def _check_images(work: Workload, *, sees_images: bool) -> None:
 
 
 def _nodes(args: argparse.Namespace, loaded: Loaded, hardware: Hardware) -> tuple[Loaded, Cluster, NodePool, Hardware]:
-    """What is planned for: GPUs of the table on the nodes of the recipe's job, or on those of the options; else this
-    machine. And the recipe as it is read there, and what the launcher of the first node sees."""
+    """Describe what is planned for: GPUs of the table on the nodes of the recipe's job, or on those of the options;
+    else this machine. And the recipe as it is read there, and what the launcher of the first node sees."""
     for name in ("nodes", "gpus_per_node"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) <= MAX_NODES:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: set 1 to {MAX_NODES}")

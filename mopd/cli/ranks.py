@@ -1,4 +1,4 @@
-"""What the commands with a recipe share: its arguments, and the way from one process to the student's ranks."""
+"""Shared parts of the commands with a recipe: its arguments, and the way from one process to the student's ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def on_students_ranks(
     cure: Callable[[], str] = lambda: "",
     ask: Callable[[], None] | None = None,
 ) -> failure.Ended:
-    """In a rank: do the work (``cli.main`` relays its errors and its code). Elsewhere: check the student's layout, the
+    """Do the work, in a rank (``cli.main`` relays its errors and its code). Elsewhere: check the student's layout, the
     recipe's inputs, the GPUs of ``groups`` (all) and what ``checks`` adds, then start this command as ranks, here or on
     all ``nodes``. ``cure()`` ends the line of a rank's sudden end, ``ask`` is what the first SIGTERM does."""
     from mopd.launch.checks.inputs import check_inputs, check_machine, check_world_size

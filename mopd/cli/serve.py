@@ -90,7 +90,7 @@ def _require_registered(loaded: Loaded, key: Sequence[str], group: EngineGroupCo
 
 
 def _registrar(args: argparse.Namespace, file: EngineFile) -> Registrar:
-    """What tells the run of this server."""
+    """Return the registrar that tells the run of this server."""
     if args.token_file is not None:
         raise UserError("--token-file with --register: the server makes a secret of its own: leave --token-file out")
     if args.register.name != RunFiles(Path()).replicas.name:

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _stop_now() -> None:
-    """No rank has been started yet."""
+    """End the command: no rank has been started yet."""
     raise StopAsked("SIGTERM")
 
 
@@ -127,7 +127,7 @@ def _note_end(run_dir: RunDir, line: str, *, is_users: bool) -> None:
 
 
 def _check_folder(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> None:
-    """What a rank would refuse, before there are any."""
+    """Refuse what a rank would refuse, before ranks start."""
     from mopd.run import resuming
     from mopd.run.manifests import check_commits
 
@@ -147,7 +147,7 @@ def _resumes(args: argparse.Namespace, run_dir: RunDir) -> bool:
 
 
 def _train(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> int:
-    """On this rank, from the newest checkpoint or the one that ``--from`` names (``step_100``); the exit code.
+    """Train on this rank from the newest checkpoint or the one that ``--from`` names (``step_100``); the exit code.
 
     Raises:
         UserError: anything the user can cure; nothing is half-written.

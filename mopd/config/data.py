@@ -6,19 +6,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from mopd.config.values import MAX_TOKENS, check_name, require_at_least, require_positive
+from mopd.config.values import (
+    MAX_TOKENS,
+    Checked,
+    Count,
+    NotNegative,
+    at_least,
+    check_name,
+    check_ranges,
+    require_positive,
+)
 
 TEMPLATE_ARGUMENTS = frozenset(
     ("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 )
-"""What every chat template gets from mopd."""
+"""Arguments that every chat template gets from mopd."""
 MAX_STORAGE_UNITS = 1024
 MAX_IMAGE_PIXELS = 2**26
-"""Of one image, as its header tells: 8,192 x 8,192. Decoded it has 200 MB."""
+"""Largest number of pixels of one image, as its header tells: 8,192 x 8,192. Decoded it has 200 MB."""
 MAX_IMAGE_BYTES = 2**24
-"""Of one encoded image."""
+"""Largest size of one encoded image."""
 
 ShippedColumns = Literal["verl", "dapo", "gsm8k", "math", "mbpp", "openthoughts", "messages", "question_answer"]
 """Names of mappings that come with mopd."""
@@ -100,9 +109,9 @@ class DataConfig:
     image_key: str = "images"
     """Column that holds a row's images, a list of ``{bytes: …}`` or ``{path: …}``; ``<image>`` in the prompt marks the
     place of each."""
-    max_pixels: int | None = None
+    max_pixels: Annotated[int, at_least(1, MAX_IMAGE_PIXELS)] | None = None
     """Larger images are scaled down to so many pixels; absent: what the processor of ``student.model`` says."""
-    max_prompt_length: int = 1024
+    max_prompt_length: Annotated[int, at_least(1, MAX_TOKENS)] = 1024
     """Longest prompt in tokens, those of its images included."""
     overlong_prompts: Literal["filter", "error", "truncate"] = "error"
     """What happens to a longer prompt: dropped with a count, refused, or cut from the left."""
@@ -110,11 +119,9 @@ class DataConfig:
     """Relative share of each domain in the prompt stream; empty mixes by row count. Names every domain or none."""
 
     def __post_init__(self) -> None:
-        require_at_least("max_prompt_length", self.max_prompt_length, 1, MAX_TOKENS)
+        check_ranges(self)
         if not self.image_key:
             raise ValueError("image_key is empty: name the column of the images")
-        if self.max_pixels is not None:
-            require_at_least("max_pixels", self.max_pixels, 1, MAX_IMAGE_PIXELS)
         for name in sorted(TEMPLATE_ARGUMENTS & self.chat_template_kwargs.keys()):
             raise ValueError(f"chat_template_kwargs.{name} is set by mopd itself: remove it")
         if not self.train:
@@ -137,21 +144,15 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ValidationConfig:
+class ValidationConfig(Checked):
     """``rewards`` by domain on held-out prompts, greedy unless a temperature is set."""
 
-    every_steps: int = 50
+    every_steps: Count = 50
     """Optimizer steps between validations; step 0 and the last step are always validated."""
-    temperature: float = 0.0
+    temperature: NotNegative = 0.0
     """Sampling temperature; 0 is greedy."""
-    max_samples_per_domain: int | None = None
+    max_samples_per_domain: Count | None = None
     """Only the first rows of each domain; absent means all."""
-
-    def __post_init__(self) -> None:
-        require_at_least("every_steps", self.every_steps, 1)
-        require_at_least("temperature", self.temperature, 0)
-        if self.max_samples_per_domain is not None:
-            require_at_least("max_samples_per_domain", self.max_samples_per_domain, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +164,7 @@ class LocalPlaneConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransferQueueConfig:
+class TransferQueueConfig(Checked):
     """Samples in storage units of the TransferQueue package, on a Ray cluster (``pip install 'mopd[ray]'``)."""
 
     type: Literal["transfer_queue"]
@@ -171,11 +172,8 @@ class TransferQueueConfig:
     address: str | None = None
     """Address of the Ray cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster of this machine
     that lives as long as the run."""
-    num_storage_units: int = 2
+    num_storage_units: Annotated[int, at_least(1, MAX_STORAGE_UNITS)] = 2
     """Actors that hold the tensors."""
-
-    def __post_init__(self) -> None:
-        require_at_least("num_storage_units", self.num_storage_units, 1, MAX_STORAGE_UNITS)
 
 
 DataPlane = LocalPlaneConfig | TransferQueueConfig

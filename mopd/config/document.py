@@ -76,18 +76,19 @@ def recipes_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(cls: type, path: str, lines: list[str], told: dict[type, str]) -> None:
-    """Heading, class text and table of one section, then its subsections; ``told`` is where a class already stands."""
+def _section(cls: type, path: str, lines: list[str], headings: dict[type, str]) -> None:
+    """Heading, class text and table of one section, then its subsections; ``headings`` are those under which a class
+    already stands."""
     choice = f" with `type: {' | '.join(type_values(cls))}`" if type_values(cls) else ""
     heading = f"{f'`{path}`' if path else 'Top level'}{choice}"
-    inherited = next((base for base in cls.__mro__[1:] if base in told), None)
-    told |= {base: heading for base in cls.__mro__[:-1] if base not in told}
+    inherited = next((base for base in cls.__mro__[1:] if base in headings and dataclasses.is_dataclass(base)), None)
+    headings |= {base: heading for base in cls.__mro__[:-1] if base not in headings}
     lines.append(f"## {heading}\n")
     lines.append(_cell(inspect.getdoc(cls) or "") + "\n")
     docs = field_docs(cls)
     annotations = field_types(cls)
     if inherited is not None:
-        lines.append(f"The keys of {told[inherited]}, and:\n")
+        lines.append(f"The keys of {headings[inherited]}, and:\n")
     above = () if inherited is None else field_types(inherited)
     only_type = ("type",) if len(type_values(cls)) == 1 else ()  # the heading tells it
     rows = [field for field in dataclasses.fields(cls) if field.name not in (*above, *only_type)]
@@ -104,18 +105,18 @@ def _section(cls: type, path: str, lines: list[str], told: dict[type, str]) -> N
         for member in union_members(annotation):
             inner, suffix = _inner(member)
             for section in section_classes(inner):
-                if section in told and name not in above:
-                    elsewhere.append(f"{name}: {told[section]}")
-                elif section not in told and section not in (known for known, _ in new):
+                if section in headings and name not in above:
+                    elsewhere.append(f"{name}: {headings[section]}")
+                elif section not in headings and section not in (known for known, _ in new):
                     new.append((section, f"{below}{suffix}"))
     if elsewhere:
         lines.append(f"Sections that stand above: {'; '.join(elsewhere)}.\n")
     for section, below in new:
-        _section(section, below, lines, told)
+        _section(section, below, lines, headings)
 
 
 def _inner(member: Any) -> tuple[Any, str]:
-    """What a mapping or a list holds, else the annotation itself; how its place is written."""
+    """Return what a mapping or a list holds, else the annotation itself, and the suffix of its path."""
     origin = typing.get_origin(member)
     if origin is Mapping:
         return typing.get_args(member)[1], ".NAME"

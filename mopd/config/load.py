@@ -37,7 +37,7 @@ from mopd.config.schema import Recipe
 DEFAULT_ORIGIN = "default"
 """Origin of a value that no file sets."""
 AUTO_ORIGIN = "auto: "
-"""How the origin of a value begins that was ``auto``; the reason follows."""
+"""Beginning of the origin of a value that was ``auto``; the reason follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Loaded:
 
     @property
     def weights_way(self) -> str:
-        """Of a settled recipe: how the student's weights come to the rollout, and why, if that was ``auto``."""
+        """How the student's weights come to the rollout in a settled recipe, and why, if that was ``auto``."""
         way, origin = self.recipe.weight_sync.type, self.origins.get("weight_sync.type", "")
         if not origin.startswith(AUTO_ORIGIN):
             return way
@@ -75,7 +75,7 @@ class Loaded:
         return why if way == AUTO else f"{way} ({why})"
 
     def settled(self, recipe: Recipe, reasons: Mapping[str, str]) -> Loaded:
-        """With ``recipe``, in which the values at ``reasons`` were ``auto``."""
+        """Return this with ``recipe``, in which the values at ``reasons`` were ``auto``."""
         keys = map(dotted, leaf_paths(to_tree(recipe)))
         settled = {key: f"{AUTO_ORIGIN}{reason}" for key, reason in reasons.items()}
         origins = {key: settled.get(key, self.origins.get(key, DEFAULT_ORIGIN)) for key in keys}
@@ -87,7 +87,7 @@ class Draft:
     """A recipe of which some values may have been refused."""
 
     loaded: Loaded
-    """Of what is whole; the rest has its default, or is ``None``."""
+    """The values that were accepted; others have their default, or are ``None``."""
     problems: tuple[str, ...]
     """One line each, as ``load_recipe`` would raise the first."""
     broken: frozenset[Path_]
@@ -110,7 +110,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def draft_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
-    """As ``load_recipe``, with everything that it would refuse and not only the first.
+    """Read a recipe as ``load_recipe`` does, and list everything that it would refuse and not only the first.
 
     Raises:
         UserError: the text is no YAML, or a file is not there.
@@ -180,26 +180,19 @@ def _spread_teacher_defaults(tree: Section, file: str) -> Section:
 
 
 def _check_size(loaded: Loaded) -> None:
-    """The resolved recipe, in which every default stands, is one that loads."""
-    num_values, num_characters = _size(to_tree(loaded.recipe))
-    if num_values <= MAX_YAML_VALUES and 10 * num_characters + 400 * num_values <= MAX_YAML_BYTES:
-        return  # at most ten characters of an escape for one of text, and 400 of comment and white space
-    if num_values > MAX_YAML_VALUES or len(dump(loaded).encode()) > MAX_YAML_BYTES:
+    """Refuse a recipe that does not load once every default stands in it."""
+    if _num_values(to_tree(loaded.recipe)) > MAX_YAML_VALUES or len(dump(loaded).encode()) > MAX_YAML_BYTES:
         raise UserError(
             f"{loaded.path}: too long once every default stands in it: a recipe has at most {MAX_YAML_VALUES} keys "
             f"and values and {MAX_YAML_BYTES} bytes: name fewer teachers, domains or files"
         )
 
 
-def _size(tree: Any) -> tuple[int, int]:
-    """Keys and values, and their characters."""
+def _num_values(tree: Any) -> int:
+    """Count the keys and values of a tree."""
     if isinstance(tree, dict):
-        sizes = [(1 + values, len(key) + characters) for key in tree for values, characters in [_size(tree[key])]]
-    elif isinstance(tree, list):
-        sizes = [_size(item) for item in tree]
-    else:
-        return 1, len(tree) if isinstance(tree, str) else 0
-    return 1 + sum(values for values, _ in sizes), sum(characters for _, characters in sizes)
+        return 1 + len(tree) + sum(map(_num_values, tree.values()))
+    return 1 + sum(map(_num_values, tree)) if isinstance(tree, list) else 1
 
 
 def to_tree(value: Any) -> Any:

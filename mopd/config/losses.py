@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from mopd.config.values import MAX_NUMBER, require_at_least, require_fraction, require_positive
+from mopd.config.values import MAX_NUMBER, Checked, Fraction, NotNegative, Positive, at_least, check_ranges
 
 MAX_TOP_K = 2**20
 """No vocabulary is larger."""
@@ -18,32 +18,27 @@ class TopKLossConfig:
 
     type: Literal["topk_forward_kl", "topk_reverse_kl", "topk_jsd"] = "topk_forward_kl"
     """KL(teacher||student), KL(student||teacher), or the Jensen-Shannon divergence between them."""
-    top_k: int = 64
+    top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 64
     """Teacher tokens per position."""
     tail: Literal["bucket", "generalized", "renormalize", "none"] | None = None
     """What becomes of the mass outside the top-k; absent means the vetted form (reverse: generalized, else bucket)."""
-    beta: float = 0.5
+    beta: Fraction = 0.5
     """Weight of the teacher in the mixture of ``topk_jsd``; 0 is forward KL and 1 is reverse KL."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Divides the logits of both sides."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
     logprob_min_clamp: float | None = None
     """Floor of both sides' log-probs (verl's); gradient is zero where it bites, and the share is reported."""
-    loss_max_clamp: float | None = None
+    loss_max_clamp: Positive | None = None
     """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
-    loss_soft_cap: float | None = None
+    loss_soft_cap: Positive | None = None
     """Cap that keeps a gradient: above c a token's loss grows as c (1 + log(x / c)). The recommended stabiliser."""
 
     def __post_init__(self) -> None:
-        require_at_least("top_k", self.top_k, 1, MAX_TOP_K)
-        require_positive("temperature", self.temperature)
-        require_fraction("beta", self.beta)
+        check_ranges(self)
         if self.logprob_min_clamp is not None and not -MAX_NUMBER <= self.logprob_min_clamp < 0:
             raise ValueError(f"logprob_min_clamp is {self.logprob_min_clamp}: set a negative number, for example -10")
-        for name in ("loss_max_clamp", "loss_soft_cap"):
-            if getattr(self, name) is not None:
-                require_positive(name, getattr(self, name))
         if self.loss_max_clamp is not None and self.loss_soft_cap is not None:
             raise ValueError("loss_max_clamp and loss_soft_cap are both set: keep one")
         if self.type == "topk_reverse_kl" and self.tail == "renormalize" and self.top_k == 1:
@@ -62,12 +57,13 @@ class SequenceMaskConfig:
     """Whole responses that are left out of the loss, by the geometric mean over their loss tokens of the ratio of
     current student to rollout. Denominators stay those of the whole batch."""
 
-    low: float = 0.9
+    low: NotNegative = 0.9
     """Least mean ratio of a response that counts."""
-    high: float = 1.1
+    high: Positive = 1.1
     """Largest mean ratio of a response that counts."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         _check_bounds(self.low, self.high)
 
 
@@ -80,54 +76,47 @@ class MismatchCorrectionConfig:
     """Weight of a token. none: 1, for ``sequence`` alone; tis: truncate the ratio at ``high``; icepop: drop tokens
     outside [low, high], weight the others by the ratio; gate: MiMo's form, the same drop with the ratio of current
     student to rollout."""
-    low: float = 0.5
+    low: NotNegative = 0.5
     """Lower bound of the ratio (icepop, gate)."""
-    high: float = 2.0
+    high: Positive = 2.0
     """Upper bound of the ratio."""
     sequence: SequenceMaskConfig | None = None
     """Also leave out whole responses; absent means none. ``{}`` takes the bounds' defaults."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         _check_bounds(self.low, self.high)
         if self.type == "none" and self.sequence is None:
             raise ValueError("type is 'none' and sequence is absent: nothing is corrected; set one of them")
 
     @property
     def of_tokens(self) -> tuple[str, float, float] | None:
-        """What the loss functions of ``mopd.losses`` take."""
+        """Type and bounds as the loss functions of ``mopd.losses`` take them."""
         return None if self.type == "none" else (self.type, self.low, self.high)
 
 
 def _check_bounds(low: float, high: float) -> None:
-    require_at_least("low", low, 0)
-    require_positive("high", high)
     if high <= low:
         raise ValueError(f"high is {high} and low is {low}: set high above low")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KLLossConfig:
+class KLLossConfig(Checked):
     """Estimator of a KL from the sampled token alone. Delta = student log-prob - teacher log-prob."""
 
     type: Literal["k2", "k3", "k3_reverse"]
     """k2: gradient of reverse KL; k3: of forward KL; k3_reverse: k3's value with k2's gradient."""
-    top_k: int = 16
+    top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 16
     """Teacher tokens per position, for the mass and overlap metrics only."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Divides the logits of both sides; must equal ``rollout.temperature``."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
-    loss_max_clamp: float | None = None
+    loss_max_clamp: Positive | None = None
     """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
     correction: MismatchCorrectionConfig | None = None
     """Weight of tokens, and choice of responses, that another policy than the current student has drawn; absent means
     none. Needed where ``schedule.max_staleness`` is above 0."""
-
-    def __post_init__(self) -> None:
-        require_at_least("top_k", self.top_k, 1, MAX_TOP_K)
-        require_positive("temperature", self.temperature)
-        if self.loss_max_clamp is not None:
-            require_positive("loss_max_clamp", self.loss_max_clamp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,32 +125,28 @@ class PolicyGradientConfig:
 
     type: Literal["policy_gradient"]
     """Loss type."""
-    task_reward_weight: float = 0.0
+    task_reward_weight: NotNegative = 0.0
     """Weight of the task advantage (reward minus the mean over the prompt's responses)."""
     old_logprobs: Literal["student", "rollout"] = "student"
     """p_old of the PPO ratio: the student's own (on-policy, ratio 1) or the rollout engine's."""
-    clip_ratio_low: float = 0.2
+    clip_ratio_low: Positive = 0.2
     """PPO clip below 1."""
-    clip_ratio_high: float = 0.2
+    clip_ratio_high: Positive = 0.2
     """PPO clip above 1."""
     dual_clip: float | None = None
     """Bound c > 1 of the loss for negative advantages (dual-clip PPO); absent means none."""
     correction: MismatchCorrectionConfig | None = None
     """Weight of tokens, and choice of responses, that another policy than the current student has drawn; absent means
     none. Needed where ``schedule.max_staleness`` is above 0."""
-    top_k: int = 16
+    top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 16
     """Teacher tokens per position, for the mass and overlap metrics only."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Divides the logits of both sides; must equal ``rollout.temperature``."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
 
     def __post_init__(self) -> None:
-        require_at_least("top_k", self.top_k, 1, MAX_TOP_K)
-        require_positive("temperature", self.temperature)
-        require_positive("clip_ratio_low", self.clip_ratio_low)
-        require_positive("clip_ratio_high", self.clip_ratio_high)
-        require_at_least("task_reward_weight", self.task_reward_weight, 0)
+        check_ranges(self)
         if self.correction is not None and self.correction.type == "gate" and self.old_logprobs == "rollout":
             raise ValueError(
                 "correction.type is 'gate' and old_logprobs is 'rollout': the gate already holds that ratio; "
@@ -175,8 +160,8 @@ Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig
 
 
 def require_own_samples(loss: Loss, *, top_p: float, top_k: int, temperature: float, max_staleness: int) -> None:
-    """What a loss of the sampled token asks of the rollout: samples of the student itself, or a correction for old
-    ones. Raises ValueError. The top-k losses take samples of anybody."""
+    """Check that the rollout draws what a loss of the sampled token needs: samples of the student itself, or a
+    correction for old ones. ``ValueError`` otherwise. The top-k losses take samples of any policy."""
     if isinstance(loss, TopKLossConfig):
         return
     if top_p != 1.0 or top_k != -1:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mopd.config.values import require_at_least
+from mopd.config.values import Checked, Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
+class CheckpointConfig(Checked):
     """What is saved while training."""
 
-    every_steps: int = 100
+    every_steps: Count = 100
     """Optimizer steps between checkpoints; the last step is always saved."""
-    keep_last: int = 2
+    keep_last: Count = 2
     """Newest checkpoints that are kept."""
     async_save: bool = True
     """Copy the state into host memory and go on with the next step while every rank writes and hashes its own files;
@@ -25,10 +25,6 @@ class CheckpointConfig:
     there is none."""
     export_hf: bool = True
     """At the end write the result (the best checkpoint, else the last) as a Hugging Face folder."""
-
-    def __post_init__(self) -> None:
-        require_at_least("every_steps", self.every_steps, 1)
-        require_at_least("keep_last", self.keep_last, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,15 +40,12 @@ class WandBConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MetricsConfig:
+class MetricsConfig(Checked):
     """Where numbers go besides ``metrics.jsonl`` and the terminal."""
 
-    diagnostics_every_steps: int = 10
+    diagnostics_every_steps: Count = 10
     """Optimizer steps between the dearer diagnostics: student entropy and top-k overlap."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
     wandb: WandBConfig | None = None
     """Also log to Weights & Biases."""
-
-    def __post_init__(self) -> None:
-        require_at_least("diagnostics_every_steps", self.diagnostics_every_steps, 1)

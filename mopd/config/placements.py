@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from mopd.config.values import (
     MAX_PROCESSES,
     MAX_REPLICAS,
+    Checked,
+    Processes,
+    Seconds,
+    at_least,
+    check_ranges,
     check_server_url,
     check_unrepeated,
     require_at_least,
-    require_seconds,
 )
 
 MAX_THREADS = 4096
@@ -44,7 +48,7 @@ class LocalConfig:
     gpus: tuple[int, ...] = ()
     """GPUs of this group by number, shared out in order, ``engine.tensor_parallel_size`` to each replica; empty: the
     lowest that neither trainer ranks nor other groups have. A GPU has one owner: too few are an error."""
-    num_threads: int | None = None
+    num_threads: Annotated[int, at_least(1, MAX_THREADS)] | None = None
     """CPU threads of one replica; absent: the machine's cores over the number of replicas."""
     share_gpus_with: Literal["student"] | None = None
     """``student``, of the rollout: replicas on the trainer ranks' own GPUs, by turns. They sleep while the student
@@ -53,13 +57,11 @@ class LocalConfig:
     python: str | None = None
     """Python interpreter that runs this group's servers, for an engine in an environment of its own (vLLM with the
     torch that it pins); absent: mopd's. That environment needs the packages of mopd, not mopd itself."""
-    startup_timeout_s: float = 600.0
+    startup_timeout_s: Seconds = 600.0
     """Deadline for a server to become healthy, model loading included."""
 
     def __post_init__(self) -> None:
-        require_seconds("startup_timeout_s", self.startup_timeout_s)
-        if self.num_threads is not None:
-            require_at_least("num_threads", self.num_threads, 1, MAX_THREADS)
+        check_ranges(self)
         check_unrepeated("gpus", self.gpus)
         for gpu in self.gpus:
             require_at_least("gpus", gpu, 0, MAX_PROCESSES)
@@ -71,7 +73,7 @@ class LocalConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RayConfig:
+class RayConfig(Checked):
     """Actors on a Ray cluster: one placement group per teacher, every replica packed onto one node."""
 
     type: Literal["ray"]
@@ -79,25 +81,21 @@ class RayConfig:
     address: str | None = None
     """Address of the cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster of this machine that
     lives as long as the run."""
-    num_cpus: int = 1
+    num_cpus: Processes = 1
     """CPUs of one replica, as Ray counts them."""
-    num_gpus: int = 0
+    num_gpus: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
     """GPUs of one replica; at least ``engine.tensor_parallel_size`` where there are GPUs."""
     shared_pool: str | None = None
     """Name of a pool that several groups share by turns: only one is awake at a time, the least recently used sleeps
-    first, and nobody for longer than half a minute while others wait. Absent: resources of its own."""
-    startup_timeout_s: float = 600.0
+    first, and none stays awake for longer than half a minute while others wait. Absent: resources of its own."""
+    startup_timeout_s: Seconds = 600.0
     """Deadline for a replica to become healthy, placement and model loading included."""
-
-    def __post_init__(self) -> None:
-        require_seconds("startup_timeout_s", self.startup_timeout_s)
-        require_at_least("num_cpus", self.num_cpus, 1, MAX_PROCESSES)
-        require_at_least("num_gpus", self.num_gpus, 0, MAX_PROCESSES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExternalConfig:
-    """Servers that somebody else runs. Their engine is theirs: the ``engine`` section beside this one is not read."""
+    """Servers that are not started by the run. They choose their engine: the ``engine`` section beside this one is not
+    read."""
 
     type: Literal["external"]
     """Placement type."""
@@ -109,11 +107,11 @@ class ExternalConfig:
     """File with the servers' access token; absent: they ask for none."""
     served_model_name: str | None = None
     """Model name to ask an ``openai`` server for; absent: the only one that it lists."""
-    startup_timeout_s: float = 60.0
+    startup_timeout_s: Seconds = 60.0
     """Deadline for every server to answer when the run starts."""
 
     def __post_init__(self) -> None:
-        require_seconds("startup_timeout_s", self.startup_timeout_s)
+        check_ranges(self)
         if not self.urls:
             raise ValueError("urls is empty: name at least one server")
         for url in self.urls:
@@ -127,20 +125,16 @@ class ExternalConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RegisteredConfig:
+class RegisteredConfig(Checked):
     """Servers that register with the run, on whatever machine sees its folder: ``mopd serve RECIPE --teacher NAME
     --register RUN/replicas``. They may come and go while the run works."""
 
     type: Literal["registered"]
     """Placement type."""
-    min_replicas: int = 1
+    min_replicas: Annotated[int, at_least(1, MAX_REPLICAS)] = 1
     """Servers that the run waits for before it begins, and does not go on without."""
-    startup_timeout_s: float = 600.0
+    startup_timeout_s: Seconds = 600.0
     """Deadline for ``min_replicas`` servers to be there and healthy: when the run starts, and when some have gone."""
-
-    def __post_init__(self) -> None:
-        require_at_least("min_replicas", self.min_replicas, 1, MAX_REPLICAS)
-        require_seconds("startup_timeout_s", self.startup_timeout_s)
 
 
 Placement = AutoPlacementConfig | InProcessConfig | LocalConfig | RayConfig | ExternalConfig | RegisteredConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from mopd.config.values import require_at_least, require_seconds
+from mopd.config.values import Checked, Seconds, at_least, check_ranges
 
 MAX_PATTERN = 10_000
 """Characters of a regular expression."""
@@ -21,7 +21,7 @@ class ExactMatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MathConfig:
+class MathConfig(Checked):
     """1 when the last boxed expression, else the last expression or number, equals the ground truth, by math-verify.
 
     The ground truth is a number or LaTeX; of a GSM8K solution, what follows ``####``.
@@ -29,11 +29,8 @@ class MathConfig:
 
     type: Literal["math"]
     """Reward type."""
-    timeout_s: float = 5.0
+    timeout_s: Seconds = 5.0
     """Deadline of one response; one that takes longer scores 0."""
-
-    def __post_init__(self) -> None:
-        require_seconds("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +49,11 @@ class RegexConfig:
     """Reward type."""
     pattern: str
     """Python regular expression with one group, which finds the answer in a response, or with none."""
-    timeout_s: float = 2.0
+    timeout_s: Seconds = 2.0
     """Deadline of one response; one that takes longer scores 0."""
 
     def __post_init__(self) -> None:
-        require_seconds("timeout_s", self.timeout_s)
+        check_ranges(self)
         if len(self.pattern) > MAX_PATTERN:
             raise ValueError(f"pattern has {len(self.pattern)} characters: use at most {MAX_PATTERN}")
         try:
@@ -73,22 +70,19 @@ class RegexConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JsonSchemaConfig:
+class JsonSchemaConfig(Checked):
     """1 when the response, or the last fenced block in it, is JSON that a schema allows, else 0."""
 
     type: Literal["json_schema"]
     """Reward type."""
     path: str | None = None
     """JSON file that holds the schema; absent: each row's ground truth is its schema."""
-    timeout_s: float = 2.0
+    timeout_s: Seconds = 2.0
     """Deadline of one response; one that takes longer scores 0."""
-
-    def __post_init__(self) -> None:
-        require_seconds("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CodeConfig:
+class CodeConfig(Checked):
     """1 when the program in the last fenced block passes every test of the ground truth, else 0.
 
     Programs run in processes of their own, with no network and no way to write outside an empty folder.
@@ -96,18 +90,14 @@ class CodeConfig:
 
     type: Literal["code"]
     """Reward type."""
-    timeout_s: float = 10.0
+    timeout_s: Seconds = 10.0
     """Deadline of one response, over all its tests; one that takes longer scores 0."""
-    max_memory_gib: float = 1.0
+    max_memory_gib: Annotated[float, at_least(0.125, 64.0)] = 1.0
     """Memory of one program, in GiB."""
-
-    def __post_init__(self) -> None:
-        require_seconds("timeout_s", self.timeout_s)
-        require_at_least("max_memory_gib", self.max_memory_gib, 0.125, 64.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CustomRewardConfig:
+class CustomRewardConfig(Checked):
     """A Python function of yours, run in a process of its own with a clean environment.
 
     The function takes ``prompt, response, ground_truth, extra_info, domain`` as keywords and returns a number.
@@ -119,14 +109,10 @@ class CustomRewardConfig:
     """Python file that holds the function."""
     function: str
     """Name of the function in that file."""
-    timeout_s: float = 60.0
+    timeout_s: Seconds = 60.0
     """Deadline for one batch of calls."""
-    max_memory_gib: float = 8.0
+    max_memory_gib: Annotated[float, at_least(0.25, 1024.0)] = 8.0
     """Memory of the function's process, and of each that it starts, in GiB; more ends the run."""
-
-    def __post_init__(self) -> None:
-        require_seconds("timeout_s", self.timeout_s)
-        require_at_least("max_memory_gib", self.max_memory_gib, 0.25, 1024.0)
 
 
 RewardConfig = (

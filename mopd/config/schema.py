@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from mopd.base.types import LOSS_FIELDS
 from mopd.config.data import DataConfig, DataPlane, LocalPlaneConfig, ValidationConfig
@@ -29,10 +29,13 @@ from mopd.config.student import StudentConfig
 from mopd.config.values import (
     MAX_COUNT,
     MAX_TOKENS,
-    require_at_least,
-    require_fraction,
-    require_positive,
-    require_seconds,
+    Checked,
+    Count,
+    Positive,
+    Seconds,
+    Share,
+    at_least,
+    check_ranges,
     require_seed,
 )
 from mopd.config.weights import AutoSyncConfig, WeightSync, check_weight_sync
@@ -48,15 +51,15 @@ MAX_STALENESS = 1000
 class RolloutConfig(EngineGroupConfig):
     """How the student samples its own responses, and the replicas that run its weights."""
 
-    max_response_length: int = 1024
+    max_response_length: Annotated[int, at_least(1, MAX_TOKENS)] = 1024
     """Longest response in tokens; longer ones are cut and counted as truncated."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Sampling temperature."""
-    top_p: float = 1.0
+    top_p: Share = 1.0
     """Nucleus mass."""
     top_k: int = -1
     """Keep only this many most probable tokens; -1 keeps all."""
-    samples_per_prompt: int = 1
+    samples_per_prompt: Annotated[int, at_least(1, MAX_SAMPLES)] = 1
     """Responses drawn per prompt."""
     on_new_weights: Literal["auto", "finish", "continue"] = "auto"
     """What becomes of responses that are under way when new weights arrive: they end under the old ones, and the new
@@ -64,15 +67,12 @@ class RolloutConfig(EngineGroupConfig):
     with ``schedule.max_staleness`` above 0; at 0 nothing is under way then."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         if isinstance(self.placement, RayConfig) and self.placement.shared_pool is not None:
             raise ValueError(
                 f"placement.shared_pool is {self.placement.shared_pool!r}: only teachers take turns; remove it"
             )
         self.check_group()
-        require_at_least("max_response_length", self.max_response_length, 1, MAX_TOKENS)
-        require_positive("temperature", self.temperature)
-        require_fraction("top_p", self.top_p, low_open=True)
-        require_at_least("samples_per_prompt", self.samples_per_prompt, 1, MAX_SAMPLES)
         if self.top_k != -1 and not 1 <= self.top_k <= MAX_COUNT:
             raise ValueError(f"top_k is {self.top_k}: set -1 (all) or a positive number up to {MAX_COUNT}")
         if isinstance(self.placement, ExternalConfig) and self.placement.protocol == "openai":
@@ -88,11 +88,11 @@ class RolloutConfig(EngineGroupConfig):
 class ScheduleConfig:
     """How long and in what rhythm to train."""
 
-    steps: int
+    steps: Count
     """Optimizer steps."""
-    prompts_per_step: int
+    prompts_per_step: Annotated[int, at_least(1, MAX_SAMPLES)]
     """Prompts of one optimizer step, over all ranks."""
-    max_staleness: int = 0
+    max_staleness: Annotated[int, at_least(0, MAX_STALENESS)] = 0
     """Optimizer steps that the weights behind a sample may lag: those of its oldest token or, where responses go on
     under new weights (``rollout.on_new_weights: continue``), of its newest. 0 is synchronous training. Above 0 the
     rollout and the teachers work while the student trains (docs/pipeline.md); no group may then be ``in_process``."""
@@ -100,18 +100,14 @@ class ScheduleConfig:
     """What happens before a sample becomes older than ``max_staleness``. ``hold``: the step waits for it, so that every
     response that is drawn is trained on, however long it is. ``redraw``: others overtake it, and its prompt is drawn
     again; steps never wait for the longest response, and long responses are trained on less often than drawn."""
-    sync_every_steps: int = 1
+    sync_every_steps: Count = 1
     """Optimizer steps from one publication of the student's weights to the next; at most ``max_staleness`` + 1."""
-    wait_timeout_s: float = 3600.0
+    wait_timeout_s: Seconds = 3600.0
     """Deadline of every wait between workers: for the next sample of a batch, a sign of life of another process, a
     checkpoint. Waits that contain such a wait are a quarter longer, or last as long as there are signs of life."""
 
     def __post_init__(self) -> None:
-        require_at_least("steps", self.steps, 1)
-        require_at_least("prompts_per_step", self.prompts_per_step, 1, MAX_SAMPLES)
-        require_seconds("wait_timeout_s", self.wait_timeout_s)
-        require_at_least("max_staleness", self.max_staleness, 0, MAX_STALENESS)
-        require_at_least("sync_every_steps", self.sync_every_steps, 1)
+        check_ranges(self)
         oldest = self.sync_every_steps - 1
         if self.max_staleness < oldest:
             raise ValueError(
@@ -121,7 +117,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PreflightConfig:
+class PreflightConfig(Checked):
     """Checks before the first step; ``mopd check`` runs the same ones."""
 
     allow_same_weights: bool = False
@@ -133,17 +129,12 @@ class PreflightConfig:
     """Compare each teacher's scores, through the whole path, with a transformers forward of its folder, on this
     machine's CPU; ``auto``: where the folder's weights fit into the host memory that is free. A teacher that is not
     compared is held against its own greedy continuations instead (docs/teachers.md)."""
-    max_self_kl: float | None = None
+    max_self_kl: Positive | None = None
     """Largest mean KL, in nats per token, between a teacher's scores and its own folder; absent: 1e-5 where the engine
     computes in float32, else 5e-3."""
-    max_logprob_difference: float | None = None
+    max_logprob_difference: Positive | None = None
     """Largest mean log-prob difference at equal weights, of student and rollout engine and of a teacher and its folder;
     absent: 1e-3 where both compute in float32, else 5e-2."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_self_kl", "max_logprob_difference"):
-            if getattr(self, name) is not None:
-                require_positive(name, getattr(self, name))
 
     def self_kl_limit(self, dtype: str) -> float:
         """``max_self_kl`` for an engine that computes in ``dtype``."""
@@ -164,7 +155,7 @@ class Recipe:
 
     run_dir: str
     """Folder of this run: resolved recipe, metrics, checkpoints, report. Not empty: needs ``--resume``."""
-    seed: int = 0
+    seed: Annotated[int, require_seed] = 0
     """Root of all randomness; sampling seeds derive from it and the sample id."""
     student: StudentConfig
     """The model that learns."""
@@ -202,7 +193,7 @@ class Recipe:
     """The job that ``mopd slurm`` submits; absent: the recipe is for one machine, or started by hand."""
 
     def __post_init__(self) -> None:
-        require_seed("seed", self.seed)
+        check_ranges(self)
         self._check_teachers()
         self._check_loss()
         self._check_vllm_rollout()
@@ -351,7 +342,7 @@ class Recipe:
 
     @property
     def shares_gpus(self) -> bool:
-        """See ``EngineGroupConfig.shares_gpus``, of the rollout."""
+        """The rollout's replicas are on the trainer ranks' GPUs, by turns."""
         return self.rollout.shares_gpus
 
     @property
@@ -361,7 +352,7 @@ class Recipe:
 
     @property
     def assignment(self) -> Assignment:
-        """Which teachers answer for which domain."""
+        """The teachers of each domain."""
         return Assignment(self.teachers)
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from mopd.base.text import visible
-from mopd.config.values import MAX_PROCESSES, check_unrepeated, require_at_least
+from mopd.config.values import MAX_PROCESSES, Processes, at_least, check_ranges, check_unrepeated, require_at_least
 
 MAX_SEEDS = 1000
 """Slurm's own default limit of an array."""
@@ -52,17 +52,14 @@ class SlurmComponentConfig:
 
     partition: str | None = None
     """Partition, or several with commas between."""
-    gpus_per_node: int | None = None
+    gpus_per_node: Annotated[int, at_least(0, MAX_PROCESSES)] | None = None
     """GPUs of each node."""
-    cpus_per_node: int | None = None
+    cpus_per_node: Processes | None = None
     """CPUs of each node."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         _require_name("partition", self.partition)
-        if self.gpus_per_node is not None:
-            require_at_least("gpus_per_node", self.gpus_per_node, 0, MAX_PROCESSES)
-        if self.cpus_per_node is not None:
-            require_at_least("cpus_per_node", self.cpus_per_node, 1, MAX_PROCESSES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,19 +73,19 @@ class SlurmConfig:
     its nodes for the groups of ``placement: {type: ray}``."""
     partition: str | None = None
     """Partition, or several with commas between; absent: the cluster's default."""
-    nodes: int | None = None
+    nodes: Processes | None = None
     """Nodes of the whole job; absent: as few as hold everything."""
-    student_nodes: int | None = None
+    student_nodes: Processes | None = None
     """Nodes that the student's ranks are spread over, equally; absent: as few as hold them with ``gpus_per_node``;
     where that is 0 all, or one of a heterogeneous job."""
-    gpus_per_node: int = 0
+    gpus_per_node: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
     """GPUs that the job asks for on each node; 0 for a run without."""
-    cpus_per_node: int | None = None
+    cpus_per_node: Processes | None = None
     """CPUs that the job asks for on each node; absent: whole nodes, with all their memory."""
     time: str | None = None
     """Limit as sbatch takes it, in quotes: ``"minutes"``, ``"hours:minutes:seconds"``, ``"days-hours"``. A run that is
     longer goes on in the same job, queued again. Absent: the partition's."""
-    stop_before_s: int = 300
+    stop_before_s: Annotated[int, at_least(1, MAX_SIGNAL_S)] = 300
     """Seconds before the limit, or before a preemption that announces itself, at which the run is asked to stop: enough
     for a step, the rest of a checkpoint that is being written, and another one."""
     account: str | None = None
@@ -109,13 +106,9 @@ class SlurmConfig:
     """An array of runs, one for each seed, in ``run_dir/seed_N``; empty: one run with the recipe's own ``seed``."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         for name in ("partition", "account", "qos"):
             _require_name(name, getattr(self, name))
-        for name in ("nodes", "student_nodes", "cpus_per_node"):
-            if getattr(self, name) is not None:
-                require_at_least(name, getattr(self, name), 1, MAX_PROCESSES)
-        require_at_least("gpus_per_node", self.gpus_per_node, 0, MAX_PROCESSES)
-        require_at_least("stop_before_s", self.stop_before_s, 1, MAX_SIGNAL_S)
         self._check_time()
         for option in self.options:
             _require_option(option)
@@ -148,7 +141,8 @@ class SlurmConfig:
 
 
 def seconds_of(time: str) -> int:
-    """What sbatch understands by ``time``: ``90`` and ``90:00`` are minutes, ``1:30:00`` hours, ``1-12`` days."""
+    """Convert ``time`` to seconds as sbatch does: ``90`` and ``90:00`` are minutes, ``1:30:00`` hours, ``1-12``
+    days."""
     days, _, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if days:

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from mopd.config.values import MAX_BYTES, MAX_PROCESSES, require_at_least, require_fraction, require_positive
+from mopd.config.values import (
+    MAX_BYTES,
+    MAX_PROCESSES,
+    Checked,
+    Count,
+    Decay,
+    Fraction,
+    NotNegative,
+    Positive,
+    Processes,
+    Whole,
+    at_least,
+    check_ranges,
+)
 
 Freeze = Literal["tower", "tower_and_merger", "none"]
 
@@ -16,42 +29,34 @@ class ParallelConfig:
     """Layout of the Megatron student over the trainer ranks. World size = tensor x context x pipeline x
     data."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Processes = 1
     """Ranks that share each layer's matrices and the vocabulary."""
-    context_parallel_size: int = 1
+    context_parallel_size: Processes = 1
     """Ranks that share the tokens of each sequence, for long ones; each gathers the keys and values of its layer."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Processes = 1
     """Consecutive stages that the layers are split into."""
-    virtual_pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: Count = 1
     """Model chunks of each stage: layers go round the stages as often, which shortens the pipeline's bubble and sends
     more between stages. Each rank's number of micro-batches is rounded up to a multiple of the stages."""
-    data_parallel_size: int = 1
+    data_parallel_size: Processes = 1
     """Copies of the student, each computing its share of the batch."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: Processes = 1
     """Ranks that share the experts of each layer of a mixture-of-experts student; they are ranks of the tensor,
     context and data dimensions, not further ones."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: Processes | None = None
     """Ranks that share each expert's matrices; null for ``tensor_model_parallel_size``."""
     sequence_parallel: bool = False
     """Split activations between the tensor-parallel regions along the sequence; needs tensor parallelism."""
-    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_first_pipeline_stage: Count | None = None
     """Layers of the first stage, which also holds the embedding and a vision tower; the other stages share the rest
     evenly. null: as many as the others."""
-    num_layers_in_last_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: Count | None = None
     """Layers of the last stage, which also computes logits and loss; likewise."""
 
     def __post_init__(self) -> None:
-        names = (
-            "tensor_model_parallel_size",
-            "context_parallel_size",
-            "pipeline_model_parallel_size",
-            "data_parallel_size",
-        )
-        for name in (*names, "expert_model_parallel_size"):
-            require_at_least(name, getattr(self, name), 1, MAX_PROCESSES)
-        if self.expert_tensor_parallel_size is not None:
-            require_at_least("expert_tensor_parallel_size", self.expert_tensor_parallel_size, 1, MAX_PROCESSES)
+        check_ranges(self)
         if self.world_size > MAX_PROCESSES:
+            names = (f"{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model", "data"))
             sizes = " x ".join(f"{name} {getattr(self, name)}" for name in names)
             raise ValueError(f"{sizes} is {self.world_size} ranks: set at most {MAX_PROCESSES}")
         experts = self.expert_ranks
@@ -70,12 +75,9 @@ class ParallelConfig:
         self._check_stages()
 
     def _check_stages(self) -> None:
-        """What needs a pipeline, and what two stages cannot both be given."""
-        require_at_least("virtual_pipeline_model_parallel_size", self.virtual_pipeline_model_parallel_size, 1)
+        """Refuse keys that need a pipeline where there is none, and layer counts of both of two stages."""
         names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        for name, number in given.items():
-            require_at_least(name, number, 1)
         if self.virtual_pipeline_model_parallel_size > 1:
             given["virtual_pipeline_model_parallel_size"] = self.virtual_pipeline_model_parallel_size
         for name, number in given.items():
@@ -118,40 +120,32 @@ class ParallelConfig:
 class OptimizerConfig:
     """Adam, its learning-rate schedule and gradient clipping (Megatron's own optimizer)."""
 
-    lr: float = 1e-6
+    lr: Positive = 1e-6
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: Whole = 0
     """Optimizer steps of linear warm-up from 0."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape of the decay from ``lr`` to ``min_lr`` over the rest of ``schedule.steps``."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay, on matrices only."""
-    adam_beta1: float = 0.9
+    adam_beta1: Decay = 0.9
     """Decay of the first moment."""
-    adam_beta2: float = 0.95
+    adam_beta2: Decay = 0.95
     """Decay of the second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: Positive = 1e-8
     """Term added to the denominator of the update."""
-    clip_grad: float = 1.0
+    clip_grad: NotNegative = 1.0
     """Global gradient-norm limit; 0 turns clipping off."""
     use_distributed_optimizer: bool = True
     """Shard optimizer states over data-parallel ranks."""
-    offload_fraction: float = 0.0
+    offload_fraction: Fraction = 0.0
     """Share of each rank's optimizer states and fp32 main weights that is kept in host memory, where the processor
     steps it: less device memory, longer steps."""
 
     def __post_init__(self) -> None:
-        require_positive("lr", self.lr)
-        require_at_least("lr_warmup_steps", self.lr_warmup_steps, 0)
-        require_at_least("min_lr", self.min_lr, 0)
-        require_at_least("weight_decay", self.weight_decay, 0)
-        require_at_least("clip_grad", self.clip_grad, 0)
-        require_positive("adam_eps", self.adam_eps)
-        for name in ("adam_beta1", "adam_beta2"):
-            require_fraction(name, getattr(self, name), high_open=True)
-        require_fraction("offload_fraction", self.offload_fraction)
+        check_ranges(self)
         if self.offload_fraction and not self.use_distributed_optimizer:
             raise ValueError(
                 f"offload_fraction is {self.offload_fraction} but use_distributed_optimizer is false: set "
@@ -162,24 +156,20 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MoeConfig:
+class MoeConfig(Checked):
     """Router and experts of a mixture-of-experts student; unread for a dense one."""
 
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
     """Over what tokens the load is balanced: a micro-batch, each sequence, or the whole batch."""
-    moe_aux_loss_coeff: float = 0.0
+    moe_aux_loss_coeff: NotNegative = 0.0
     """Weight of the load-balancing loss, a mean over micro-batches; 0 turns it off. It adds to gradients, not to
     ``loss``."""
-    moe_z_loss_coeff: float = 0.0
+    moe_z_loss_coeff: NotNegative = 0.0
     """Weight of the router's z-loss (squared log-sum-exp of its logits); 0 turns it off."""
-    moe_router_bias_update_rate: float = 0.0
+    moe_router_bias_update_rate: NotNegative = 0.0
     """Step by which the expert biases of DeepSeek-V3 move towards balance after every optimizer step; 0 keeps them."""
     moe_grouped_gemm: bool = False
     """Compute a rank's experts in one grouped matrix product; needs TransformerEngine."""
-
-    def __post_init__(self) -> None:
-        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
-            require_at_least(name, getattr(self, name), 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +182,7 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StudentConfig:
+class StudentConfig(Checked):
     """The model that learns: a Hugging Face checkpoint that becomes a Megatron-Core ``GPTModel``."""
 
     model: str
@@ -219,20 +209,14 @@ class StudentConfig:
     packing: bool = True
     """Lay the sequences of a micro-batch one after another, without padding between them; ``false`` pads them to the
     longest, side by side."""
-    max_tokens_per_micro_batch: int = 16384
+    max_tokens_per_micro_batch: Count = 16384
     """Token budget of one micro-batch, over its context-parallel ranks, padding included; sequences are packed into as
     few micro-batches as fit."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Count | None = None
     """A fixed number of sequences per micro-batch instead of the token budget (parity tests, debugging)."""
-    lm_head_memory_budget_mib: int = 1024
+    lm_head_memory_budget_mib: Annotated[int, at_least(1, MAX_BYTES // 2**20)] = 1024
     """Memory for logits and their gradient on one rank. A micro-batch that needs more runs the LM head and the loss in
     chunks of tokens, and the log says so."""
     megatron_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Extra ``TransformerConfig`` fields that cost or save memory and time; those that make another model are refused
     with the reason."""
-
-    def __post_init__(self) -> None:
-        require_at_least("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 1)
-        require_at_least("lm_head_memory_budget_mib", self.lm_head_memory_budget_mib, 1, MAX_BYTES // 2**20)
-        if self.micro_batch_size is not None:
-            require_at_least("micro_batch_size", self.micro_batch_size, 1)

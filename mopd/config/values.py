@@ -9,8 +9,9 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Hashable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from functools import cache, partial
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from mopd.base.files.yaml_text import MAX_KEY_CHARACTERS
@@ -24,9 +25,9 @@ MAX_HOST_CHARACTERS = 253
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 """One part of a host name, as DNS and container networks allow it."""
 MAX_COUNT = 2**31 - 1
-"""Of rows, tokens, steps: what 32-bit indices hold."""
+"""Largest count of rows, tokens, steps: what 32-bit indices hold."""
 MAX_TOKENS = 2**24
-"""Of one sequence; sixteen times the longest context of any model."""
+"""Largest number of tokens of one sequence: sixteen times the longest context of any model."""
 MAX_BYTES = 2**50
 MAX_PROCESSES = 65_536
 """Ranks, CPUs or GPUs, whatever the cluster."""
@@ -81,6 +82,58 @@ def require_fraction(name: str, value: float, *, low_open: bool = False, high_op
         raise ValueError(f"{name} is {value}: set {MIN_POSITIVE} or more")
 
 
+def at_least(low: float, high: float | None = None) -> Callable[[str, float], None]:
+    """Return ``require_at_least`` with these bounds, to annotate a field with."""
+    return partial(require_at_least, low=low, high=high)
+
+
+Count = Annotated[int, at_least(1)]
+"""A number of things, at least one."""
+Whole = Annotated[int, at_least(0)]
+"""A whole number that may be 0."""
+NotNegative = Annotated[float, at_least(0)]
+Positive = Annotated[float, require_positive]
+Fraction = Annotated[float, require_fraction]
+"""A share from 0 to 1, both included."""
+Share = Annotated[float, partial(require_fraction, low_open=True)]
+"""A share above 0."""
+Decay = Annotated[float, partial(require_fraction, high_open=True)]
+"""A share below 1."""
+Seconds = Annotated[float, require_seconds]
+Processes = Annotated[int, at_least(1, MAX_PROCESSES)]
+"""A number of ranks, CPUs or GPUs, at least one."""
+
+
+class Checked:
+    """Base of sections whose numbers have ranges. A section with checks of its own calls ``check_ranges`` before them:
+    ``super()`` does not work in dataclasses with slots."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+def check_ranges(section: Any) -> None:
+    """Hold every field of a section against the range that annotates it; ``ValueError`` names the field."""
+    for name, check in _range_checks(section.__class__):
+        value = getattr(section, name)
+        if value is not None:
+            check(name, value)
+
+
+@cache
+def _range_checks(cls: type) -> tuple[tuple[str, Callable[[str, Any], None]], ...]:
+    """Return the checks in the annotations ``Annotated[type, check]`` and ``Annotated[type, check] | None``."""
+    hints = get_type_hints(cls, include_extras=True)
+    return tuple(
+        (name, check)
+        for name, hint in hints.items()
+        for member in (hint, *get_args(hint))
+        for check in getattr(member, "__metadata__", ())
+    )
+
+
 def check_text(text: str) -> None:
     """``ValueError`` unless ``text`` can be a path, a name, a URL, a line of a script: not empty, not endless, without
     control characters and halves of characters."""
@@ -102,7 +155,7 @@ def check_name(name: str) -> None:
     """``ValueError`` unless ``name`` may name a teacher or a domain.
 
     Brackets, slashes, quotes and spaces are fine, as every output escapes what it must; control characters and what
-    turns the writing direction are not, as nobody could see which name it is.
+    turns the writing direction are not, as a reader could not see which name it is.
     """
     check_text(name)
     if len(name) > MAX_KEY_CHARACTERS:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from mopd.config.placements import AutoPlacementConfig, LocalConfig, Placement
-from mopd.config.values import require_at_least, require_seconds
+from mopd.config.values import Checked, Count, Seconds, at_least
 
 MAX_BUCKET_MIB = 2**14
 
@@ -31,27 +31,23 @@ class HttpConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BucketsConfig:
-    """What ways in buckets have in common: student and engines wait for them, and nobody keeps a copy of the model."""
+class BucketsConfig(Checked):
+    """Keys of the ways in buckets. Student and engines wait for a transfer, and no process keeps a copy of the
+    model."""
 
-    bucket_mib: int = 64
+    bucket_mib: Annotated[int, at_least(1, MAX_BUCKET_MIB)] = 64
     """Size of a bucket; there are two on each side, or two in all."""
-    verify_every: int = 100
+    verify_every: Count = 100
     """Updates from one whose buckets are compared by their digests to the next; the first one is."""
-    timeout_s: float = 60.0
+    timeout_s: Seconds = 60.0
     """Longest that one side waits for the other, for a bucket, or for engines to come into the group."""
-
-    def __post_init__(self) -> None:
-        require_at_least("bucket_mib", self.bucket_mib, 1, MAX_BUCKET_MIB)
-        require_at_least("verify_every", self.verify_every, 1)
-        require_seconds("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveConfig(BucketsConfig):
     """Broadcast from the student's rank 0 into the memory of all rollout engines at once, in buckets, without a copy of
     the model anywhere; student and engines wait for it (docs/weights.md). Over gloo on a CPU, over NCCL on CUDA, which
-    nobody has run; where ``rollout.placement`` is ``local``."""
+    has not been run; where ``rollout.placement`` is ``local``."""
 
     type: Literal["collective"]
     """The way's name."""

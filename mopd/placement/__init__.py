@@ -1,1 +1,1 @@
-"""Where the replicas of teachers and rollout run: started, watched, restarted and ended here. See ``groups.Groups``."""
+"""Replicas of teachers and rollout: started, watched, restarted and ended (``groups.Groups``)."""

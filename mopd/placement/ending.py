@@ -15,7 +15,7 @@ from mopd.placement.reaper import TRACKER_S
 from mopd.rewards.process import END_S as REWARDS_END_S
 
 STOP_GRACE_S = 5.0
-"""Seconds between SIGTERM and SIGKILL to a server of this run. Nobody waits for an answer of it any more: it is cut off
+"""Seconds between SIGTERM and SIGKILL to a server of this run. No client waits for its answers any more: it is cut off
 where it would let requests end first (``ServerLimits.drain_timeout_s``)."""
 KILL_WAIT_S = TRACKER_S + 7.0
 """Seconds for a killed server to end: its reaper's own wait, and a busy machine's time to see it."""

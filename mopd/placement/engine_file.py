@@ -1,4 +1,4 @@
-"""What travels to the process of one replica: its own sub-config as a small JSON file, nothing else of the recipe."""
+"""File that tells the process of one replica what to load: its own sub-config as JSON, nothing else of the recipe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import open_regular, shown_path
@@ -21,17 +21,19 @@ from mopd.config.schema import Recipe
 from mopd.config.values import (
     MAX_COUNT,
     MAX_REPLICAS,
+    Count,
+    Positive,
+    Seconds,
+    Share,
+    at_least,
     check_name,
-    require_at_least,
-    require_fraction,
-    require_positive,
-    require_seconds,
+    check_ranges,
 )
 
 FORMAT = "mopd engine 1"
 _CURE = "let mopd write it anew"
 STARTUP_TIMEOUT_S = 600.0
-"""Of a server that somebody starts by hand."""
+"""Deadline for a server that is started by hand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,27 +43,27 @@ class EngineFile:
     role: Literal["teacher", "rollout"]
     name: str
     """The teacher's name in the recipe, or ``rollout``."""
-    replica: int
+    replica: Annotated[int, at_least(0, MAX_REPLICAS)]
     """Number of the replica in its group, from 0."""
     model: str
     """Absolute path of the checkpoint's folder."""
     engine: SettledEngine
-    max_logprobs: int
+    max_logprobs: Count
     """Largest ``top_k`` that will be asked for."""
-    temperature: float
+    temperature: Positive
     """Sampling temperature of most requests; with ``top_p`` and ``top_k`` it decides what a vLLM rollout reports."""
-    top_p: float
-    top_k: int
-    longest_sequence: int
+    top_p: Share
+    top_k: Annotated[int, at_least(-1)]
+    longest_sequence: Count
     """Tokens of the longest prompt with its response."""
-    max_pixels: int | None
-    """As ``data.max_pixels``: of an image that the model is shown."""
-    max_tokens_per_request: int
+    max_pixels: Annotated[int, at_least(1, MAX_IMAGE_PIXELS)] | None
+    """Largest number of pixels of an image that the model is shown, as ``data.max_pixels``."""
+    max_tokens_per_request: Count
     """Tokens of one request (to generate: of its prompts)."""
-    max_queued_tokens: int
+    max_queued_tokens: Annotated[int, at_least(1, 2 * MAX_COUNT)]
     """Tokens that wait or run at a time."""
-    request_timeout_s: float
-    startup_timeout_s: float
+    request_timeout_s: Seconds
+    startup_timeout_s: Seconds
     """Deadline for the engine to be ready."""
     enable_sleep_mode: bool
     """The engine can be put to sleep: it shares GPUs."""
@@ -70,17 +72,7 @@ class EngineFile:
         check_name(self.name)
         if self.engine.dtype == AUTO:
             raise ValueError("engine.dtype is auto: set the dtype that it became")
-        require_at_least("replica", self.replica, 0, MAX_REPLICAS)
-        for name in ("max_logprobs", "longest_sequence", "max_tokens_per_request"):
-            require_at_least(name, getattr(self, name), 1)
-        if self.max_pixels is not None:
-            require_at_least("max_pixels", self.max_pixels, 1, MAX_IMAGE_PIXELS)
-        require_at_least("max_queued_tokens", self.max_queued_tokens, 1, 2 * MAX_COUNT)
-        require_positive("temperature", self.temperature)
-        require_fraction("top_p", self.top_p, low_open=True)
-        require_at_least("top_k", self.top_k, -1)
-        require_seconds("request_timeout_s", self.request_timeout_s)
-        require_seconds("startup_timeout_s", self.startup_timeout_s)
+        check_ranges(self)
 
     @property
     def label(self) -> str:
@@ -135,7 +127,7 @@ def _file(
         longest_sequence=longest,
         max_pixels=recipe.data.max_pixels,
         max_tokens_per_request=max(routing.max_tokens_per_request, longest),  # one sample is never cut
-        max_queued_tokens=2 * routing.max_inflight_tokens,  # a router and whoever else looks at the teacher
+        max_queued_tokens=2 * routing.max_inflight_tokens,  # a router's requests and those of other clients
         request_timeout_s=routing.request_timeout_s,
         startup_timeout_s=placement.startup_timeout_s if has_deadline else STARTUP_TIMEOUT_S,
         enable_sleep_mode=group.shares_gpus or (isinstance(placement, RayConfig) and placement.shared_pool is not None),
@@ -143,7 +135,7 @@ def _file(
 
 
 def is_engine_file(path: str | Path) -> bool:
-    """Whether a file begins as ``EngineFile.write`` makes it begin (a recipe does not)."""
+    """Return whether a file begins as ``EngineFile.write`` makes it begin (a recipe does not)."""
     try:
         with open_regular(path, cure=_CURE) as file:
             start = file.read(64).lstrip()

@@ -35,25 +35,13 @@ async def load_engine(file: EngineFile, device: torch.device | str) -> Any:
 async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig) -> Any:
     from mopd.engines.vllm.engine import VllmEngine
 
-    timeout_s, sleeps = file.startup_timeout_s, file.enable_sleep_mode
+    options: dict[str, Any] = {
+        name: getattr(file, name) for name in ("startup_timeout_s", "max_pixels", "enable_sleep_mode")
+    }
     if file.role == "teacher":
-        return await VllmEngine.start_teacher(
-            file.model,
-            cfg,
-            max_logprobs=file.max_logprobs,
-            startup_timeout_s=timeout_s,
-            max_pixels=file.max_pixels,
-            enable_sleep_mode=sleeps,
-        )
+        return await VllmEngine.start_teacher(file.model, cfg, max_logprobs=file.max_logprobs, **options)
     sampling = SamplingParams(max_new_tokens=1, temperature=file.temperature, top_p=file.top_p, top_k=file.top_k)
-    return await VllmEngine.start_rollout(
-        file.model,
-        cfg,
-        sampling=sampling,
-        startup_timeout_s=timeout_s,
-        max_pixels=file.max_pixels,
-        enable_sleep_mode=sleeps,
-    )
+    return await VllmEngine.start_rollout(file.model, cfg, sampling=sampling, **options)
 
 
 async def start_host(file: EngineFile) -> EngineHost:

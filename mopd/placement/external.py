@@ -1,4 +1,4 @@
-"""Servers that somebody else runs. They are asked whether they are there, then left to the router's breakers."""
+"""Servers that the run does not start. They are asked whether they are there, then left to the router's breakers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExternalGroup:
         self._engines: list[Any] = []
 
     async def start(self) -> list[Replica]:
-        """See ``Placement.start``. Waits for servers that are still loading."""
+        """Connect to every server, and wait for those that are still loading."""
         token = None if self.cfg.token_file is None else read_token_file(Path(self.cfg.token_file))
         self._engines = [self._connect(i, url, token) for i, url in enumerate(self.cfg.urls)]
         infos = await all_or_none(map(self._wait_for, self._engines))
@@ -42,10 +42,10 @@ class ExternalGroup:
         ]
 
     def watch(self, router: Router) -> None:
-        """See ``Placement.watch``: whoever runs the servers watches them."""
+        """Do nothing: the servers are watched where they were started."""
 
     async def close(self) -> None:
-        """See ``Placement.close``: closes connections; the servers go on."""
+        """Close connections; the servers go on."""
         engines, self._engines = self._engines, []
         for engine in engines:
             await engine.close()
@@ -69,7 +69,7 @@ class ExternalGroup:
         )
 
     async def _wait_for(self, engine: Any) -> EngineInfo:
-        """Until the server is healthy and tells who it is."""
+        """Wait until the server is healthy, and return what it says of itself."""
         timeout_s = self.cfg.startup_timeout_s
         deadline = time.monotonic() + timeout_s
         where = f"{self.plan.key}.placement.urls: {engine.url}"

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +90,7 @@ class Groups:
             log_dir: for the servers' logs; ``None``: a temporary folder that goes with ``close``.
             device: of ``torch`` engines in this process.
             only: keys of the groups that are wanted; ``None``: all.
-            student: who gives back GPUs that the rollout shares; ``None``: nobody is on them.
+            student: gives back the GPUs that the rollout shares; ``None``: they are free.
         """
         self.plans = plan_groups(recipe, only)
         self._places = places_here({key: plan.group for key, plan in self.plans.items()}).require()
@@ -105,7 +104,7 @@ class Groups:
         self._pools: dict[str, SharedPool] = {}
         self._rollout_memory = RolloutMemory()
         self.turns: GpuTurns | None = None
-        """Of student and rollout, where they share GPUs."""
+        """Turns of student and rollout, where they share GPUs."""
         if ROLLOUT in self.plans and recipe.shares_gpus and student is not None:
             self.turns = GpuTurns(student, self._rollout_memory)
 
@@ -119,7 +118,7 @@ class Groups:
         return list(self._replicas[key])
 
     def placement(self, key: str) -> Placement:
-        """Where a group runs."""
+        """Return the placement of a group."""
         return self._placements[key]
 
     def kept_awake(self, key: str) -> AbstractAsyncContextManager[None]:
@@ -147,13 +146,11 @@ class Groups:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     def watch(self, routers: Mapping[str, Router], weight_sync: GroupWeightSync | None) -> None:
-        """From now on replicas that die are restarted, and rollout replicas that lack the weights that ``weight_sync``
+        """Begin to restart replicas that die. Rollout replicas that lack the weights that ``weight_sync``
         sent last get them once more."""
         for key, router in routers.items():
             self._placements[key].watch(router)
@@ -252,7 +249,7 @@ class InProcessGroup:
         self._engines: list[Any] = []
 
     async def start(self) -> list[Replica]:
-        """See ``Placement.start``. ``UserError`` from an engine that cannot load its model."""
+        """Load every engine. ``UserError`` from one that cannot load its model."""
         await asyncio.sleep(HEAD_START_S)
         for file in self.plan.files:
             self._engines.append(await load_engine(file, self._device))
@@ -263,10 +260,9 @@ class InProcessGroup:
         ]
 
     def watch(self, router: Router) -> None:
-        """See ``Placement.watch``."""
+        """Do nothing: these engines end with the run."""
 
     async def close(self) -> None:
-        """See ``Placement.close``."""
         engines, self._engines = self._engines, []
         for engine in engines:
             await engine.close()

@@ -1,4 +1,4 @@
-"""What a placement promises: replicas that are ready, watched from then on, and gone after ``close``."""
+"""Interface of placements: replicas that are ready, watched from then on, and gone after ``close``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mopd.engines.replicas.router import Router
 from mopd.placement.engine_file import EngineFile
 
 KeptAwake = Callable[[], AbstractAsyncContextManager[None]]
-"""Held while a group works, or its replicas start: the group has the GPUs that it shares."""
+"""Context that is held while a group works, or its replicas start: the group has the GPUs that it shares."""
 ROLLOUT = "rollout"
 """Key of the rollout group; a teacher's is ``teachers.NAME``, as in the recipe."""
 
@@ -59,7 +59,8 @@ class Placement(Protocol):
         ...
 
     def watch(self, router: Router) -> None:
-        """From now on a replica that dies is suspended in ``router``, restarted and replaced, or removed for good."""
+        """Begin to watch: a replica that dies is suspended in ``router``, restarted and replaced, or removed for
+        good."""
         ...
 
     async def close(self) -> None:

@@ -35,13 +35,11 @@ class LocalLauncher:
         self._num_launches = 0
 
     async def prepare(self) -> None:
-        """See ``Launcher.prepare``."""
         with writing(self._log_dir):
             self._log_dir.mkdir(parents=True, exist_ok=True)
         self._folder = TemporaryFolder("mopd-servers-")
 
     async def launch(self, index: int, token: str) -> ServerProcess:
-        """See ``Launcher.launch``."""
         assert self._folder is not None
         self._num_launches += 1
         folder = self._folder.path / str(self._num_launches)
@@ -56,7 +54,6 @@ class LocalLauncher:
         return ServerProcess(command, folder=folder, log=log)
 
     async def close(self) -> None:
-        """See ``Launcher.close``."""
         if self._folder is not None:
             self._folder.close()
             self._folder = None

@@ -25,27 +25,27 @@ _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerState:
-    """How a server is doing."""
+    """State of a server process."""
 
     url: str | None
-    """Once it answers."""
+    """Address; ``None`` before it answers."""
     pid: int | None
-    """Of the server itself, once it answers."""
+    """Process id of the server itself; ``None`` before it answers."""
     exit_code: int | None
-    """Once it has ended; 128 + n for signal n."""
+    """Exit code, 128 + n for signal n; ``None`` while it runs."""
     ending: str | None = None
-    """How it ended, where the exit code does not tell."""
+    """Description of its end, where the exit code does not tell."""
 
     @property
     def how_it_ended(self) -> str:
-        """In words, for a server that has ended."""
+        """Description of its end, for a server that has ended."""
         assert self.exit_code is not None
         return self.ending or how_it_ended(self.exit_code)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerCommand:
-    """What to start. Plain data: it may travel to another node."""
+    """Everything needed to start a server. Plain data: it may travel to another node."""
 
     engine_file: str
     """Text of the replica's ``EngineFile``."""
@@ -92,7 +92,6 @@ class ServerProcess:
             )
 
     async def state(self) -> ServerState:
-        """See ``Server.state``."""
         exit_code = self._reaper.poll()
         if exit_code is not None and exit_code < 0:  # the reaper itself was killed, and the server with it
             exit_code = 128 - exit_code
@@ -104,19 +103,19 @@ class ServerProcess:
         return ServerState(url=ready.get("url"), pid=ready.get("pid"), exit_code=exit_code, ending=ending)
 
     async def terminate(self) -> None:
-        """See ``Server.terminate``: it answers what it has begun."""
+        """Send SIGTERM: the server answers the requests that it has begun."""
         if self._reaper.poll() is None:
             self._is_told_to_end = True
             self._reaper.send_signal(signal.SIGTERM)
 
     async def kill(self) -> None:
-        """See ``Server.kill``: its children too; ``state`` shows the end within moments."""
+        """Kill the server and its children; ``state`` shows the end within moments."""
         assert self._reaper.stdin is not None
         self._is_told_to_end = self._is_told_to_end or self._reaper.poll() is None
         self._reaper.stdin.close()
 
     async def last_words(self) -> str:
-        """See ``Server.last_words``: the user error that it ended with, or the end of its log."""
+        """Return the user error that it ended with, or the end of its log."""
         with self._log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - TAIL_BYTES))

@@ -6,7 +6,7 @@
     mopd ──stdin──> reaper ──parent death signal──> server ──> its own children (one process group)
 
 Run by file (``python -I -S reaper.py [--apart] FOLDER [COMMAND …]``). The end of its standard input means that mopd is
-gone. With ``--apart`` it is nobody's child: Ray kills those of a process that it ends.
+gone. With ``--apart`` it leaves its parent: Ray kills the children of a process that it ends.
 
 Without a command it kills the groups that ``*.pid`` files of FOLDER name: the kernel kills ranks when their launcher
 dies, but not a rank's own children (a checkpoint writer, a reward process), and a server when its reaper dies, but not
@@ -39,9 +39,9 @@ from types import FrameType
 PR_SET_PDEATHSIG = 1
 LOST_CODE = 70
 TRACKER = b"multiprocessing.resource_tracker"
-"""In the command line of a resource tracker."""
+"""Part of the command line of a resource tracker."""
 TRACKER_S = 3.0
-"""For trackers to end."""
+"""Seconds for trackers to end."""
 LOOK_S = 0.02
 
 
@@ -76,14 +76,14 @@ def keep_server(folder: str, command: Sequence[str]) -> int:
             os.kill(server.pid, number)
 
     note = Path(folder).with_name(f"{server.pid}.pid")
-    with contextlib.suppress(OSError):  # a full disk: nobody else could kill its group then
+    with contextlib.suppress(OSError):  # a full disk: no other process could kill its group then
         note.touch()
     signal.signal(signal.SIGTERM, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_kill_when_alone, args=(server.pid,), daemon=True).start()
-    # Not reaped yet: its process id, which names the group, cannot belong to anybody else.
+    # Not reaped yet: its process id, which names the group, cannot belong to another process.
     os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
     _kill_groups({server.pid})
     code = server.wait()
@@ -113,7 +113,7 @@ def _kill_when_alone(group: int) -> None:
 
 
 def _kill_groups(groups: set[int]) -> None:
-    """All at once: whoever waits for this process does not wait longer where there are more of them."""
+    """Kill all groups at once, so that a caller waits no longer for many groups than for one."""
     deadline = time.monotonic() + TRACKER_S
     while time.monotonic() < deadline:
         members = list(_members(groups))

@@ -39,26 +39,28 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 LONGEST_LOOK_S = 2.0
-"""Counts at most of the time between two looks: while a training step blocks our own loop nobody is silent."""
+"""Longest time that counts between two looks: while a training step blocks our own loop no server counts as silent."""
 GONE_S = 1.0
-"""Without its file a server has left: one look may miss a file that is just being replaced, and counts half of it at
-most."""
+"""Seconds without its file after which a server has left: one look may miss a file that is just being replaced, and
+counts half of it at most."""
 SILENT_S = 30.0
-"""Without a higher count a server is dead; network file systems show what was written several seconds late."""
+"""Seconds without a higher count after which a server is dead; network file systems show what was written several
+seconds late."""
 REMOVE_S = 600.0
-"""Then its file is removed, so that those of many starts do not gather; a server that comes back writes it anew."""
+"""Seconds of silence after which a file is removed, so that files do not gather; a server that comes back writes it
+anew."""
 HEALTH_EVERY_S = 2.0
 HEALTH_FAILURES = 2
 ASK_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 5.0
-"""After a server that lives by its file did not answer."""
+"""Pause after a server that lives by its file did not answer."""
 MAX_SHOWN = 3
 """Servers that an error names."""
 
 
 @dataclass(slots=True)
-class Sight:
-    """A server's file as it was seen so far, by the time that we have watched."""
+class Heartbeat:
+    """Heartbeat of one server: what changed in its file while it was watched."""
 
     path: Path
     server: Registration
@@ -69,54 +71,54 @@ class Sight:
     missing_s: float = 0.0
 
 
-class Sightings:
-    """Which servers live, by what changed from look to look."""
+class Heartbeats:
+    """Finds out which servers live, by what changed in their files from look to look."""
 
     def __init__(self) -> None:
-        self._sights: dict[str, Sight] = {}
+        self._by_id: dict[str, Heartbeat] = {}
 
     def note(self, servers: Mapping[Path, Registration], passed_s: float) -> None:
         """One more look, ``passed_s`` after the last."""
         seen = {server.server_id: (path, server) for path, server in servers.items()}
-        for server_id, sight in list(self._sights.items()):
+        for server_id, heartbeat in list(self._by_id.items()):
             if server_id not in seen:
-                sight.missing_s += min(passed_s, GONE_S / 2)
-                if sight.missing_s >= GONE_S:
-                    del self._sights[server_id]
+                heartbeat.missing_s += min(passed_s, GONE_S / 2)
+                if heartbeat.missing_s >= GONE_S:
+                    del self._by_id[server_id]
                 continue
             path, server = seen.pop(server_id)
-            has_moved = server.beat > sight.server.beat
-            sight.path, sight.server, sight.missing_s = path, server, 0.0
-            sight.is_alive = sight.is_alive or has_moved
-            sight.still_s = 0.0 if has_moved else sight.still_s + passed_s
-        self._sights |= {server_id: Sight(path, server) for server_id, (path, server) in seen.items()}
+            has_moved = server.beat > heartbeat.server.beat
+            heartbeat.path, heartbeat.server, heartbeat.missing_s = path, server, 0.0
+            heartbeat.is_alive = heartbeat.is_alive or has_moved
+            heartbeat.still_s = 0.0 if has_moved else heartbeat.still_s + passed_s
+        self._by_id |= {server_id: Heartbeat(path, server) for server_id, (path, server) in seen.items()}
 
     @property
-    def alive(self) -> dict[str, Sight]:
+    def alive(self) -> dict[str, Heartbeat]:
         """By server id."""
-        return {server_id: sight for server_id, sight in self._sights.items() if self.loss(server_id) is None}
+        return {server_id: heartbeat for server_id, heartbeat in self._by_id.items() if self.loss(server_id) is None}
 
     @property
     def silent(self) -> list[Registration]:
-        """Those whose files nobody rewrites."""
-        return [sight.server for server_id, sight in self._sights.items() if self.loss(server_id) is not None]
+        """Servers whose files are not rewritten."""
+        return [heartbeat.server for server_id, heartbeat in self._by_id.items() if self.loss(server_id) is not None]
 
     @property
     def dead(self) -> list[Path]:
-        """Files that nobody has rewritten for very long."""
-        return [sight.path for sight in self._sights.values() if sight.still_s > REMOVE_S]
+        """Files that have not been rewritten for ``REMOVE_S``."""
+        return [heartbeat.path for heartbeat in self._by_id.values() if heartbeat.still_s > REMOVE_S]
 
     def has_left(self, server_id: str) -> bool:
-        """It has taken its file away."""
-        return server_id not in self._sights
+        """Return whether a server has removed its file."""
+        return server_id not in self._by_id
 
     def loss(self, server_id: str) -> str | None:
         """Why a server is not there; ``None`` for one that is."""
-        sight = self._sights.get(server_id)
-        if sight is None:
+        heartbeat = self._by_id.get(server_id)
+        if heartbeat is None:
             return "has left"
-        if not sight.is_alive or sight.still_s > SILENT_S:
-            return f"is silent for {SILENT_S:g} s" if sight.is_alive else "is silent"
+        if not heartbeat.is_alive or heartbeat.still_s > SILENT_S:
+            return f"is silent for {SILENT_S:g} s" if heartbeat.is_alive else "is silent"
         return None
 
 
@@ -132,7 +134,7 @@ class _Known:
     server: Registration
     engine: RemoteEngine
     task: asyncio.Task[Any]
-    """Whether it fits (its ``Replica``), then how it died (text)."""
+    """First the check whether it fits (returns its ``Replica``), then the wait for its death (returns how it died)."""
 
 
 class RegisteredGroup:
@@ -145,7 +147,7 @@ class RegisteredGroup:
         self.cfg = plan.group.placement
         self._folder = folder
         self._router: Router | None = None
-        self._sightings = Sightings()
+        self._heartbeats = Heartbeats()
         self._asked: dict[str, _Known] = {}
         self._members: dict[str, _Known] = {}
         """Both by server id."""
@@ -157,14 +159,14 @@ class RegisteredGroup:
         """Name -> reason, of those that the router still knows: requests wait there for another."""
         self._told: set[Hashable] = set()
         self._standards: tuple[EngineInfo, Mapping[str, Any]] | None = None
-        """What the first server said of itself, and its scores of the fixed probe: later ones must be the same."""
+        """Description of the first server, and its scores of the fixed probe: later ones must be the same."""
         self._checking = asyncio.Lock()
         self._former: list[RemoteEngine] = []
-        """Clients of servers that have gone. Somebody may be using one; closed at the end."""
+        """Clients of servers that have gone. Requests may still use one; closed at the end."""
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> list[Replica]:
-        """See ``Placement.start``. Waits for ``min_replicas`` servers."""
+        """Wait for ``min_replicas`` servers."""
         deadline = time.monotonic() + self.cfg.startup_timeout_s
         replicas: dict[str, Replica] = {}
         while True:
@@ -176,7 +178,7 @@ class RegisteredGroup:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def watch(self, router: Router) -> None:
-        """See ``Placement.watch``: newcomers work too, those that have gone get no work."""
+        """Begin to take in new servers, and to give no work to those that have gone."""
         assert self._watcher is None
         self._router = router
         self._watcher = asyncio.create_task(self._watch(router))
@@ -188,7 +190,7 @@ class RegisteredGroup:
                 self._let_go(server_id, reason, is_dead=True)
 
     async def close(self) -> None:
-        """See ``Placement.close``: closes connections; the servers go on."""
+        """Close connections; the servers go on."""
         known = [*self._members.values(), *self._asked.values()]
         tasks = [member.task for member in known]
         await cancel(tasks if self._watcher is None else [self._watcher, *tasks])
@@ -227,28 +229,28 @@ class RegisteredGroup:
         else:
             for path, problem in found.problems.items():
                 self._tell(path, f"ignored: {problem}")
-            self._sightings.note(found.servers, passed_s)
-            for path in self._sightings.dead:
+            self._heartbeats.note(found.servers, passed_s)
+            for path in self._heartbeats.dead:
                 remove_registration(path)
         for server_id, member in list(self._members.items()):
-            loss = self._sightings.loss(server_id)
+            loss = self._heartbeats.loss(server_id)
             if loss is not None:
-                self._let_go(server_id, loss, is_dead=not self._sightings.has_left(server_id))
+                self._let_go(server_id, loss, is_dead=not self._heartbeats.has_left(server_id))
             elif member.task.done():
                 self._let_go(server_id, member.task.result(), is_dead=True)
         taken_in = [replica for server_id in list(self._asked) if (replica := self._take_in(server_id)) is not None]
         now = time.monotonic()
-        for server_id, sight in self._sightings.alive.items():
+        for server_id, heartbeat in self._heartbeats.alive.items():
             is_known = server_id in self._members or server_id in self._asked or server_id in self._refused
             if not is_known and now >= self._ask_again.get(server_id, 0.0):
-                self._ask(server_id, sight)
+                self._ask(server_id, heartbeat)
         return taken_in
 
-    def _ask(self, server_id: str, sight: Sight) -> None:
+    def _ask(self, server_id: str, heartbeat: Heartbeat) -> None:
         """Begin to ask a server who it is."""
-        name, server = self._free_name(), sight.server
+        name, server = self._free_name(), heartbeat.server
         try:
-            token = read_server_token(sight.path)
+            token = read_server_token(heartbeat.path)
             timeout_s = self.plan.group.routing.request_timeout_s
             engine = RemoteEngine(server.url, token=token, timeout_s=timeout_s, name=name)
         except UserError as error:
@@ -285,7 +287,7 @@ class RegisteredGroup:
         self._tell(server_id, f"{self.plan.key}: the server at {server.place} is not taken in: {answer}")
 
     def _tell(self, what: Hashable, line: str) -> None:
-        """Once of each."""
+        """Log a line once for each ``what``."""
         if what not in self._told:
             self._told.add(what)
             logger.warning("%s", line)
@@ -359,16 +361,16 @@ class RegisteredGroup:
             self._router.suspend(member.name, reason=f"is gone: it {reason}", timeout_s=timeout_s, is_dead=is_dead)
 
     def _free_name(self) -> str:
-        """The lowest number that is nobody's: names of metrics stay few however many servers come and go."""
+        """Return the name with the lowest free number: names of metrics stay few however many servers come and go."""
         taken = {member.name for member in (*self._members.values(), *self._asked.values())} | self._lost.keys()
         names = map(self.plan.replica_name, itertools.count())
         return next(name for name in names if name not in taken)
 
     def _shortage(self) -> UserError:
         key, cfg, folder = self.plan.key, self.cfg, shown_path(self._folder)
-        alive = self._sightings.alive
+        alive = self._heartbeats.alive
         told = [f"{alive[i].server.place}: {answer}" for i, answer in self._answers.items() if i in alive]
-        told += [f"{server.place}: silent" for server in self._sightings.silent]
+        told += [f"{server.place}: silent" for server in self._heartbeats.silent]
         more = f" and {len(told) - MAX_SHOWN} more" if len(told) > MAX_SHOWN else ""
         others = f" (not taken in: {'; '.join(told[:MAX_SHOWN])}{more})" if told else ""
         which = "--rollout" if self.plan.kind == "rollout" else f"--teacher {self.plan.name}"

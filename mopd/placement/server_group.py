@@ -34,17 +34,17 @@ HEALTH_EVERY_S = 5.0
 HEALTH_FAILURES = 2
 """Health calls in a row without an answer in time: one may be our own loop's fault, which a training step blocks."""
 MAX_RESTARTS = 3
-"""How often each replica that died is started again: a fourth death is no accident. The others then carry on, and the
+"""Restarts of each replica that died: a fourth death is no accident. The others then carry on, and the
 run stops when none is left."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Before a replica is started again after a failed start."""
+"""Seconds of pause before a replica is started again after a failed start."""
 
 
 class Server(Protocol):
     """A server process somewhere. No method waits for the process."""
 
     async def state(self) -> ServerState:
-        """How it is now; a server that cannot be reached any more has ended."""
+        """Return the state now; a server that cannot be reached any more has ended."""
         ...
 
     async def last_words(self) -> str:
@@ -64,7 +64,7 @@ class Launcher(Protocol):
     """Starts server processes somewhere."""
 
     async def prepare(self) -> None:
-        """Before the first launch; ``UserError`` if there is no room."""
+        """Prepare the first launch; ``UserError`` if there is no room."""
         ...
 
     async def launch(self, index: int, token: str) -> Server:
@@ -72,7 +72,7 @@ class Launcher(Protocol):
         ...
 
     async def close(self) -> None:
-        """After the last server has ended."""
+        """Clean up after the last server has ended."""
         ...
 
 
@@ -104,7 +104,7 @@ class ServerGroup:
         self._lives: list[Life | None] = [None] * len(plan.files)
         self._servers: list[Server] = []
         self._former: list[RemoteEngine] = []
-        """Clients of dead replicas. Somebody may be using one; they are few, and closed at the end."""
+        """Clients of dead replicas. Requests may still use one; they are few, and closed at the end."""
         self._watchers: list[asyncio.Task[None]] = []
 
     @property
@@ -114,11 +114,10 @@ class ServerGroup:
 
     @property
     def engines(self) -> list[RemoteEngine]:
-        """Those that work now."""
+        """Clients of the replicas that work now."""
         return [life.engine for life in self._lives if life is not None]
 
     async def start(self) -> list[Replica]:
-        """See ``Placement.start``."""
         await self._launcher.prepare()
         async with self._kept_awake():
             try:
@@ -132,12 +131,10 @@ class ServerGroup:
         ]
 
     def watch(self, router: Router) -> None:
-        """See ``Placement.watch``."""
         assert not self._watchers
         self._watchers = [asyncio.create_task(self._watch(i, router)) for i in range(len(self._lives))]
 
     async def close(self) -> None:
-        """See ``Placement.close``."""
         await cancel(self._watchers, grace_s=WATCHERS_CLOSE_S)  # one may be ending a server
         for task in self._watchers:
             if not task.done():
@@ -181,7 +178,8 @@ class ServerGroup:
         try:
             state = await self._answering(index, server, deadline)
             assert state.url is not None and state.pid is not None
-            engine = self._connect(index, state.url)
+            timeout_s, name = self.plan.group.routing.request_timeout_s, self.plan.replica_name(index)
+            engine = RemoteEngine(state.url, token=self.token, timeout_s=timeout_s, name=name)
             await engine.health(timeout_s=max(1.0, deadline - time.monotonic()))
             return Life(server, engine, await engine.info(), state.pid)
         except BaseException as error:
@@ -209,15 +207,6 @@ class ServerGroup:
                 )
             await asyncio.sleep(POLL_S)
 
-    def _connect(self, index: int, url: str) -> RemoteEngine:
-        routing = self.plan.group.routing
-        return RemoteEngine(
-            url,
-            token=self.token,
-            timeout_s=routing.request_timeout_s,
-            name=self.plan.replica_name(index),
-        )
-
     async def _watch(self, index: int, router: Router) -> None:
         """Keep one replica alive until it has used up its restarts."""
         name = self.plan.replica_name(index)
@@ -243,7 +232,7 @@ class ServerGroup:
 
     @property
     def _longest_restart_s(self) -> float:
-        """How long requests may have to wait for a replica that is being restarted."""
+        """Longest time that requests may have to wait for a replica that is being restarted."""
         answer_s = self.plan.group.routing.request_timeout_s  # of ``info``, after the start
         return (self.cfg.startup_timeout_s + answer_s + LONGEST_PAUSE_S + KILL_WAIT_S) * MAX_RESTARTS
 
@@ -279,7 +268,9 @@ class ServerGroup:
                 async with self._kept_awake():
                     life = await self._bring_up(index)
                     if life.manifest == manifest:
-                        self._lives[index] = life  # within: whoever else gets the memory then puts it to sleep
+                        self._lives[index] = (
+                            life  # inside the block: the next holder of the memory then puts it to sleep
+                        )
                         return life
             except (ReplicaDied, UserError) as error:
                 reason = str(error)

@@ -19,7 +19,7 @@ from mopd.placement.ray.cluster import wanted_cpus
 from mopd.placement.ray.connection import connect, disconnect
 
 RELEASE_S = 10.0
-"""For a cluster to notice that what it shows as taken was given back: a run that ended just before."""
+"""Seconds for a cluster to notice that resources that it shows as taken were given back by a run that just ended."""
 
 
 def open_storage(recipe: Recipe, *, host: str | None) -> LocalDataPlane | QueuePlane:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -53,10 +53,10 @@ class GroupWeightSync:
         self._again: Callable[[], Awaitable[None]] | None = None
         self._turn = asyncio.Lock()
         self.kept_awake: KeptAwake = contextlib.nullcontext
-        """Held while weights are sent."""
+        """Context that is held while weights are sent."""
         self._is_stopped = False
         self._sent: StagedWeights | None = None
-        """What the router asks for."""
+        """Weights that the router asks for."""
         self._loaded_digest, self._loaded_constants = b"", frozenset[str]()
         """Digest of the constants that engines of this process have, and their names."""
 
@@ -76,7 +76,6 @@ class GroupWeightSync:
             self._sent = staged  # first: those before it are the size of a model
         async with self.kept_awake(), self._turn:
             await self._push(staged, self._router.lacking(staged.weight_version))
-            self._router.set_weight_version(staged.weight_version)
 
     async def send_again(self) -> Sequence[str]:
         """Send the weights that the router asks for to replicas without them; returns whom. Raises as ``send``."""
@@ -89,7 +88,6 @@ class GroupWeightSync:
             if self._sent is None or not lacking:
                 return ()
             await self._push(self._sent, lacking)
-            self._router.set_weight_version(self._sent.weight_version)
             return lacking
 
     def send_again_by(self, again: Callable[[], Awaitable[None]]) -> None:
@@ -97,7 +95,7 @@ class GroupWeightSync:
         self._again = again
 
     async def ask_for(self, weight_version: int) -> None:
-        """From now on requests ask for these, which the student has and replicas that wake are given. Returns when
+        """Have requests ask for these weights, which the student has and replicas that wake are given. Returns when
         every replica that can has them."""
         async with self._turn:
             self._router.set_weight_version(weight_version)
@@ -105,7 +103,7 @@ class GroupWeightSync:
             await self.send_again()
 
     async def stop(self) -> None:
-        """Nobody is sent weights from now on: the replicas sleep, and lose theirs."""
+        """Send no weights from now on: the replicas sleep, and lose theirs."""
         async with self._turn:
             self._is_stopped = True
 
@@ -120,7 +118,6 @@ class GroupWeightSync:
             if self._sent is None:
                 return None
             await self._push(self._sent, self._router.lacking(self._sent.weight_version))
-            self._router.set_weight_version(self._sent.weight_version)
             return self._sent.weight_version
 
     async def _fetch(self, targets: TransferTargets) -> Sequence[str]:
@@ -155,6 +152,7 @@ class GroupWeightSync:
         self._router.set_weight_version(staged.weight_version)
 
     async def _push(self, staged: StagedWeights, names: Sequence[str]) -> None:
+        """Send to replicas, log those that fail, and have the router ask for these weights from now on."""
         replicas: list[Any] = [replica.engine for replica in self._router.replicas if replica.name in names]
         errors = await push_staged(replicas, staged, on_running=self._on_running)
         version = staged.weight_version
@@ -168,21 +166,17 @@ class GroupWeightSync:
                 raise UserError(f"weights {version} of the student were refused: {error}") from error
             if error is not None and not isinstance(error, EngineUnavailable):
                 raise error
-
-
-class GiveUp(Protocol):
-    """``Router.remove``, or what a placement does instead."""
-
-    def __call__(self, name: str, *, reason: str) -> None:
-        """``name`` is a replica's."""
+        self._router.set_weight_version(version)
 
 
 class Repair:
     """Watches a rollout group for replicas without the current weights, and sends these once more."""
 
-    def __init__(self, router: Router, sync: GroupWeightSync, give_up: GiveUp, *, patience_s: float) -> None:
-        """A replica is given up that ``MAX_PUSHES`` in a row did not reach, or that takes no requests for
-        ``patience_s``."""
+    def __init__(
+        self, router: Router, sync: GroupWeightSync, give_up: Callable[..., None], *, patience_s: float
+    ) -> None:
+        """``give_up`` is ``Router.remove``, or what a placement does instead. It is called for a replica that
+        ``MAX_PUSHES`` in a row did not reach, or that takes no requests for ``patience_s``."""
         self._router, self._sync, self._give_up, self._patience_s = router, sync, give_up, patience_s
         self._task = asyncio.create_task(self._run())
 
@@ -229,7 +223,7 @@ class Repair:
                     logger.warning("%s has weights %d again", replica.name, engine.weight_version)
 
     async def _away(self, names: Collection[str]) -> dict[str, str]:
-        """Those of ``names`` that take no requests now, and what they say."""
+        """Return those of ``names`` that take no requests now, with their reasons."""
         found: dict[str, str] = {}
 
         async def look(name: str, engine: Any) -> None:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from mopd.base.files.json_text import parse_json
-from mopd.base.files.reading import OTHERS_WRITE, read_private, shown_path
+from mopd.base.files.reading import OTHERS_WRITE, read_bytes, shown_path
 from mopd.base.files.writing import write_private, writing
 from mopd.base.text import file_name, one_line, visible
 from mopd.base.types import UserError
@@ -122,7 +122,9 @@ def read_registrations(folder: Path, key: str) -> RegisteredServers:
 def read_server_token(path: Path) -> str:
     """Return the secret of the server of file ``path``; ``UserError`` if it is missing, another user's, or none."""
     file = path.with_suffix(".token")
-    return check_token(read_private(file, cure=_CURE, max_bytes=MAX_TOKEN_BYTES).decode("ascii", "replace"), file)
+    return check_token(
+        read_bytes(file, cure=_CURE, max_bytes=MAX_TOKEN_BYTES, is_private=True).decode("ascii", "replace"), file
+    )
 
 
 def remove_registration(path: Path) -> None:
@@ -157,7 +159,8 @@ def _files_of(folder: Path, key: str) -> Iterator[Path]:
 
 def _read(path: Path) -> Registration:
     try:
-        tree = parse_json(read_private(path, cure=_CURE, max_bytes=MAX_BYTES), max_depth=4, max_values=MAX_VALUES)
+        content = read_bytes(path, cure=_CURE, max_bytes=MAX_BYTES, is_private=True)
+        tree = parse_json(content, max_depth=4, max_values=MAX_VALUES)
     except ValueError as error:
         raise UserError(f"{shown_path(path)}: not valid JSON ({one_line(error)}): {_CURE}") from error
     if not isinstance(tree, dict) or tree.pop("format", None) != FORMAT:

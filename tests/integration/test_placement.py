@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -17,7 +15,7 @@ import pytest
 import torch
 
 from mopd.base.types import UserError
-from mopd.placement.groups import Groups, plan_groups
+from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
 from tests.fixtures import warm
 from tests.fixtures.ports import free_port
@@ -35,9 +33,7 @@ from tests.integration.groups import (
     pid_of,
     run,
     score_here,
-    server_group,
     started,
-    until,
 )
 from tests.integration.world import REPOSITORY, World, environment
 
@@ -103,15 +99,6 @@ def test_every_placement_scores_like_transformers(models: World, tmp_path: Path)
     }
 
 
-def test_only_its_own_sub_config_travels(models: World, tmp_path: Path) -> None:
-    recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": LOCAL})
-    (file,) = plan_groups(recipe)[LEFT].files
-    text = json.dumps(file.to_json())
-    assert str(models.teachers["left"]) in text
-    for foreign in (models.teachers["right"], models.student, models.train, recipe.run_dir):
-        assert str(foreign) not in text
-
-
 def test_a_server_that_cannot_load_its_model(models: World, tmp_path: Path) -> None:
     """One line with the cause; the replica that could start is not left behind."""
     broken = tmp_path / "broken"
@@ -173,32 +160,6 @@ def test_an_external_server_that_is_not_there(models: World, tmp_path: Path) -> 
     recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": placement})
     message = start_error(recipe_groups(recipe, LEFT))
     assert message.startswith(f"{LEFT}.placement.urls: {url} is not healthy after 1 s")
-
-
-def test_a_changed_model_is_not_restarted(models: World, tmp_path: Path) -> None:
-    """The replica would answer, with another model's scores."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for path in models.teachers["left"].iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    recipe = make_recipe(
-        models,
-        tmp_path,
-        teacher_defaults={"placement": LOCAL},
-        teachers__left={"model": str(folder), "domains": ["left"]},
-    )
-    tokens, starts = make_samples(2)
-
-    async def work() -> None:
-        async with started(recipe, None, [LEFT]) as (groups, routers):
-            weights = models.teachers["right"] / "model.safetensors"
-            (folder / "model.safetensors").write_bytes(weights.read_bytes())
-            os.kill(pid_of(groups, LEFT, 0), signal.SIGKILL)
-            await until(lambda: server_group(groups, LEFT).pids[0] is None)
-            with pytest.raises(Exception, match="is not the model any more that the run began with"):
-                await routers[LEFT].score(tokens, starts, top_k=TOP_K, temperature=1.0)
-
-    run(work())
 
 
 PARENT = """

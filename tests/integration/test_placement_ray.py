@@ -131,7 +131,7 @@ def two_nodes() -> Iterator[TwoNodes]:
 def test_a_replica_lies_on_one_node_of_a_cluster_that_others_run(
     models: World, two_nodes: TwoNodes, tmp_path: Path
 ) -> None:
-    """Two replicas of 3 CPUs fit, one of 4 does not although 6 are free, and GPUs are missing. The cluster stays."""
+    """Two replicas of 3 CPUs fit, and GPUs are missing. The cluster stays."""
     placement = two_nodes.placement
     recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": placement, "replicas": 2})
     samples = make_samples(24)
@@ -143,11 +143,6 @@ def test_a_replica_lies_on_one_node_of_a_cluster_that_others_run(
             tables = ray().util.placement_group_table().values()
             (room,) = [table for table in tables if table["state"] == "CREATED"]
             assert len(set(room["bundles_to_node_id"].values())) == 2
-        larger = {**placement, "num_cpus": 4}
-        wide = make_recipe(models, tmp_path, teacher_defaults={"placement": larger})
-        with pytest.raises(UserError, match="no node has that much left in one place"):
-            async with started(wide, None, [LEFT]):
-                pass
         on_gpus = {"placement": {**RAY, "address": placement["address"], "num_gpus": 2}, "replicas": 3}
         many = make_recipe(models, tmp_path, teacher_defaults=on_gpus)
         with pytest.raises(UserError, match=r"teachers\.left: .* 3 replicas of 2 GPUs .* 12 GPUs are missing"):

@@ -178,7 +178,7 @@ def test_one_run_uses_one_cluster(cluster: Any) -> None:
 def test_a_full_cluster_is_told(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that others run: there the actors' CPUs are counted."""
     address = cluster.get_runtime_context().gcs_address
-    monkeypatch.setattr("mopd.placement.ray.connection._open.address", address)
+    monkeypatch.setattr("mopd.placement.ray.connection._address", address)
     with pytest.raises(UserError, match=r"TransferQueue needs 65 free CPUs .* num_storage_units 64\), and \d+ are"):
         open_plane(address=address, num_storage_units=64)
     assert actor_processes() == {}

@@ -19,8 +19,8 @@ MAX_INTEGER_DIGITS = 20
 """Longest whole number: 64-bit integers have at most 19 digits, 20 with a sign."""
 MAX_DIGITS = 400
 """Longest whole number with ``any_number``; Python takes long to read longer ones."""
-_STRING = re.compile(r'"[^"]*"?')
-"""Pattern of a string in a text without escaped quotes."""
+_MARK = re.compile(r'"(?:[^"\\]|\\.)*"?|[,\[{]', re.DOTALL)
+"""Pattern of a string, or of a comma or opening bracket outside of strings."""
 
 
 def parse_json(
@@ -45,7 +45,7 @@ def parse_json(
     if isinstance(text, bytes):
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
     # Before ``json.loads``, which builds all values. The exact count runs only if the cheap upper bound is exceeded.
-    if _num_marks(text) > max_values and _num_values(text, max_values) > max_values:
+    if sum(map(text.count, ",[{")) > max_values and _exceeds(text, max_values):
         raise ValueError(f"more than {max_values} values")
     try:
         value = json.loads(
@@ -84,19 +84,15 @@ def read_json_object(
     return value
 
 
-def _num_marks(text: str) -> int:
-    """Return the number of commas and opening brackets, which bounds the number of values."""
-    return text.count(",") + text.count("[") + text.count("{")
-
-
-def _num_values(text: str, limit: int) -> int:
-    """Return the number of marks outside of strings, which bounds the number of values, or a number above ``limit``.
-    Slow: it runs only for texts with many marks, which may all stand inside one string."""
-    bare = text.replace("\\\\", "").replace('\\"', "")
-    num_strings = bare.count('"') // 2
-    if num_strings > 2 * limit:  # above the limit by itself; scanning them takes long
-        return num_strings
-    return _num_marks(bare) - sum(_num_marks(string[0]) for string in _STRING.finditer(bare))
+def _exceeds(text: str, limit: int) -> bool:
+    """Return whether commas and opening brackets outside of strings, which bound the number of values, are more than
+    ``limit``. Slow: it runs only for texts with many marks, which may all stand inside one string."""
+    num_marks = 0
+    for found in _MARK.finditer(text):
+        num_marks += found[0][0] != '"'
+        if num_marks > limit:
+            return True
+    return False
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -46,9 +46,17 @@ def open_regular(path: str | Path, *, cure: str, follows_links: bool = True) -> 
         raise
 
 
-def read_bytes(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Return the whole file. Raise ``UserError`` as ``open_regular`` does, and above ``max_bytes``."""
-    with open_regular(path, cure=cure) as file:
+def read_bytes(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES, is_private: bool = False) -> bytes:
+    """Return the whole file. Raise ``UserError`` as ``open_regular`` does, and above ``max_bytes``.
+
+    Args:
+        is_private: refuses a file that another user may have written, and a symbolic link.
+    """
+    with open_regular(path, cure=cure, follows_links=not is_private) as file:
+        # Of the open file, not of the path: the path may be replaced between two looks.
+        found = os.fstat(file.fileno())
+        if is_private and (found.st_uid != os.geteuid() or found.st_mode & OTHERS_WRITE):
+            raise UserError(f"{shown_path(path)}: others than this user may have written it: {cure}")
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise UserError(f"{shown_path(path)}: longer than {max_bytes} bytes, the limit of such a file: {cure}")
@@ -63,23 +71,6 @@ def read_text(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES) -
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(f"{shown_path(path)}:{line}: not UTF-8 text ({error.reason}): {cure}") from error
-
-
-def read_private(path: str | Path, *, cure: str, max_bytes: int) -> bytes:
-    """Return the content of a regular file that only this user can have written: no symbolic link, no other user's
-    file.
-
-    Raise ``UserError`` as ``read_bytes`` does, and for any other file.
-    """
-    with open_regular(path, cure=cure, follows_links=False) as file:
-        # Of the open file, not of the path: the path may be replaced between two looks.
-        found = os.fstat(file.fileno())
-        if found.st_uid != os.geteuid() or found.st_mode & OTHERS_WRITE:
-            raise UserError(f"{shown_path(path)}: others than this user may have written it: {cure}")
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise UserError(f"{shown_path(path)}: longer than {max_bytes} bytes, the limit of such a file: {cure}")
-    return content
 
 
 def shown_path(path: str | Path) -> str:

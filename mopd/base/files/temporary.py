@@ -7,7 +7,6 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
-from types import TracebackType
 
 from mopd.base.files.writing import temporary_folder
 
@@ -66,9 +65,7 @@ class TemporaryFolder:
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -1,1 +1,1 @@
-"""Commands about a run in its folder, whoever started it."""
+"""Commands about a run in its folder, however it was started."""

@@ -50,8 +50,8 @@ def _lines(status: RunStatus) -> Iterator[tuple[str, str]]:
     if status.starts is not None:
         yield "starts", f"{status.starts} by --resume=auto since the newest checkpoint"
     for server in status.servers:
-        told = "alive" if server.is_alive else f"silent for {_duration(server.silent_s)}"
-        yield "server", f"{server.group} {server.url} on {server.host}: {told}"
+        state = "alive" if server.is_alive else f"silent for {_duration(server.silent_s)}"
+        yield "server", f"{server.group} {server.url} on {server.host}: {state}"
 
 
 def _duration(seconds: float) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from mopd.base.hardware import Hardware
 from mopd.config.groups import AutoEngineConfig, EngineGroupConfig, TorchEngineConfig, VllmEngineConfig
@@ -31,14 +32,14 @@ from mopd.config.weights import AutoSyncConfig, CollectiveConfig, HttpConfig, Ip
 Group = TypeVar("Group", bound=EngineGroupConfig)
 
 STUDENT_BYTES = 18
-"""Of one weight in training: bf16 weight, fp32 weight and gradient, two fp32 moments of Adam."""
+"""Bytes of one weight in training: bf16 weight, fp32 weight and gradient, two fp32 moments of Adam."""
 ENGINE_BYTES = 3
-"""Of one weight in an engine: bf16, and as much again by half for caches and activations."""
+"""Bytes of one weight in an engine: bf16, and as much again by half for caches and activations."""
 GIB = 2**30
 REST_BYTES = 4 * GIB
 """Activations of the student, CUDA's context, fragments."""
 MAX_SHARE = 0.8
-"""Of a GPU's memory: these are estimates."""
+"""Share of a GPU's memory that may be planned: the sizes are estimates."""
 COPIES_IN_MEMORY = 2.5
 """A teacher's weights in host memory while it is compared with its folder: read, cast, and room for its forward."""
 
@@ -68,16 +69,13 @@ def settle(
     settled = Settled(recipe)
     if not hardware.without_cuda:
         _check_way_on_gpus(recipe)
-    student = recipe.student
+    student, automatic = recipe.student, _placement(recipe, hardware, num_ranks, num_weights or {})
     if student.dtype == AUTO:
         settled.reasons["student.dtype"] = hardware.without_cuda or "CUDA"
         student = dataclasses.replace(student, dtype="float32" if hardware.without_cuda else "bfloat16")
-    placement, why = _placement(recipe, hardware, num_ranks, num_weights or {})
-    rollout = _group(("rollout",), recipe.rollout, recipe, hardware, placement, why, settled.reasons)
-    teachers = {
-        name: _group(("teachers", name), teacher, recipe, hardware, placement, why, settled.reasons)
-        for name, teacher in recipe.teachers.items()
-    }
+    settle_group = partial(_group, recipe, hardware, automatic, settled.reasons)
+    rollout = settle_group(("rollout",), recipe.rollout)
+    teachers = {name: settle_group(("teachers", name), teacher) for name, teacher in recipe.teachers.items()}
     if recipe.rollout.on_new_weights == AUTO:
         settled.reasons["rollout.on_new_weights"] = f"schedule.max_staleness {recipe.schedule.max_staleness}"
         rollout = dataclasses.replace(rollout, on_new_weights=recipe.on_new_weights)
@@ -120,7 +118,7 @@ def _weight_sync(recipe: Recipe, placement: Placement, hardware: Hardware) -> tu
 def compares_with_transformers(
     wanted: bool | str, *, weights_bytes: int | None, free_memory_bytes: int
 ) -> tuple[bool, str]:
-    """Whether a teacher is compared with a forward of its own folder, and why.
+    """Decide whether a teacher is compared with a forward of its own folder, and why.
 
     ``wanted`` is ``preflight.compare_with_transformers``; ``weights_bytes`` those of the folder, ``None`` without any.
     """
@@ -135,7 +133,7 @@ def compares_with_transformers(
 def _placement(
     recipe: Recipe, hardware: Hardware, num_ranks: int, num_weights: Mapping[str, int | None]
 ) -> tuple[InProcessConfig | LocalConfig, str]:
-    """What every ``placement.type: auto`` becomes, one choice for all groups, and why."""
+    """Return what every ``placement.type: auto`` becomes, one choice for all groups, and why."""
     is_beside = recipe.has_engines_beside
     beside = f"schedule.max_staleness {recipe.schedule.max_staleness}: it works while the student trains"
     if recipe.shares_gpus:
@@ -155,7 +153,7 @@ def _placement(
 
 
 def _bytes_on_one_gpu(recipe: Recipe, num_weights: Mapping[str, int | None]) -> int | None:
-    """Of rank 0's student and every group that may share its GPU; ``None`` where a size is not known."""
+    """Estimate the bytes of rank 0's student and every group that may share its GPU; ``None`` if a size is unknown."""
     parallel = recipe.student.parallel
     shards = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     student = num_weights.get("student")
@@ -173,26 +171,23 @@ def _bytes_on_one_gpu(recipe: Recipe, num_weights: Mapping[str, int | None]) -> 
 
 
 def _group(
-    path: tuple[str, ...],
-    group: Group,
     recipe: Recipe,
     hardware: Hardware,
-    automatic: Placement,
-    why: str,
+    automatic: tuple[Placement, str],
     reasons: dict[str, str],
+    path: tuple[str, ...],
+    group: Group,
 ) -> Group:
-    """One group settled; its reasons are added."""
+    """Return one group without ``auto``, and add its reasons; ``automatic`` is what ``_placement`` returned."""
     placement = group.placement
     if isinstance(placement, AutoPlacementConfig):
-        placement = automatic
-        reasons[dotted((*path, "placement", "type"))] = why
+        placement, reasons[dotted((*path, "placement", "type"))] = automatic
     without_cuda = hardware.without_cuda
     if isinstance(placement, RayConfig):
         without_cuda = "" if placement.num_gpus else "placement.num_gpus is 0"
     engine = group.engine
     if isinstance(engine, AutoEngineConfig):
-        engine, reason = _engine(engine, group, placement, recipe, hardware, without_cuda)
-        reasons[dotted((*path, "engine", "type"))] = reason
+        engine, reasons[dotted((*path, "engine", "type"))] = _engine(group, placement, recipe, hardware, without_cuda)
     if engine.dtype == AUTO:
         reasons[dotted((*path, "engine", "dtype"))] = without_cuda or "CUDA"
         engine = dataclasses.replace(engine, dtype="float32" if without_cuda else "bfloat16")
@@ -203,15 +198,11 @@ def _group(
 
 
 def _engine(
-    engine: AutoEngineConfig,
-    group: EngineGroupConfig,
-    placement: Placement,
-    recipe: Recipe,
-    hardware: Hardware,
-    without_cuda: str,
+    group: EngineGroupConfig, placement: Placement, recipe: Recipe, hardware: Hardware, without_cuda: str
 ) -> tuple[TorchEngineConfig | VllmEngineConfig, str]:
-    """What ``engine.type: auto`` becomes in this placement, and why."""
-    torch = TorchEngineConfig(dtype=engine.dtype)
+    """Return what ``engine.type: auto`` becomes in this placement, and why."""
+    dtype: Any = group.engine.dtype
+    torch = TorchEngineConfig(dtype=dtype)
     if without_cuda:
         return torch, without_cuda
     if isinstance(placement, InProcessConfig):
@@ -222,7 +213,7 @@ def _engine(
     if refusal:
         return torch, refusal
     longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
-    vllm = VllmEngineConfig(type="vllm", dtype=engine.dtype)
+    vllm = VllmEngineConfig(type="vllm", dtype=dtype)
     vllm = dataclasses.replace(vllm, max_scoring_tokens=max(vllm.max_scoring_tokens, longest))
     is_elsewhere = isinstance(placement, (RayConfig, ExternalConfig, RegisteredConfig))
     where = "CUDA" if is_elsewhere else f"{hardware.num_gpus} GPUs"
@@ -230,7 +221,7 @@ def _engine(
 
 
 def _refused_by_vllm(recipe: Recipe, *, is_rollout: bool) -> str:
-    """What of the recipe vLLM cannot do; empty when it can all."""
+    """Name what of the recipe vLLM cannot do; empty if it can do all."""
     if not is_rollout:
         temperature = recipe.loss.temperature
         return "" if temperature == 1.0 else f"vllm scores at temperature 1 only, loss.temperature is {temperature}"

@@ -55,7 +55,7 @@ class NodePool:
     gpus_per_node: int
     """0 without CUDA."""
     num_nodes: int | None = 1
-    """In all; ``None``: as few as hold everything."""
+    """Number of nodes; ``None``: as few as hold everything."""
     student_nodes: int | None = None
     """Nodes of the trainer ranks (``slurm.student_nodes``); ``None``: as few as hold them evenly, without CUDA all."""
     components: Mapping[str, int] | None = None
@@ -97,7 +97,7 @@ class Places:
     """The first ones of the first component."""
     ranks_per_node: int
     reserved: tuple[int, ...]
-    """On each of the student's nodes: how many GPUs, from 0 on, the processes have that start with the trainer."""
+    """GPUs, from 0 on, that processes that start with the trainer have on each of the student's nodes."""
 
     def of(self, key: str) -> tuple[Tenant, ...]:
         """The tenants of a key, by number."""
@@ -125,7 +125,7 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayRequest:
-    """What Ray is asked for: equal bundles, each of which must lie on one node."""
+    """A request to Ray: equal bundles, each of which must lie on one node."""
 
     name: str
     """Name of the placement group: the group's key, or ``pool NAME``."""
@@ -173,7 +173,8 @@ def place_on_machine(groups: Mapping[str, EngineGroupConfig], num_ranks: int, nu
 
 
 def room_for_auto(groups: Mapping[str, EngineGroupConfig], num_ranks: int, num_gpus: int) -> tuple[int, int]:
-    """How many GPUs of rank 0's machine are left for groups whose placement is ``auto``, and how many these want.
+    """Count the GPUs of rank 0's machine that are left for groups whose placement is ``auto``, and those that these
+    want.
 
     None are left where the other groups do not fit.
     """
@@ -396,7 +397,7 @@ class _Placer:
         return [gpu for gpu in range(self._gpus) if gpu not in self._owners]
 
     def _take(self, gpu: int, path: Path_, owner: str) -> None:
-        """Give a GPU of node 0 that is asked for by its number, if it is there and nobody's."""
+        """Give a GPU of node 0 that is asked for by its number, if it exists and has no owner."""
         if not self._gpus:
             self._refuse(path, f"names GPU {gpu}, but node 0 has no CUDA device: remove it")
         elif gpu >= self._gpus:
@@ -430,7 +431,7 @@ class _Placer:
             self._problems.append((path, problem))
 
     def _table(self) -> str:
-        """Who wants what of node 0, on one line."""
+        """List on one line which GPUs of node 0 each owner wants."""
         rows = [f"trainer ranks: {_numbers(range(self._ranks_per_node))}"] if self._ranks_per_node else []
         for key, group in self._groups.items():
             wanted, placement = f"{group.replicas} x {group.gpus_per_replica}", group.placement

@@ -44,7 +44,7 @@ HINTS = {
     "validation.reward": "rewards are a section of their own, by domain: set rewards.default",
     "validation.domain_rewards": "rewards are a section of their own, by domain: set rewards.DOMAIN",
 }
-"""What readers of verl's recipes and of the losses' papers try, and why it is no key or type here."""
+"""Cures for keys and types that readers of verl's recipes and of the losses' papers try, and that do not exist here."""
 
 
 def build_from_json(cls: type[Config], tree: dict[str, Any], file: str) -> Config:
@@ -59,7 +59,7 @@ def _section(tree: dict[str, Any], file: str) -> Section:
 
 
 def place(recipe_file: str, origin: str) -> str:
-    """Where to send the reader: ``file:line``, or the recipe with a note that an override gave the value."""
+    """Return the place to show: ``file:line``, or the recipe with a note that an override gave the value."""
     return f"{recipe_file} ({OVERRIDE_ORIGIN})" if origin == OVERRIDE_ORIGIN else origin
 
 
@@ -108,7 +108,8 @@ class Builder:
         return self._checked(section, cls, path, values)
 
     def attempt(self, path: Path_, make: Callable[[], Any], fallback: Any) -> Any:
-        """What ``make`` returns. Where problems are listed: ``fallback`` for a refusal, and ``path`` is broken."""
+        """Return what ``make`` returns. If problems are listed, a refusal becomes ``fallback``, and ``path`` is
+        broken."""
         if self.problems is None:
             return make()
         try:

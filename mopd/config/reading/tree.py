@@ -28,9 +28,9 @@ STANDARD_INPUT = "-"
 OVERRIDE_ORIGIN = "override"
 """Origin of a value given on the command line."""
 MAX_FILES = 16
-"""A recipe and its bases."""
+"""Largest number of files: a recipe and its bases."""
 MAX_OVERRIDES = 1000
-"""Of one command."""
+"""Largest number of overrides of one command."""
 _QUOTED = r'"(?:[^"\\]|\\.)*"'
 """A part of a dotted path as JSON text."""
 

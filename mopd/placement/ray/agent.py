@@ -1,4 +1,4 @@
-"""What runs on a node of a Ray cluster: it holds the resources of one replica and starts servers with them."""
+"""Agent on a node of a Ray cluster: it holds the resources of one replica and starts servers with them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Agent:
         return command.host
 
     async def ask(self, server: str, method: str) -> Any:
-        """What a method of ``Server`` returns."""
+        """Call a method of ``Server`` and return its result."""
         return await getattr(self._servers[server], method)()
 
     def close(self) -> None:

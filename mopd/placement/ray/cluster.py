@@ -34,11 +34,11 @@ from mopd.placement.ray.connection import connect, disconnect
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
-"""Of a call to an agent, which never waits for anything."""
+"""Deadline of a call to an agent, whose methods return at once."""
 CALLS = 2
 """Calls without an answer after which an agent is lost: one may be late because a training step blocks our own loop."""
 RELEASE_S = 10.0
-"""For a cluster to notice that what it shows as taken was given back: a run that ended just before."""
+"""Seconds for a cluster to notice that resources that it shows as taken were given back by a run that just ended."""
 LAUNCHES = 2
 """Tries to start a server: the second one with a new agent, in the same bundle."""
 LOST_CODE = 255
@@ -152,11 +152,11 @@ class RayLauncher:
         self._numbers = itertools.count()
 
     async def prepare(self) -> None:
-        """See ``Launcher.prepare``: the placement group is there."""
+        """Reserve the placement group."""
         await self._cluster.reserve(self._plan, self._cfg.startup_timeout_s)
 
     async def launch(self, index: int, token: str) -> RayServer:
-        """See ``Launcher.launch``. A lost agent is replaced by one in the same bundle, on another node if need be."""
+        """Start a server. A lost agent is replaced by one in the same bundle, on another node if need be."""
         name = f"{self._plan.file_name(index)}.{next(self._numbers)}"
         command = ServerCommand(
             engine_file=json.dumps(self._plan.files[index].to_json()),
@@ -185,7 +185,7 @@ class RayLauncher:
         )
 
     async def close(self) -> None:
-        """See ``Launcher.close``. The cluster gives the resources back: groups may share them."""
+        """Keep the resources: the cluster gives them back, as groups may share them."""
 
 
 class RayServer:
@@ -195,28 +195,24 @@ class RayServer:
         self._cluster, self._agent, self._name = cluster, agent, name
         self._lost: str | None = None
         self._is_ending = False
-        """Whether it was told to end. From then on one call without an answer loses its agent: the end of a run has no
+        """Whether it was asked to end. From then on one call without an answer loses its agent: the end of a run has no
         time for more."""
 
     async def state(self) -> ServerState:
-        """See ``Server.state``."""
         state: ServerState | None = await self._ask("state")
         if state is not None:
             return state
         return ServerState(url=None, pid=None, exit_code=LOST_CODE, ending=f"was lost with node {self._node}")
 
     async def last_words(self) -> str:
-        """See ``Server.last_words``."""
         words = await self._ask("last_words")
         return str(words) if words is not None else f"node {self._node}: {self._lost}"
 
     async def terminate(self) -> None:
-        """See ``Server.terminate``."""
         self._is_ending = True
         await self._ask("terminate")
 
     async def kill(self) -> None:
-        """See ``Server.kill``."""
         self._is_ending = True
         await self._ask("kill")
 
@@ -248,7 +244,7 @@ class RayServer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """What is free on one node."""
+    """Free resources of one node."""
 
     address: str
     num_cpus: float

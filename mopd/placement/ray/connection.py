@@ -7,23 +7,16 @@ import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from mopd.base.text import last_line
 from mopd.base.types import UserError
 from mopd.placement.gpus import visible_gpus
 
-
-@dataclass(kw_only=True)
-class _Open:
-    """Who holds the connection."""
-
-    address: str | None
-    num_holders: int
-
-
-_open: _Open | None = None
+_address: str | None = None
+"""Address of the connected cluster; ``None`` also for a cluster of this machine alone."""
+_num_holders = 0
+"""Calls of ``connect`` without their ``disconnect``; 0 without a connection."""
 
 
 def connect(key: str, address: str | None, *, num_cpus: float, gpus: Sequence[int]) -> Any:
@@ -41,45 +34,42 @@ def connect(key: str, address: str | None, *, num_cpus: float, gpus: Sequence[in
     Raises:
         UserError: the package is missing, the cluster cannot be reached, or another one is connected.
     """
-    global _open
-    if _open is not None and _open.address != address:
+    global _address, _num_holders
+    if _num_holders and _address != address:
         raise UserError(
-            f"{key}.address is {address!r}, but this run already uses the Ray cluster {_open.address!r}: one run uses "
+            f"{key}.address is {address!r}, but this run already uses the Ray cluster {_address!r}: one run uses "
             "one (placement.address, data_plane.address)"
         )
-    options = _own_cluster(num_cpus, gpus) if address is None and _open is None else {"address": address}
+    options = _own_cluster(num_cpus, gpus) if address is None and not _num_holders else {"address": address}
     try:
         import ray
         import ray.exceptions
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise UserError(f"{key}.type needs Ray, but the package is not installed: pip install 'mopd[ray]'") from error
-    if _open is not None:
-        _open.num_holders += 1
-        return ray
-    try:
-        with _showing(gpus if address is None else ()):
-            ray.init(log_to_driver=False, configure_logging=False, **options)
-    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
-        raise UserError(f"{key}.address {address!r}: cannot connect to Ray: {last_line(error)}") from error
-    _open = _Open(address=address, num_holders=1)
+    if not _num_holders:
+        try:
+            with _showing(gpus if address is None else ()):
+                ray.init(log_to_driver=False, configure_logging=False, **options)
+        except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+            raise UserError(f"{key}.address {address!r}: cannot connect to Ray: {last_line(error)}") from error
+        _address = address
+    _num_holders += 1
     return ray
 
 
 def disconnect() -> None:
-    """Once for each ``connect``; the last one leaves the cluster, and ends it if it was started here."""
-    global _open
-    assert _open is not None
-    _open.num_holders -= 1
-    if not _open.num_holders:
+    """Give up one ``connect``; the last call leaves the cluster, and ends it if it was started here."""
+    global _num_holders
+    _num_holders -= 1
+    if not _num_holders:
         import ray
 
-        _open = None
         ray.shutdown()
 
 
 def _own_cluster(num_cpus: float, gpus: Sequence[int]) -> dict[str, Any]:
-    # A cluster for this run alone: nobody else needs to reach it, nobody else may use it. Ray keeps the first token
+    # A cluster for this run alone: no other run needs to reach it, and none may use it. Ray keeps the first token
     # that it meets in a process.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     if "ray" not in sys.modules:  # too late otherwise; Ray then decides for a token by itself, with a warning

@@ -8,7 +8,7 @@
 
 A group stays awake until it is idle, as changing back and forth moves the models' weights each time. In an endless
 stream it never would be: after ``TURN_S`` it gets no new work while others wait in line, sees through what it has, and
-sleeps. A group that nobody waits for goes on for ever.
+sleeps. A group for which no other waits goes on for ever.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class SharedPool:
             self._leave(sharer)
 
     def _go_on(self) -> None:
-        """After every change: whoever may work does, and the next in line wakes when there can be room for it."""
+        """Let in all groups that may work, and wake the next in line when there can be room. Call after every
+        change."""
         line = [sharer for sharer in self._sharers.values() if sharer.waiting and not sharer.is_awake]
         for sharer in self._sharers.values():
             if sharer.is_awake and (not line or asyncio.get_running_loop().time() - sharer.woke_at < TURN_S):
@@ -139,7 +140,7 @@ class SharedPool:
         self._go_on()
 
     def _awake(self) -> list[_Sharer]:
-        """Those that hold memory now, the least recently used first."""
+        """Return the groups that hold memory now, the least recently used first."""
         return sorted((s for s in self._sharers.values() if s.is_awake), key=lambda s: s.last_used)
 
     def _next_event(self) -> int:

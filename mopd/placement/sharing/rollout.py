@@ -29,19 +29,19 @@ class RolloutMemory:
 
     def __init__(self) -> None:
         self.group: ServerGroup | None = None
-        """Once it is placed."""
+        """The rollout's group; ``None`` before it is placed."""
         self.sync: GroupWeightSync | None = None
-        """Once there is one: from then on replicas that wake get weights."""
+        """Sends weights to replicas that wake; ``None`` before there are weights."""
 
     async def give_back(self) -> None:
-        """See ``MemoryHolder.give_back``. ``UserError`` for a replica that cannot be ended either."""
+        """Put every replica to sleep. ``UserError`` for a replica that cannot be ended either."""
         if self.sync is not None:
             await self.sync.stop()
         if self.group is not None:
             await self.group.all_do("sleep", lambda engine: engine.sleep())
 
     async def take(self) -> None:
-        """See ``MemoryHolder.take``. Raises as ``give_back`` and ``GroupWeightSync.send`` do."""
+        """Wake every replica and give it weights. Raises as ``give_back`` and ``GroupWeightSync.send`` do."""
         if self.group is None:
             return
         await self.group.all_do("wake up for weights", lambda engine: engine.wake_up(weights_only=True))
@@ -65,7 +65,7 @@ class TurnsGenerator:
 
     @property
     def weight_version(self) -> int:
-        """Of those that answer in the next turn."""
+        """Version of the weights that answer in the next turn."""
         return self._generator.weight_version
 
     async def generate(
@@ -77,7 +77,7 @@ class TurnsGenerator:
         told: Told | None = None,
         images: Images = None,
     ) -> list[Generation]:
-        """See ``Generator.generate``; waits for its turn. ``UserError`` after ``stop``."""
+        """Wait for the turn, then generate. ``UserError`` after ``stop``."""
         async with self._kept_awake():
             self._require_going()
             call = asyncio.ensure_future(self._generator.generate(prompts, sampling, seeds, told=told, images=images))

@@ -1,4 +1,4 @@
-"""Whose turn it is on GPUs that student and rollout share: the order of both memories, and nothing else of them.
+"""Turns on GPUs that student and rollout share: the order of both memories, and nothing else of them.
 
 ::
 
@@ -8,8 +8,8 @@
 
 One side has the memory, or, in the middle of a change, none. A side that works is never interrupted: what it works on
 has deadlines of its own. Work that comes to the side whose turn it is joins at once, also where the other side waits:
-in synchronous training neither has work for ever. A change that fails leaves nobody sure of the memory: from then on
-everybody gets its error, which ends the run.
+in synchronous training neither has work for ever. A change that fails leaves the memory's owner unknown: from then on
+every waiter gets its error, which ends the run.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class GpuTurns:
         self._change: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._seconds: dict[Side, float] = {"student": 0.0, "rollout": 0.0}
-        """Of changes to a side since ``take_numbers``."""
+        """Seconds of changes to a side since ``take_numbers``."""
 
     @asynccontextmanager
     async def held(self, side: Side) -> AsyncIterator[None]:
-        """It is the side's turn within; several such blocks of one side may overlap. Raises what a change raised."""
+        """Hold the memory for a side; several such blocks of one side may overlap. Raises what a change raised."""
         await self.begin(side)
         try:
             yield
@@ -93,12 +93,12 @@ class GpuTurns:
         return found
 
     async def close(self) -> None:
-        """Nobody gets a turn any more; a change that is under way is given up."""
+        """Give no more turns; a change that is under way is given up."""
         if self._change is not None:
             await cancel([self._change], grace_s=CANCEL_GRACE_S)
 
     def _go_on(self) -> None:
-        """After every event: let in whoever may work, begin the change that is wanted."""
+        """Let in the holder's work, or begin the change to the other side. Call after every state change."""
         if self._failure is not None:
             for side in self._waiting:
                 self._let_in(side, self._failure)

@@ -43,7 +43,7 @@ def test_nobody_takes_an_error_apart_by_itself() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for path in (ROOT / "mopd").rglob("*.py")
-        if path.name != "base/text.py"
+        if path != ROOT / "mopd" / "base" / "text.py"
         for line in path.read_text(encoding="utf-8").splitlines()
         if own_way.search(line)
     ]

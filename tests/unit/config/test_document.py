@@ -35,14 +35,6 @@ def test_every_key_has_a_text(cls: type) -> None:
     assert inspect.getdoc(cls)
 
 
-@pytest.mark.parametrize("cls", SECTIONS, ids=lambda cls: cls.__name__)
-def test_sections_are_frozen_and_keyword_only(cls: type) -> None:
-    parameters = cls.__dataclass_params__  # type: ignore[attr-defined]
-    assert parameters.frozen
-    assert all(field.kw_only for field in dataclasses.fields(cls))
-    assert "__slots__" in vars(cls)
-
-
 def test_every_section_is_on_the_page() -> None:
     page = recipes_page()
     for cls in SECTIONS:

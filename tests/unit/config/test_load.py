@@ -105,7 +105,6 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
     ("override", "line"),
     [
         ("student.optimizer.lrr=1", "unknown key 'student.optimizer.lrr'; did you mean 'lr'?"),
-        ("schedul={steps: 1}", "unknown key 'schedul'; did you mean 'schedule'?"),
         (
             "student.tensor_model_parallel_size=2",
             "unknown key 'student.tensor_model_parallel_size'; "
@@ -116,9 +115,7 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
             "student.optimizer.lr_warmup_steps 3 is not below schedule.steps 3: set fewer",
         ),
         ("schedule.steps=many", "schedule.steps: expected a whole number, got 'many'"),
-        ("schedule.steps=2.5", "schedule.steps: expected a whole number, got 2.5"),
         ("schedule.steps=true", "schedule.steps: expected a whole number, got true"),
-        ("student.optimizer.lr=fast", "student.optimizer.lr: expected a number, got 'fast'"),
         ("student.optimizer.lr=.inf", "student.optimizer.lr: expected a number, got inf"),
         ("student.model=3", "student.model: expected text, got 3"),
         ("student.dtype=fp8", "student.dtype: expected one of auto, float32, bfloat16, got 'fp8'"),
@@ -135,8 +132,6 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ("data.domain_weights=[1]", "data.domain_weights: expected a section of named values, got [1]"),
         ("data.domain_weights.math=much", "data.domain_weights.math: expected a number, got 'much'"),
         ("run_dir={a: 1}", "run_dir: expected text, got a section"),
-        ("student.megatron_overrides.a=.nan", "student.megatron_overrides.a: expected a plain value, got nan"),
-        ("student.megatron_overrides.a=[2024-01-31]", "student.megatron_overrides.a: expected a plain value"),
         ("loss.type=topk_kl", "loss.type: unknown type 'topk_kl'; did you mean 'topk_jsd'?"),
         ("rewards.math={path: r.py}", "missing key type: set one of exact_match, math, multiple_choice, regex"),
         ("rewards.math={type: regex, pattern: '(a'}", "rewards.math.pattern is no regular expression of Python"),
@@ -151,7 +146,6 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
             "unknown key 'validation.domain_rewards'; rewards are a section of their own, by domain: set",
         ),
         ("teachers.code={domains: [code]}", "missing key teachers.code.model"),
-        ("teachers.math.replicas=0", "teachers.math.replicas is 0: set 1 or more"),
         ("loss.type=k1", "loss.type: unknown type 'k1'; it cannot be a differentiable loss"),
         ("data.domain_weights.math=-1", "data.domain_weights.math is -1.0: set a positive number"),
         ("loss={type: k2, correction: {type: none}}", "loss.correction.type is 'none' and sequence is absent"),
@@ -203,23 +197,14 @@ def test_missing_keys_are_all_named(write: Write) -> None:
         ("data:\n  x: 1\n  x: 1\n", "recipe.yaml:3: key 'x' repeats line 2: remove one of them"),
         ("on: 1\n", "recipe.yaml:1: key True is not text: put it in quotes"),
         ("a: &x {b: {c: *x}}\n", "recipe.yaml:1: an alias refers to the value that holds it"),
-        ("a: [1\nb: 2\n", "recipe.yaml:2: not readable as YAML"),
-        ("a: !!python/name:os.system\n", "recipe.yaml:1: not readable as YAML"),
         ("", "recipe.yaml: expected keys with values"),
         ("- a\n", "recipe.yaml: expected keys with values"),
         ("base: [a]\n", "recipe.yaml:1: base: expected the path of one recipe file"),
-        ("base: none.yaml\n", "recipe.yaml:1: base 'none.yaml' does not exist"),
-        ("base: recipe.yaml\n", "recipe.yaml:1: base 'recipe.yaml' leads back"),
         ("base: {type: x}\n", "recipe.yaml:1: base: expected the path of one recipe file"),
     ],
 )
 def test_unreadable_files(write: Write, text: str, line: str) -> None:
     assert refusal(write(text)).startswith(line)
-
-
-def test_missing_recipe(write: Write) -> None:
-    write()
-    assert refusal("nothing.yaml") == "recipe 'nothing.yaml' does not exist: check the path"
 
 
 @pytest.mark.parametrize("override", ["steps", "=1", "a..b=1", ".a=1", "a.=1", "student.model=[1, 2"])

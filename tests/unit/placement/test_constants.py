@@ -197,7 +197,7 @@ def test_a_failed_update(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (engine,) = group.engines
         await group.send(student.trained, 1, student.constants)
         broken = student.trained | {name: student.weights[name] * float("nan")}
-        with pytest.raises(UserError, match=r"has .* NaN"):
+        with pytest.raises(UserError, match=r"^weights 2 of the student were refused: .* has .* NaN"):
             await group.send(broken, 2, student.constants)
         with pytest.raises(UserError, match=r"1 weights .* did not arrive"):
             await group.send({n: t for n, t in student.trained.items() if n != name}, 2, student.constants)

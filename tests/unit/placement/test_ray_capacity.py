@@ -17,15 +17,6 @@ def nodes(*gpus: float, cpus: float = 16) -> list[Node]:
     return [Node(address=f"10.0.0.{i}", num_gpus=count, num_cpus=cpus) for i, count in enumerate(gpus)]
 
 
-def test_a_plan_that_fits() -> None:
-    check_room([need("teachers.math", 2, 4), need("teachers.code", 4, 2), need("rollout", 8, 1)], nodes(8, 8, 8))
-
-
-def test_the_largest_are_placed_first() -> None:
-    # 1-GPU replicas placed first would sit on both nodes and leave no place for 4 together
-    check_room([need("rollout", 4, 1), need("teachers.math", 1, 4)], nodes(4, 4))
-
-
 def test_a_shortage_is_named() -> None:
     with pytest.raises(UserError) as failure:
         check_room([need("teachers.math", 2, 4), need("teachers.code", 3, 4)], nodes(8, 8))
@@ -35,20 +26,27 @@ def test_a_shortage_is_named() -> None:
         assert part in message
 
 
-def test_a_replica_is_never_split_over_nodes() -> None:
-    with pytest.raises(UserError, match=r"teachers\.math.*no node has that much left in one place"):
-        check_room([need("teachers.math", 1, 8)], nodes(4, 4))
+@pytest.mark.parametrize(
+    ("requests", "free"),
+    [
+        ([need("teachers.math", 2, 4), need("teachers.code", 4, 2), need("rollout", 8, 1)], nodes(8, 8, 8)),
+        # the largest first: replicas of one GPU would sit on both nodes and leave no place for 4 together
+        ([need("rollout", 4, 1), need("teachers.math", 1, 4)], nodes(4, 4)),
+        ([need("teachers.math", 2, 4)], [Node(address="127.0.0.1", num_gpus=4, num_cpus=1)] * 2),
+    ],
+)
+def test_plans_that_fit(requests: list[RayRequest], free: list[Node]) -> None:
+    check_room(requests, free)
 
 
-def test_cpus_count_too() -> None:
-    with pytest.raises(UserError, match="4 CPUs are missing"):
-        check_room([need("teachers.math", 3, 0, cpus=4)], nodes(0, cpus=8))
-
-
-def test_nodes_may_share_an_address() -> None:
-    check_room([need("teachers.math", 2, 4)], [Node(address="127.0.0.1", num_gpus=4, num_cpus=1)] * 2)
-
-
-def test_an_empty_cluster() -> None:
-    with pytest.raises(UserError, match="no node"):
-        check_room([need("teachers.math", 1, 1)], [])
+@pytest.mark.parametrize(
+    ("request_", "free", "says"),
+    [
+        (need("teachers.math", 1, 8), nodes(4, 4), r"teachers\.math.*no node has that much left in one place"),
+        (need("teachers.math", 3, 0, cpus=4), nodes(0, cpus=8), "4 CPUs are missing"),
+        (need("teachers.math", 1, 1), [], "no node"),
+    ],
+)
+def test_what_is_short_is_named(request_: RayRequest, free: list[Node], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check_room([request_], free)

@@ -26,7 +26,7 @@ from mopd.engines.replicas.interface import RouterLimits
 from mopd.engines.replicas.router import Router
 from mopd.placement import registered
 from mopd.placement.interface import GroupPlan
-from mopd.placement.registered import Sightings
+from mopd.placement.registered import Heartbeats
 from mopd.placement.weights import GroupWeightSync, Repair
 from mopd.serving import registration
 from mopd.serving.registration import Registrar, Registration
@@ -48,63 +48,63 @@ def seen(beat: int, server_id: str = "0" * 16) -> dict[Path, Registration]:
 
 
 def test_a_file_that_nobody_rewrites_is_no_server() -> None:
-    sightings = Sightings()
+    heartbeats = Heartbeats()
     for _ in range(1000):
-        sightings.note(seen(9), 1.0)
-        assert not sightings.alive and len(sightings.silent) == 1
-    sightings.note(seen(10), 1.0)
-    assert list(sightings.alive) == ["0" * 16] and not sightings.silent
+        heartbeats.note(seen(9), 1.0)
+        assert not heartbeats.alive and len(heartbeats.silent) == 1
+    heartbeats.note(seen(10), 1.0)
+    assert list(heartbeats.alive) == ["0" * 16] and not heartbeats.silent
 
 
 def test_a_silent_server_is_lost_and_comes_back() -> None:
-    sightings = Sightings()
+    heartbeats = Heartbeats()
     for beat in (1, 2):
-        sightings.note(seen(beat), 1.0)
+        heartbeats.note(seen(beat), 1.0)
     for _ in range(int(registered.SILENT_S)):
-        sightings.note(seen(2), 1.0)
-        assert sightings.loss("0" * 16) is None
-    sightings.note(seen(2), 1.0)
-    assert sightings.loss("0" * 16) == "is silent for 30 s" and not sightings.has_left("0" * 16)
-    sightings.note(seen(3), 1.0)
-    assert sightings.loss("0" * 16) is None
+        heartbeats.note(seen(2), 1.0)
+        assert heartbeats.loss("0" * 16) is None
+    heartbeats.note(seen(2), 1.0)
+    assert heartbeats.loss("0" * 16) == "is silent for 30 s" and not heartbeats.has_left("0" * 16)
+    heartbeats.note(seen(3), 1.0)
+    assert heartbeats.loss("0" * 16) is None
 
 
 def test_files_of_dead_servers_do_not_gather() -> None:
-    sightings = Sightings()
+    heartbeats = Heartbeats()
     for _ in range(601):
-        sightings.note(seen(9), 1.0)
-        assert not sightings.dead
-    sightings.note(seen(9), 1.0)
-    assert sightings.dead == [PATH]
+        heartbeats.note(seen(9), 1.0)
+        assert not heartbeats.dead
+    heartbeats.note(seen(9), 1.0)
+    assert heartbeats.dead == [PATH]
 
 
 def test_one_look_that_misses_a_file_is_no_loss() -> None:
-    sightings = Sightings()
+    heartbeats = Heartbeats()
     for servers in (seen(1), seen(2), {}, seen(3), {}):
-        sightings.note(servers, 0.6)
-    assert sightings.alive
-    sightings.note({}, 0.6)
-    assert sightings.loss("0" * 16) == "has left" and sightings.has_left("0" * 16)
+        heartbeats.note(servers, 0.6)
+    assert heartbeats.alive
+    heartbeats.note({}, 0.6)
+    assert heartbeats.loss("0" * 16) == "has left" and heartbeats.has_left("0" * 16)
 
 
 def test_one_look_after_a_long_time_is_no_loss_either() -> None:
     """A training step has blocked the loop: it is still one look."""
-    sightings = Sightings()
+    heartbeats = Heartbeats()
     for beat in (1, 2):
-        sightings.note(seen(beat), 1.0)
-    sightings.note({}, registered.LONGEST_LOOK_S)
-    assert not sightings.has_left("0" * 16)
-    sightings.note({}, registered.LONGEST_LOOK_S)
-    assert sightings.has_left("0" * 16)
+        heartbeats.note(seen(beat), 1.0)
+    heartbeats.note({}, registered.LONGEST_LOOK_S)
+    assert not heartbeats.has_left("0" * 16)
+    heartbeats.note({}, registered.LONGEST_LOOK_S)
+    assert heartbeats.has_left("0" * 16)
 
 
 def test_the_next_life_under_the_same_name_is_another_server() -> None:
-    sightings = Sightings()
+    heartbeats = Heartbeats()
     for beat in (50, 51):
-        sightings.note(seen(beat), 1.0)
+        heartbeats.note(seen(beat), 1.0)
     for beat in (0, 1):
-        sightings.note(seen(beat, "1" * 16), 1.0)
-    assert list(sightings.alive) == ["1" * 16]
+        heartbeats.note(seen(beat, "1" * 16), 1.0)
+    assert list(heartbeats.alive) == ["1" * 16]
 
 
 @pytest.fixture(scope="module")

@@ -52,33 +52,20 @@ class Pool(SharedPool):
             assert key in self.holding
 
 
-def test_one_at_a_time_and_no_change_without_need() -> None:
+@pytest.mark.parametrize(
+    ("shares", "used", "log"),
+    [
+        ({"m": 0.9, "c": 0.9}, "mmccm", "+m -m +c -c +m"),  # no change without need
+        ({"a": 0.4, "b": 0.4, "c": 0.4}, "abac", "+a +b -b +c"),  # b was used before a
+        ({"a": 0.3, "b": 0.3, "c": 0.3, "d": 0.6}, "abcd", "+a +b +c -a -b +d"),  # as many as room needs
+    ],
+)
+def test_the_least_recently_used_sleeps_first(shares: dict[str, float], used: str, log: str) -> None:
     async def work() -> None:
-        pool = Pool(math=0.9, code=0.9)
-        for key in ("math", "math", "code", "code", "math"):
+        pool = Pool(**shares)
+        for key in used:
             await pool.use(key)
-        assert pool.log == ["+math", "-math", "+code", "-code", "+math"]
-
-    run(work())
-
-
-def test_the_least_recently_used_sleeps_first() -> None:
-    async def work() -> None:
-        pool = Pool(a=0.4, b=0.4, c=0.4)
-        for key in ("a", "b", "a", "c"):  # b was used before a
-            await pool.use(key)
-        assert pool.log == ["+a", "+b", "-b", "+c"]
-        assert sorted(pool.holding) == ["a", "c"]
-
-    run(work())
-
-
-def test_only_as_many_sleep_as_room_needs() -> None:
-    async def work() -> None:
-        pool = Pool(a=0.3, b=0.3, c=0.3, big=0.6)
-        for key in ("a", "b", "c", "big"):
-            await pool.use(key)
-        assert pool.log[3:] == ["-a", "-b", "+big"]
+        assert pool.log == log.split()
 
     run(work())
 
@@ -104,14 +91,6 @@ def test_a_working_group_is_not_put_to_sleep() -> None:
         leave.set()
         await asyncio.gather(first, other)
         assert pool.log == ["+math", "-math", "+code"]
-
-    run(work())
-
-
-def test_many_groups_at_once_all_get_their_turn() -> None:
-    async def work() -> None:
-        pool = Pool(a=0.6, b=0.6, c=0.3, d=1.0)
-        await asyncio.gather(*(pool.use(key) for key in "abcd" * 10))
 
     run(work())
 
