@@ -314,7 +314,7 @@ def test_an_entry_that_no_launcher_writes_is_one_line() -> None:
 
 @pytest.mark.multirank
 def test_launchers_with_a_secret_run_ranks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's agent writes into the signed store too."""
+    """Ranks meet in the signed store too."""
     monkeypatch.setenv(RUN_SECRET, SECRET)
     assert [told(process)[0] for process in start("user_error")] == [2, 2]
 
@@ -322,7 +322,7 @@ def test_launchers_with_a_secret_run_ranks(start: Start, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_does_not_come(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "JOIN_S", 1.0)
-    line = "node 1 did not come within 1 s" if rank == 0 else "node 0 does not answer after 1 s"
+    line = "node 1 did not come within 1 s" if rank == 0 else "node 0 does not listen there after 1 s"
     with pytest.raises(UserError, match=line):
         meet_as(Place(num_nodes=2, node_rank=rank, port=free_port()), lambda nodes: None)()
 
