@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,12 +16,12 @@ from torch.distributed import PrefixStore
 
 from mopd.base.text import first_line
 from mopd.config.load import Loaded
-from mopd.launch.checks.compare import compare
 from mopd.launch.checks.facts import NodeFacts, facts_of_this_node
 from mopd.launch.checks.inputs import Check
 from mopd.launch.checks.meeting import Meeting, meeting_at
 from mopd.launch.checks.run_folder import STAGE_S, RunFolderTrials
 from mopd.launch.node import Place
+from mopd.launch.preparing import FACTS
 from mopd.launch.reaching import CURE
 
 NUM_VALUES = {"gloo": 2**20, "nccl": 2**24}
@@ -37,6 +38,10 @@ CLOCK_ROUNDS = 3
 MAX_CLOCK_OFFSET_S = 2.0
 """Heartbeats and stop requests carry times."""
 MAX_LISTED = 8
+MAX_NAMED = 4
+"""Nodes named in one line."""
+GPU_SHM_BYTES = 2**30
+"""Shared memory that NCCL and vLLM need between the processes of a node; containers have 64 MiB by default."""
 
 
 def check_nodes(place: Place, load: Callable[[], Loaded], *, join_s: float = JOIN_S) -> list[Check]:
@@ -179,3 +184,103 @@ def _rate(meeting: Meeting, backend: str) -> float:
     dist.destroy_process_group()
     num_bytes = values.numel() * values.element_size()
     return 2 * (place.num_nodes - 1) / place.num_nodes * num_bytes / min(seconds)
+
+
+def compare(facts: Sequence[NodeFacts]) -> Iterator[Check]:
+    """Compare the reports of the nodes that came; yield one outcome for each fact."""
+    for one in facts:
+        for problem in one.problems:
+            yield Check(one.name, "failed", f"{one.name}: {problem}")
+    names = [one.name for one in facts]
+    yield _outcome(
+        "versions",
+        _differences(names, [one.versions for one in facts]),
+        ", ".join(f"{name} {version}" for name, version in facts[0].versions.items()),
+    )
+    whole = [one for one in facts if one.is_complete]
+    if whole:
+        own = [one.name for one in whole]
+        recipes = _differences(own, [one.recipe for one in whole], cure="start every node with one recipe file")
+        yield _outcome("recipe", recipes, f"{len(whole[0].recipe)} values")
+        models = list(_models(whole))
+        yield from models
+        yield from _start(whole, are_models_equal=all(check.status == "ok" for check in models))
+    yield from _gpus(facts)
+    small = [one.name for one in facts if one.gpus and one.shm_bytes < GPU_SHM_BYTES]
+    least = min(one.shm_bytes for one in facts)
+    yield _outcome(
+        "/dev/shm",
+        [f"{_named(small)}: /dev/shm has {least / 2**20:.0f} MiB, a node with GPUs needs {GPU_SHM_BYTES / 2**20:.0f}: "
+         "give the container more (--shm-size, --ipc=host)"] if small else [],
+        f"{least / 2**30:.1f} GiB at least",
+    )  # fmt: skip
+
+
+def _models(facts: Sequence[NodeFacts]) -> Iterator[Check]:
+    for where in dict.fromkeys(where for one in facts for where in one.models):
+        having = [one for one in facts if where in one.models]
+        problems = _differences(
+            [one.name for one in having],
+            [one.models[where] for one in having],
+            head=f"{where}: ",
+            cure="let all nodes read one folder, or copy it anew",
+        )
+        yield _outcome(where, problems, ", ".join(f"{k} {v}" for k, v in having[0].models[where].items()))
+
+
+def _start(facts: Sequence[NodeFacts], *, are_models_equal: bool) -> Iterator[Check]:
+    """Compare what a start would refuse. If models differ, their files need no second line."""
+    for kind, cure in FACTS.items():
+        having = [one for one in facts if kind in one.start]
+        if having and (are_models_equal or kind != "student.model"):
+            values = [one.start[kind] for one in having]
+            problems = _differences([one.name for one in having], values, cure=cure)
+            yield _outcome(f"ranks: {kind}", problems, f"equal on {len(having)} nodes")
+
+
+def _gpus(facts: Sequence[NodeFacts]) -> Iterator[Check]:
+    kinds = [", ".join(f"{n} x {kind}" for kind, n in Counter(one.gpus).items()) or "no GPU" for one in facts]
+    common = _most_common(kinds)
+    others = [f"{one.name} has {kind}" for one, kind in zip(facts, kinds, strict=True) if kind != common]
+    if others:
+        yield Check("GPUs", "warning", f"most nodes have {common}, but {'; '.join(others[:MAX_NAMED])}")
+    else:
+        yield Check("GPUs", "ok", f"{common} on each of {len(facts)} nodes")
+
+
+def _differences(
+    names: Sequence[str],
+    values: Sequence[Mapping[str, str]],
+    *,
+    head: str = "",
+    cure: str = "install the same on every node",
+) -> list[str]:
+    """Return a line for each key whose values are not equal. It names the nodes that differ from most others."""
+    found = []
+    for key in dict.fromkeys(key for value in values for key in value):
+        shown = [value.get(key, "absent") for value in values]
+        common = _most_common(shown)
+        odd = [(name, value) for name, value in zip(names, shown, strict=True) if value != common]
+        if odd:
+            among = [name for name, value in odd if value == odd[0][1]]
+            other = next(name for name, value in zip(names, shown, strict=True) if value == common)
+            found.append(f"{_named(among)}: {head}{key} is {odd[0][1]} there and {common} on {other}: {cure}")
+    return found
+
+
+def _most_common(values: Sequence[str]) -> str:
+    """Return the most common value, the first of equally common ones."""
+    return Counter(values).most_common(1)[0][0]
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def _outcome(name: str, problems: Sequence[str], detail: str) -> Check:
+    """Return one outcome; several problems are one line, as most have one cause."""
+    if not problems:
+        return Check(name, "ok", detail)
+    more = f" (and {len(problems) - 1} more differences)" if len(problems) > 1 else ""
+    return Check(name, "failed", f"{problems[0]}{more}")

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +16,12 @@ from torch.distributed import TCPStore
 from mopd.base.types import UserError
 from mopd.launch import failure
 from mopd.launch.failure import read_failures, reserve
+from tests.unit.launch import launchers
+from tests.unit.launch.launchers import pid_from
 
 pytestmark = pytest.mark.multirank
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 DEADLINE_S = 90.0
 
 _IGNORES_HANGUPS = f"""
@@ -52,17 +52,8 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(behaviour: str, *, world_size: int = 2, command: list[str] | None = None) -> subprocess.Popen[str]:
-        launcher = command or [str(HERE / "launch_script.py"), str(world_size)]
-        environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")}
-        environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
-        process = subprocess.Popen(
-            [sys.executable, *launcher, str(HERE / "rank_script.py"), behaviour, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=tmp_path,
-        )
+        command = command or [str(HERE / "launch_script.py"), str(world_size)]
+        process = launchers.start(behaviour, tmp_path, command, TMPDIR=str(temporary))
         started.append(process)
         return process
 
@@ -73,15 +64,6 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Start]:
             if is_running(int(path.read_text())):
                 os.kill(int(path.read_text()), signal.SIGKILL)
         process.communicate(timeout=DEADLINE_S)
-
-
-def pid_from(path: Path) -> int:
-    """The process id in a file, once it is there."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} did not appear"
-        time.sleep(0.02)
-    return int(path.read_text())
 
 
 def is_running(pid: int) -> bool:
@@ -258,10 +240,10 @@ def test_the_line_is_told_if_the_rank_that_was_to_tell_it_dies(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setattr(failure, "STORE_TIMEOUT_S", 2.0)
-    store.add("mopd/user_errors", 1)
+    failure.agent_store("user_errors").add("count", 1)
     failure._tell_once("a line")
     assert capsys.readouterr().err == "a line\n"
-    store.set("mopd/told", "")
+    failure.agent_store("user_errors").set("told", "")
     failure._tell_once("a line")
     assert capsys.readouterr().err == ""
 

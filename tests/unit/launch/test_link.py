@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -18,7 +17,7 @@ from mopd.base.types import CutOffError, NonFiniteError, SampleMeta, UserError
 from mopd.data_plane.interface import StorageEnded
 from mopd.data_plane.local import LocalDataPlane
 from mopd.launch.heartbeat import Heartbeat
-from mopd.launch.link import MAX_FRAME_BYTES, MAX_HEAD_BYTES, LinkEnded, RankLink, error_head, error_of
+from mopd.launch.link import LinkEnded, RankLink, error_head, error_of
 from mopd.orchestrator.ranks import Ranks
 
 CHUNK = bytes(2**24)
@@ -186,11 +185,3 @@ def test_a_silent_end_is_given_up_and_a_slow_one_is_not() -> None:
         one.next_command()
     for _ in range(10_000):
         other.beat()
-
-
-@pytest.mark.parametrize(("head", "frame"), [(MAX_HEAD_BYTES + 1, 0), (5, MAX_FRAME_BYTES + 1)])
-def test_sizes_are_bounded_before_anything_is_read(head: int, frame: int) -> None:
-    one, theirs = socket.socketpair()
-    theirs.sendall(struct.pack("<IIQ", head, 1, frame))
-    with pytest.raises(RuntimeError, match=f"sent a message of {head} bytes"):
-        RankLink(one, "the other").receive()
