@@ -113,25 +113,22 @@ def joined(recipe: Recipe, leading: tuple[dict[str, Any], Reader] | None, logs: 
         if leading is None:
             start = channel.receive()
             require_shared(logs, start["mark"])
-            channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
-            with _rank_0_first():
-                reader = open_reader(start["data_plane"], timeout_s=timeout_s)
-                worker = StudentWorker(recipe, reader, start["domains"])
-                with worker.saving:
-                    yield worker, channel
-            reader.close()
-            return
         channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
-        start, reader = leading
-        # A default teacher answers for the domains of the data that the recipe does not name.
-        domains = list(recipe.assignment.domains_among(start["domains"]))
-        mark = mark_start(logs) if logs is not None and rank_0_host() is not None else None
-        channel.send({"domains": domains, "data_plane": start["data_plane"], "mark": mark})
-        worker = StudentWorker(recipe, reader, domains)
-        with worker.saving:
-            yield worker, channel
-        ending = {"is_asked": channel.stopped is not None}
-        channel.send({"call": "stop", "kwargs": ending})  # after an error no rank listens
+        if leading is not None:
+            # A default teacher answers for the domains of the data that the recipe does not name.
+            domains = list(recipe.assignment.domains_among(leading[0]["domains"]))
+            mark = mark_start(logs) if logs is not None and rank_0_host() is not None else None
+            start = {"domains": domains, "data_plane": leading[0]["data_plane"], "mark": mark}
+            channel.send(start)
+        with _rank_0_first() if leading is None else contextlib.nullcontext():
+            reader = open_reader(start["data_plane"], timeout_s=timeout_s) if leading is None else leading[1]
+            worker = StudentWorker(recipe, reader, start["domains"])
+            with worker.saving:
+                yield worker, channel
+        if leading is None:
+            reader.close()
+        else:  # after an error no rank listens
+            channel.send({"call": "stop", "kwargs": {"is_asked": channel.stopped is not None}})
 
 
 def mark_start(logs: Path) -> list[str]:

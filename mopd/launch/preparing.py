@@ -53,11 +53,7 @@ BYTES_OF_A_WEIGHT = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def prepare(
-    loaded: Loaded,
-    further_models: Mapping[str, str] | None = None,
-    *,
-    num_nodes: int = 1,
-    only: str | None = None,
+    loaded: Loaded, further_models: Mapping[str, str] | None = None, *, num_nodes: int = 1, only: str | None = None
 ) -> Loaded:
     """Return the recipe as this machine would run it: without ``auto``, and with local paths in the place of names of
     the Hub, which are fetched. Of several machines node 0 decides for all (``agreed``).

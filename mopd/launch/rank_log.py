@@ -39,11 +39,6 @@ class StallWatch:
         self.file.close()
 
 
-def log_of(rank: int) -> str:
-    """Return the name of a rank's log in the folder of its node."""
-    return f"rank_{rank}.log"
-
-
 @contextmanager
 def rank_log(logs: Path | None, rank: int, *, deadline_s: float) -> Iterator[StallWatch | None]:
     """Keep the log of a rank's work while the block lasts, if there is a folder. Rank 0 keeps its terminal; the output
@@ -51,7 +46,7 @@ def rank_log(logs: Path | None, rank: int, *, deadline_s: float) -> Iterator[Sta
     if logs is None:
         yield None
         return
-    watch = StallWatch(logs / log_of(rank), deadline_s)
+    watch = StallWatch(logs / f"rank_{rank}.log", deadline_s)
     if rank and is_our_launchers():  # under raw torchrun a rank prints its error itself
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -14,14 +14,7 @@ from mopd.base.files.json_text import parse_json
 from mopd.base.files.reading import read_text
 from mopd.base.files.writing import writing
 from mopd.base.types import UserError
-from mopd.launch.failure import (
-    LAUNCH_DIR,
-    agent_store,
-    group_rank,
-    has_agent_store,
-    num_groups,
-    rank_and_world_size,
-)
+from mopd.launch.failure import LAUNCH_DIR, agent_store, group_rank, has_agent_store, num_groups, rank_and_world_size
 from mopd.launch.node import RUN_SECRET
 from mopd.weights.signing import ForgedEntry
 

@@ -90,10 +90,7 @@ def _servers(run: RunDir, tree: dict[str, Any]) -> list[RegisteredServer]:
     now = time.time()
     return [
         RegisteredServer(
-            group=key,
-            url=server.url,
-            host=server.host,
-            silent_s=round(max(0.0, now - file.stat().st_mtime), 1),
+            group=key, url=server.url, host=server.host, silent_s=round(max(0.0, now - file.stat().st_mtime), 1)
         )
         for key in keys
         for file, server in read_registrations(run.replicas, key).servers.items()

@@ -43,8 +43,6 @@ def run_both(first: Node, second: Node, *, torchrun: str | None = None) -> list[
         else:
             place = ("--nnodes", "2", "--node-rank", str(number), "--rdzv-backend", torchrun)
             meet = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "one")
-            if torchrun == "static":
-                meet = ("--master-addr", "127.0.0.1", "--master-port", str(port))
             command = [*TORCHRUN, *place, *meet, "-m", "mopd", *node.words]
         variables = {NODE_NAME: f"node-{number}", "GLOO_SOCKET_IFNAME": "lo", **node.variables}
         started.append(
@@ -104,10 +102,7 @@ def other_nodes(models: World, folder: Path, recipe: Path) -> dict[str, tuple[No
             Node(recipe, cwd=here, PYTHONPATH=with_package(folder, "numpy", "99.0")),
             f"numpy is 99.0 {both.format(metadata.version('numpy'))}: install the same on every node",
         ),
-        "weights": (
-            Node(recipe, cwd=changed.parent),
-            ": student.model: model.safetensors is ",
-        ),
+        "weights": (Node(recipe, cwd=changed.parent), ": student.model: model.safetensors is "),
     }
 
 
@@ -123,28 +118,16 @@ def test_another_run_on_another_node_does_not_start(models: World, tmp_path: Pat
     assert not (tmp_path / "run").exists() and not list(tmp_path.glob(PARTIALS))
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_under_torchrun_too(world: World, tmp_path: Path, backend: str) -> None:
+def test_under_torchrun_too(world: World, tmp_path: Path) -> None:
     recipe = world.write_recipe(tmp_path / "run", schedule__steps=3)
     one, other = "1e-05 on node {} (node-1)", "0.002 on node {} (node-0)"  # c10d numbers nodes as it likes
     lines = (f"{one.format(1)} and {other.format(0)}", f"{other.format(1)} and {one.format(0)}")
     told = tuple(f"student.optimizer.lr is {line}: start every node with one recipe file" for line in lines)
-    ended = run_both(Node(recipe), Node(recipe, "student.optimizer.lr=1e-5"), torchrun=backend)
+    ended = run_both(Node(recipe), Node(recipe, "student.optimizer.lr=1e-5"), torchrun="c10d")
     assert all(code for code, _ in ended)
     found = [line for _, lines in ended for line in lines if any(text in line for text in told)]
     assert 1 <= len(found) <= 2 and all(line.startswith("mopd: error: ") for line in found), ended
     assert not (tmp_path / "run").exists()
-
-
-def test_options_of_an_evaluation_are_compared(world: World, tmp_path: Path) -> None:
-    """A checkpoint needs the ranks of both nodes, a folder those of none but the first."""
-    recipe = world.write_recipe(tmp_path / "run")
-    first = Node(recipe, "--model", str(world.student), command="eval")
-    second = Node(recipe, "--checkpoint", str(tmp_path / "step_1"), command="eval")
-    ended = run_both(first, second, torchrun="static")
-    assert all(code for code, _ in ended)
-    found = {line for _, lines in ended for line in lines if "same command and options" in line}
-    assert len(found) == 1 and "mopd: error: --model is absent on node 1 (node-1) and " in found.pop(), ended
 
 
 def test_only_the_student_is_needed_on_every_node(world: World, tmp_path: Path) -> None:

@@ -270,14 +270,3 @@ def test_stop_from_another_node(nodes: slurm.Cluster, world: World, tmp_path: Pa
     steps = num_steps(run_dir)
     assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == [f"step_{steps:08d}"]
     assert "start 2" not in output and nodes.jobs() == [] and took_s < 60
-
-
-@long
-def test_an_array_of_seeds(nodes: slurm.Cluster, world: World, tmp_path: Path) -> None:
-    run_dir = tmp_path / "runs of it"
-    keys = {**ON_NODES, "teacher_defaults": {}, "student__parallel": {}, "schedule__steps": 3}
-    recipe = world.write_recipe(run_dir, **keys, slurm={"seeds": [3, 5], "time": "10"})
-    code, output, errors = ended(command(nodes, "slurm", recipe, "--wait"))
-    assert code == 0, output + errors + job_logs(run_dir)
-    losses = [[line["loss"] for line in read_metrics(run_dir / f"seed_{seed}")] for seed in (3, 5)]
-    assert [len(one) for one in losses] == [3, 3] and losses[0] != losses[1]

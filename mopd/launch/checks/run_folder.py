@@ -19,9 +19,9 @@ import fcntl
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mopd.base.files.reading import shown_path
 from mopd.base.files.writing import WriteRefusedError, write_text, writing
@@ -146,10 +146,10 @@ class RunFolderTrials:
         return self._meeting.outcomes("rename", problems, f"seen by all in {slowest:.2f} s")
 
     def _locked(self, files: TrialFiles) -> list[Check]:
-        with contextlib.ExitStack() as held:
-            own: str = self._meeting.decide("lock", lambda: held.enter_context(files.locked()), STAGE_S)
-            others = "held" if self._meeting.place.is_first else files.try_lock(0.0)
-            answers = self._meeting.gather("lock", others, STAGE_S)
+        is_first = self._meeting.place.is_first
+        with files.lock.open("wb") if is_first else contextlib.nullcontext() as file:
+            own: str = self._meeting.decide("lock", lambda: _flock(file), STAGE_S)
+            answers = self._meeting.gather("lock", "held" if is_first else files.try_lock(0.0), STAGE_S)
         self._meeting.decide("unlocked", lambda: True, STAGE_S)
         later = self._meeting.gather("unlocked", files.try_lock(LOOKED_FOR_S), STAGE_S)
 
@@ -194,28 +194,27 @@ class TrialFiles:
             time.sleep(_POLL_S)
         return None
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[str]:
-        """Hold the lock in the block: ``got``, or what the system says."""
-        with self.lock.open("wb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                yield str(error.strerror)
-                return
-            yield "got"
-
     def try_lock(self, patience_s: float) -> str:
         """Return ``got`` (and let go), ``held`` by another for so long, or what the system says."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
                 with self.lock.open("r+b") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return "got"
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    return "held"
-                time.sleep(_POLL_S)
+                    outcome = _flock(file)
             except OSError as error:
                 return str(error.strerror)
+            if outcome != "held" or time.monotonic() >= deadline:
+                return outcome
+            time.sleep(_POLL_S)
+
+
+def _flock(file: BinaryIO | None) -> str:
+    """Try to lock the open file: ``got``, ``held`` by another, or what the system says."""
+    assert file is not None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "held"
+    except OSError as error:
+        return str(error.strerror)
+    return "got"

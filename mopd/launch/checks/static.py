@@ -21,13 +21,7 @@ from mopd.data.files import quoted
 from mopd.data.hub.names import hub_data, hub_model
 from mopd.data.image_processing import read_image_processing, sees_images
 from mopd.data.prompts import check_domains_have_teachers, check_student_sees_images, check_teachers_see_images
-from mopd.launch.checks.inputs import (
-    Check,
-    check_data_file,
-    check_machine,
-    check_model_folder,
-    file_checks,
-)
+from mopd.launch.checks.inputs import Check, check_data_file, check_machine, check_model_folder, file_checks
 from mopd.launch.preparing import check_student_layout, settled
 from mopd.rewards.domains import build_rewards
 

@@ -64,10 +64,7 @@ def lay_out(loaded: Loaded) -> JobLayout:
     components = [_component(config, pool, places, key, n) for key, n in zip(keys, places.num_nodes, strict=True)]
     servers = [tenant for key in registered for tenant in places.of(key)]
     return JobLayout(
-        components=tuple(components),
-        places=places,
-        student_gpus=student_gpus(loaded, places),
-        servers=tuple(servers),
+        components=tuple(components), places=places, student_gpus=student_gpus(loaded, places), servers=tuple(servers)
     )
 
 

@@ -88,7 +88,7 @@ def submit_job(job: PreparedJob) -> str:
     except UserError:
         for path in written:
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # what somebody has put there meanwhile
+        with suppress(OSError):  # it holds something else by now
             for path in sorted(made, key=lambda path: len(path.parts), reverse=True):
                 path.rmdir()
         raise

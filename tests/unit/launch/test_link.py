@@ -149,7 +149,7 @@ def test_any_other_error_has_its_traceback() -> None:
     assert said.startswith("in the orchestrator process:\nTraceback ") and "ZeroDivisionError: a bug" in said
 
 
-def test_whoever_waits_learns_of_the_others_end_at_once() -> None:
+def test_a_wait_ends_with_the_other_end_at_once() -> None:
     one, other = ends()
 
     def answer(command: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ def test_whoever_waits_learns_of_the_others_end_at_once() -> None:
 
 def test_an_error_said_before_the_end_is_read_after_it() -> None:
     one, other = ends()
-    one.send({"value": "which nobody reads"})
+    one.send({"value": "an answer that is not read"})
     other.send(error_head(UserError("why it ends")))
     other.close()
     with pytest.raises(UserError, match="why it ends"):
@@ -175,7 +175,7 @@ def test_an_error_said_before_the_end_is_read_after_it() -> None:
 
 
 def test_a_silent_end_is_given_up_and_a_slow_one_is_not() -> None:
-    """One whose process was stopped holds its socket open; beats are no messages, and are lost where nobody reads."""
+    """A stopped process holds its socket open. Beats are no messages, and are lost where they are not read."""
     one, other = ends(silent_s=0.5)
     with Heartbeat(other.beat, 0.5):
         calling = threading.Timer(1.5, other.send, ({"call": "x", "kwargs": {}},))

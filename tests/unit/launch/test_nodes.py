@@ -236,7 +236,7 @@ SECRET = "only the launchers know it"
 @pytest.mark.parametrize("junk", ["", "2", "{}", "x" * 500, "other nodes ended well"])
 @pytest.mark.parametrize("key", ["num_nodes", "here/0", "shared", "failed", "end/0"])
 def test_what_a_stranger_writes_is_not_believed(key: str, junk: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into the store of launchers with a secret: whoever reads it ends in one line that says so."""
+    """An entry in the store of launchers with a secret: its reader ends in one line that says so."""
     monkeypatch.setenv(RUN_SECRET, SECRET)
     monkeypatch.setattr(module, "BEAT_S", 0.1)
     monkeypatch.setattr(module, "POLL_S", 0.02)

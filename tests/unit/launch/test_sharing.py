@@ -74,7 +74,7 @@ def test_one_rank_of_each_machine_makes_the_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("bad", "line"), [(0, "first of 0 is bad"), (2, "2 after first of 0 is bad")])
 def test_one_machines_error_is_every_ranks(bad: int, line: str, tmp_path: Path) -> None:
-    """Nobody goes on before all machines have their text."""
+    """No rank goes on before all machines have their text."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert texts_of_ranks(tmp_path, store.port, True, bad) == [line] * len(RANKS)
 

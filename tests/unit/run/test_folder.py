@@ -316,10 +316,7 @@ def test_folders_above_go_with_a_run_that_wrote_nothing(load: Load) -> None:
 def test_a_refused_write_says_how_the_run_goes_on(load: Load, begun: bool, how: str, error: Exception) -> None:
     if begun:
         begin(load())
-    with (
-        pytest.raises(CutOffError, match=f"No space left on device.*; {how}$"),
-        RunDir("runs/one").telling(),
-    ):
+    with pytest.raises(CutOffError, match=f"No space left on device.*; {how}$"), RunDir("runs/one").telling():
         raise error
 
 
@@ -331,7 +328,7 @@ def test_other_errors_pass(load: Load, error: BaseException) -> None:
 
 
 def test_a_stop_knows_a_run_by_its_lock_not_by_the_file(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which a process that was killed leaves. Whoever asks in a user's place says so."""
+    """A killed process leaves the file. A request with ``--by`` is not a user's."""
     loaded = load()
     path = begin(loaded)
     (path / ".lock").write_text("4242\n")

@@ -1,4 +1,4 @@
-"""Values that nobody means well, in every key that reaches the job's script: refused when read, or words and no more.
+"""Hostile values in every key that reaches the job's script: refused when read, or words and no more.
 
 The scripts run, with ``srun``, ``scontrol``, ``apptainer``, ``ray`` and ``mopd`` replaced by what writes down its
 arguments; what a value would run leaves a file named ``CANARY``. sbatch itself says which options it reads.
@@ -368,10 +368,7 @@ def test_every_text_that_reaches_the_script_is_tried_here(rooms: Callable[[], Ro
     ],
 )
 def test_what_slurm_or_a_container_would_read_otherwise(
-    form: Form,
-    values: dict[str, str],
-    says: str,
-    rooms: Callable[[], Room],
+    form: Form, values: dict[str, str], says: str, rooms: Callable[[], Room]
 ) -> None:
     with pytest.raises(UserError, match=says):
         rooms().prepare(form, {**HARMLESS, **values})

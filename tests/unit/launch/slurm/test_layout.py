@@ -147,10 +147,7 @@ def test_ray_has_what_the_ranks_leave(tmp_path: Path) -> None:
         ),
         (
             {"form": "ray", "gpus_per_node": 4},
-            {
-                "teachers__math__placement": {"type": "ray", "num_gpus": 8},
-                "teachers__code__placement": {"type": "ray"},
-            },
+            {"teachers__math__placement": {"type": "ray", "num_gpus": 8}, "teachers__code__placement": {"type": "ray"}},
             "teachers.math.placement.num_gpus: 8 GPUs, and a node has 4: a replica does not straddle nodes",
         ),
     ],
