@@ -216,7 +216,7 @@ def leave(error: BaseException) -> None:
     elif not is_user_error:
         traceback.print_exception(error)
     else:
-        _tell_once(f"mopd: error: {one_line(error)}")
+        _print_once(f"mopd: error: {one_line(error)}")
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a full disk or a reader that left; the error is reported
             stream.flush()
@@ -227,7 +227,7 @@ def _draft(launch_dir: Path, rank: int) -> Path:
     return launch_dir / f"{rank}.partial"
 
 
-def _tell_once(line: str) -> None:
+def _print_once(line: str) -> None:
     """Print the line from the first rank that comes to a user error: the agent's store outlives the ranks and counts.
     The others end once it is printed, since at the first end torchrun ends all."""
     store = None
@@ -235,12 +235,12 @@ def _tell_once(line: str) -> None:
     with contextlib.suppress(RuntimeError):
         store = agent_store("user_errors", STORE_TIMEOUT_S) if has_agent_store() else None
         if store is not None and store.add("count", 1) > 1:
-            store.wait(["told"])
+            store.wait(["printed"])
             return
     print(line, file=sys.stderr, flush=True)
     with contextlib.suppress(RuntimeError):
         if store is not None:
-            store.set("told", "")
+            store.set("printed", "")
 
 
 def has_agent_store() -> bool:

@@ -105,14 +105,14 @@ def launch(
                 )
                 ranks.wait(nodes)
                 if ranks.deaths and nodes.are_several:  # before the other nodes' ranks report the lost connection
-                    _tell_nodes(_cause(ranks.deaths, read_failures(launch_dir), nodes, cure()), nodes)
+                    _report(_cause(ranks.deaths, read_failures(launch_dir), nodes, cure()), nodes)
                 ranks.end()
         except NodeLostError:
             return ended_by_others(nodes)
         except _SignalError as error:
-            return _tell_signal(error.number, nodes, cure())
+            return _print_signal(error.number, nodes, cure())
         if ranks.deaths:
-            return _tell(_cause(ranks.deaths, read_failures(launch_dir), nodes, cure()), nodes)
+            return _print_cause(_cause(ranks.deaths, read_failures(launch_dir), nodes, cure()), nodes)
         line = read_stopped(launch_dir)
         if line is None:
             return Ended(code=0)
@@ -134,23 +134,23 @@ def ended_by_others(nodes: Nodes) -> Ended:
     return Ended(code=cause.code, line=cause.line)
 
 
-def _tell_signal(number: signal.Signals, nodes: Nodes, cure: str) -> Ended:
+def _print_signal(number: signal.Signals, nodes: Nodes, cure: str) -> Ended:
     line = f"ended by {number.name}{cure}"
     if nodes.are_several:
-        nodes.tell("signal", f"{line} on {node_name()}", code=128 + number)
+        nodes.report("signal", f"{line} on {node_name()}", code=128 + number)
         nodes.cause()
     print(f"mopd: {line}", file=sys.stderr)
     return Ended(code=128 + number, line=line)
 
 
-def _tell_nodes(own: _Cause, nodes: Nodes) -> None:
-    nodes.tell(own.kind, own.elsewhere, code=own.code)
+def _report(own: _Cause, nodes: Nodes) -> None:
+    nodes.report(own.kind, own.elsewhere, code=own.code)
 
 
-def _tell(own: _Cause, nodes: Nodes) -> Ended:
+def _print_cause(own: _Cause, nodes: Nodes) -> Ended:
     """Print the cause of the end on the node where it happened, and one line on the others."""
     if nodes.are_several:
-        _tell_nodes(own, nodes)
+        _report(own, nodes)
         if nodes.cause().node_rank != nodes.place.node_rank:
             return ended_by_others(nodes)
     print(f"{own.traceback}mopd: error: {own.line}", file=sys.stderr)

@@ -90,7 +90,7 @@ class Nodes:
         self.are_several = place.num_nodes > 1
         self._others = [rank for rank in range(place.num_nodes) if rank != place.node_rank]
         self._store: Store | None = None
-        self._told: NodeEnd | None = None
+        self._own_end: NodeEnd | None = None
         self._order: int | None = None
         """Place of this node's end, once it has been counted."""
         self._names: dict[int, str] = {}
@@ -121,32 +121,32 @@ class Nodes:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self.are_several or self._store is None:
             return
-        if error is not None and self._told is None:
-            self._tell_error(error)
-        if self._told is not None:
+        if error is not None and self._own_end is None:
+            self._report_error(error)
+        if self._own_end is not None:
             self._ask(lambda: self.store.set(f"bye/{self.place.node_rank}", "1"), None)
         self._closing.set()
         if self._beating is not None:
             self._beating.join(timeout=SILENT_S)
-        if self.place.is_first and self._told is not None:  # the store goes with this process
+        if self.place.is_first and self._own_end is not None:  # the store goes with this process
             left = [rank for rank in self._others if rank in self._names and rank not in self._gone]
             self._wait_for(lambda: all(self._has(f"bye/{rank}") for rank in left), REPORT_S + TERMINATE_TIMEOUT_S)
 
-    def _tell_error(self, error: BaseException) -> None:
+    def _report_error(self, error: BaseException) -> None:
         if isinstance(error, UserError):
-            self.tell("user_error", one_line(error), code=USER_ERROR_CODE)
+            self.report("user_error", one_line(error), code=USER_ERROR_CODE)
         elif isinstance(error, StopAsked):
-            self.tell("signal", one_line(error), code=STOPPED_CODE)
+            self.report("signal", one_line(error), code=STOPPED_CODE)
         else:
-            self.tell("error", one_line(error))
+            self.report("error", one_line(error))
 
     def check(self) -> None:
         """Raise ``NodeLostError`` if another node has failed, after telling the others that this one ends too."""
         if self._forged:
             raise self._foreign(self._forged)
         if self._trouble:
-            if self._told is None:
-                self.tell("ended", "")
+            if self._own_end is None:
+                self.report("ended", "")
             raise NodeLostError
 
     def meet(self, where: str) -> None:
@@ -178,32 +178,32 @@ class Nodes:
             self.store.set("shared", text)
         return text
 
-    def tell(self, kind: Kind, line: str, *, code: int = ERROR_CODE) -> None:
+    def report(self, kind: Kind, line: str, *, code: int = ERROR_CODE) -> None:
         """Report how this node's ranks ended, which ends the others. A second report keeps the first one's order."""
         if self._order is None:
             self._order = self._ask(lambda: self.store.add("order", 1), _LAST)
         rank = self.place.node_rank
         end = NodeEnd(node_rank=rank, name=node_name(), kind=kind, code=code, line=line, order=self._order)
-        self._told = end
+        self._own_end = end
         self._ask(lambda: self.store.set(f"end/{rank}", json.dumps(asdict(end))), None)
         self._ask(lambda: self.store.set("failed", "1"), None)
 
     def cause(self) -> NodeEnd:
-        """Return the end that explains all others, after ``tell``; waits ``REPORT_S`` for their reports."""
-        assert self._told is not None
+        """Return the end that explains all others, after ``report``; waits ``REPORT_S`` for their reports."""
+        assert self._own_end is not None
         self._wait_for(lambda: all(self._has(f"end/{r}") or self._has(f"silent/{r}") for r in self._others), REPORT_S)
-        ends = [self._told, *map(self._end_of, self._others)]
+        ends = [self._own_end, *map(self._end_of, self._others)]
         for kinds in _CAUSES:
             found = [end for end in ends if end.kind in kinds]
             if found:
                 return min(found, key=lambda end: (end.order, end.node_rank))
-        return self._told
+        return self._own_end
 
     def _end_of(self, rank: int) -> NodeEnd:
-        told = self._read(f"end/{rank}")
-        if told:
+        entry = self._read(f"end/{rank}")
+        if entry:
             try:
-                return NodeEnd(**json.loads(told))
+                return NodeEnd(**json.loads(entry))
             except (ValueError, TypeError):
                 raise self._foreign(f"what stands there as the end of node {rank} cannot be read") from None
         self._gone.add(rank)
@@ -252,10 +252,10 @@ class Nodes:
         if place.is_first:
             self._store.set("num_nodes", str(place.num_nodes))
         self._wait(lambda: self._has("num_nodes"), deadline)
-        told = self._store.get("num_nodes")
-        if not told.isdigit():
+        entry = self._store.get("num_nodes")
+        if not entry.isdigit():
             raise self._foreign("what node 0 wrote into the store is no number of nodes")
-        num_nodes = int(told)
+        num_nodes = int(entry)
         if num_nodes != place.num_nodes:
             raise UserError(f"--nnodes is {place.num_nodes} here and {num_nodes} on node 0: set the same")
         self._store.set(f"here/{place.node_rank}", node_name())
@@ -288,7 +288,7 @@ class Nodes:
 
     def _beat(self) -> None:
         """Raise this launcher's count, and look for failures: in a thread, over a connection of its own."""
-        seen: dict[int, tuple[bytes, float]] = {}
+        last_beats: dict[int, tuple[bytes, float]] = {}
         count = 0
         try:
             store = client_store(self.place)
@@ -296,7 +296,7 @@ class Nodes:
                 count += 1
                 store.set(f"beat/{self.place.node_rank}", str(count))
                 if self.place.is_first:
-                    self._look_for_silent(store, seen)
+                    self._find_silent(store, last_beats)
                 self._trouble = self._trouble or (store.check(["failed"]) and store.get("failed") is not None)
         except ForgedEntry as error:
             self._forged = str(error)
@@ -304,15 +304,15 @@ class Nodes:
             if not self._closing.is_set():
                 self._is_store_gone = self._trouble = True
 
-    def _look_for_silent(self, store: Store, seen: dict[int, tuple[bytes, float]]) -> None:
+    def _find_silent(self, store: Store, last_beats: dict[int, tuple[bytes, float]]) -> None:
         now = time.monotonic()
         for rank in self._others:
             if not store.check([f"here/{rank}"]):  # may come late; its beats follow
                 continue
             beat = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
-            if rank not in seen or seen[rank][0] != beat:
-                seen[rank] = (beat, now)
-            elif now - seen[rank][1] > SILENT_S:
+            if rank not in last_beats or last_beats[rank][0] != beat:
+                last_beats[rank] = (beat, now)
+            elif now - last_beats[rank][1] > SILENT_S:
                 if not store.check([f"silent/{rank}"]):
                     store.set(f"silent/{rank}", str(store.add("order", 1)))
                 store.set("failed", "1")

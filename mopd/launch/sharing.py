@@ -62,18 +62,18 @@ def once_per_machine(first: Callable[[], str], others: Callable[[str], str]) -> 
         )
     store, own = signed_store(agent_store("start", WAIT.total_seconds())), f"recipe/{group_rank()}"
     if rank == 0:
-        _tell(store, "recipe/0", first)
+        _put(store, "recipe/0", first)
     elif os.environ["LOCAL_RANK"] == "0":
-        _tell(store, own, lambda: others(_hear(store, "recipe/0")))
-    text = _hear(store, own)
+        _put(store, own, lambda: others(_get(store, "recipe/0")))
+    text = _get(store, own)
     if rank == 0:
         keys = [f"recipe/{machine}" for machine in range(num_groups())]
-        _tell(store, "recipe/all", lambda: "".join(_hear(store, key)[:0] for key in keys))
-    _hear(store, "recipe/all")
+        _put(store, "recipe/all", lambda: "".join(_get(store, key)[:0] for key in keys))
+    _get(store, "recipe/all")
     return text
 
 
-def _tell(store: Store, key: str, make: Callable[[], str]) -> None:
+def _put(store: Store, key: str, make: Callable[[], str]) -> None:
     """Leave a text, or the line of the ``UserError`` in its place."""
     try:
         entry = {"text": make()}
@@ -82,7 +82,7 @@ def _tell(store: Store, key: str, make: Callable[[], str]) -> None:
     store.set(key, json.dumps(entry))
 
 
-def _hear(store: Store, key: str) -> str:
+def _get(store: Store, key: str) -> str:
     """Wait for an entry and return its text. ``UserError`` with the line in its place, or for a foreign entry."""
     try:
         entry = parse_json(bytes(store.get(key)))

@@ -156,8 +156,8 @@ def _check_gpus(loaded: Loaded, num_nodes: int, node: int) -> None:
         loaded = of_job(loaded)
         _check_job_gpus(loaded, component, hardware)
         student_nodes = layout.places.student_nodes
-        seen = len(layout.student_gpus[index]) if num_ranks else 0
-        hardware = dataclasses.replace(hardware, gpu_memory_bytes=hardware.gpu_memory_bytes[:seen])
+        num_visible = len(layout.student_gpus[index]) if num_ranks else 0
+        hardware = dataclasses.replace(hardware, gpu_memory_bytes=hardware.gpu_memory_bytes[:num_visible])
     elif node == 0:
         check_machine(loaded, num_nodes)
     groups = engine_groups(settled(loaded, hardware, num_nodes=student_nodes).recipe) if node == 0 else {}

@@ -34,9 +34,9 @@ from mopd.run.folder import try_to_write
 
 STAGE_S = 30.0
 """Deadline of what takes moments on a sound file system."""
-SEEN_IN_S = 1.0
+VISIBLE_IN_S = 1.0
 """How long a file may take to be seen by others: a stop request and a replica's heartbeat are files."""
-LOOKED_FOR_S = 3.0
+LOOK_S = 3.0
 NUM_CHECKPOINTS = 2
 """The last one stays until the next is complete."""
 MIXED_BYTES, FP32_BYTES, MAIN_BYTES = 14, 12, 4
@@ -62,7 +62,7 @@ class RunFolderTrials:
         try:
             begun = self._meeting.decide("folder", self._begin, STAGE_S)
             files = TrialFiles(self._path, begun["tag"])
-            checks = self._seen(files, begun["word"])
+            checks = self._visible(files, begun["word"])
             if self._meeting.decide("folder is shared", lambda: all(c.status == "ok" for c in checks), STAGE_S):
                 checks += [*self._replaced(files), *self._locked(files)]
             return checks
@@ -85,7 +85,7 @@ class RunFolderTrials:
             return {"tag": tag, "word": None}
         return {"tag": tag, "word": word}
 
-    def _seen(self, files: TrialFiles, word: str | None) -> list[Check]:
+    def _visible(self, files: TrialFiles, word: str | None) -> list[Check]:
         folder = next(folder for folder in (self._path, *self._path.parents) if folder.is_dir())
         own: dict[str, Any] = {"refused": "", "free": shutil.disk_usage(folder).free, "seen_s": None}
         try:
@@ -131,13 +131,13 @@ class RunFolderTrials:
             write_text(files.word, word)
         word = self._meeting.decide("renamed", lambda: word, STAGE_S)
         seconds = files.seconds_until(word)
-        answers = self._meeting.gather("renamed", LOOKED_FOR_S if seconds is None else seconds, STAGE_S)
+        answers = self._meeting.gather("renamed", LOOK_S if seconds is None else seconds, STAGE_S)
 
         def problem(seconds: float) -> str | None:
-            if seconds <= SEEN_IN_S:
+            if seconds <= VISIBLE_IN_S:
                 return None
             return (
-                f"{self._where}: a rename is seen after {seconds:.1f} s or more, at most {SEEN_IN_S:g} are allowed: "
+                f"{self._where}: a rename is seen after {seconds:.1f} s or more, at most {VISIBLE_IN_S:g} are allowed: "
                 "mount it with a shorter attribute cache (NFS: actimeo=1)"
             )
 
@@ -151,7 +151,7 @@ class RunFolderTrials:
             own: str = self._meeting.decide("lock", lambda: _flock(file), STAGE_S)
             answers = self._meeting.gather("lock", "held" if is_first else files.try_lock(0.0), STAGE_S)
         self._meeting.decide("unlocked", lambda: True, STAGE_S)
-        later = self._meeting.gather("unlocked", files.try_lock(LOOKED_FOR_S), STAGE_S)
+        later = self._meeting.gather("unlocked", files.try_lock(LOOK_S), STAGE_S)
 
         def not_excluded(got: str) -> str | None:
             if got == "got":
@@ -164,7 +164,7 @@ class RunFolderTrials:
         def not_free(got: str) -> str | None:
             if got != "held":
                 return None
-            return f"{self._where}: a lock is not free {LOOKED_FOR_S:g} s after it was let go: {LOCK_CURE}"
+            return f"{self._where}: a lock is not free {LOOK_S:g} s after it was let go: {LOCK_CURE}"
 
         problems = [] if own == "got" else [f"{self._names[0]}: {self._where}: flock: {own}: {LOCK_CURE}"]
         problems += [*self._problems(answers, not_excluded), *self._problems(later, not_free)]
@@ -185,9 +185,9 @@ class TrialFiles:
         self.lock = folder / f".nodes-{tag}.lock.partial"
 
     def seconds_until(self, word: str) -> float | None:
-        """Return how long it took until the file held ``word``; ``None`` after ``LOOKED_FOR_S``."""
+        """Return how long it took until the file held ``word``; ``None`` after ``LOOK_S``."""
         begun = time.monotonic()
-        while (waited := time.monotonic() - begun) < LOOKED_FOR_S:
+        while (waited := time.monotonic() - begun) < LOOK_S:
             with contextlib.suppress(OSError), self.word.open("rb") as file:
                 if file.read(2 * len(word)) == word.encode():
                     return waited

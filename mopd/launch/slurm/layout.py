@@ -115,11 +115,11 @@ def job_nodes(loaded: Loaded) -> NodePool:
 def student_gpus(loaded: Loaded, places: Places) -> tuple[tuple[int, ...], ...]:
     """Return the GPUs that the launcher on each of the student's nodes sees (``JobLayout.student_gpus``)."""
     config = slurm_of(loaded)
-    seen = list(places.reserved) if config.form == "ray" else [config.gpus_per_node] * places.student_nodes
+    visible = list(places.reserved) if config.form == "ray" else [config.gpus_per_node] * places.student_nodes
     for server in (one for key in _keys_of(loaded, RegisteredConfig) for one in places.of(key) if one.gpus):
-        if server.component == 0 and server.node < len(seen):
-            seen[server.node] = min(seen[server.node], server.gpus[0])
-    first, *others = seen
+        if server.component == 0 and server.node < len(visible):
+            visible[server.node] = min(visible[server.node], server.gpus[0])
+    first, *others = visible
     return tuple(tuple(range(count)) for count in (first, *[min(others, default=0)] * len(others)))
 
 

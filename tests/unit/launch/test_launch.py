@@ -241,10 +241,10 @@ def test_the_line_is_told_if_the_rank_that_was_to_tell_it_dies(
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setattr(failure, "STORE_TIMEOUT_S", 2.0)
     failure.agent_store("user_errors").add("count", 1)
-    failure._tell_once("a line")
+    failure._print_once("a line")
     assert capsys.readouterr().err == "a line\n"
-    failure.agent_store("user_errors").set("told", "")
-    failure._tell_once("a line")
+    failure.agent_store("user_errors").set("printed", "")
+    failure._print_once("a line")
     assert capsys.readouterr().err == ""
 
 

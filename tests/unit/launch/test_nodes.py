@@ -149,11 +149,11 @@ def test_a_launcher_that_comes_late_was_not_silent(monkeypatch: pytest.MonkeyPat
     """It is listened to from when it is there."""
     monkeypatch.setattr(module, "SILENT_S", 0.0)
     first, store, seen = Nodes(Place(num_nodes=2, node_rank=0)), HashStore(), dict[int, tuple[bytes, float]]()
-    first._look_for_silent(store, seen)
+    first._find_silent(store, seen)
     store.set("here/1", "node-1")
-    first._look_for_silent(store, seen)
+    first._find_silent(store, seen)
     assert not store.check(["failed"])
-    first._look_for_silent(store, seen)
+    first._find_silent(store, seen)
     assert store.check(["failed", "silent/1"])
 
 
@@ -185,10 +185,10 @@ def test_who_failed_first_is_what_the_store_says(monkeypatch: pytest.MonkeyPatch
     def fail(nodes: Nodes, *, is_first: bool) -> str:
         if not is_first:
             told.wait(DEADLINE_S)
-        nodes.tell("error", f"failure of node {nodes.place.node_rank}")
+        nodes.report("error", f"failure of node {nodes.place.node_rank}")
         if is_first:
             told.wait(DEADLINE_S)
-            nodes.tell("died", f"death on node {nodes.place.node_rank}")  # what is known later keeps its place
+            nodes.report("died", f"death on node {nodes.place.node_rank}")  # what is known later keeps its place
         return nodes.cause().line
 
     for first in (0, 1):
@@ -250,7 +250,7 @@ def test_what_a_stranger_writes_is_not_believed(key: str, junk: str, monkeypatch
     def follow(nodes: Nodes) -> None:
         assert is_spoiled.wait(DEADLINE_S)
         if key == "end/0":
-            nodes.tell("ended", "")
+            nodes.report("ended", "")
             nodes.cause()
         try:
             nodes.once_per_node(str, str)

@@ -138,8 +138,8 @@ def test_a_lock_that_does_not_exclude_is_named(recipe: Path, tmp_path: Path) -> 
 
 
 def test_a_rename_that_is_seen_late_is_named(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "LOOKED_FOR_S", 0.3)
-    monkeypatch.setattr(run_folder, "SEEN_IN_S", 0.2)
+    monkeypatch.setattr(run_folder, "LOOK_S", 0.3)
+    monkeypatch.setattr(run_folder, "VISIBLE_IN_S", 0.2)
     own = folders(tmp_path)
 
     def work(meeting: Meeting) -> list[Check]:
