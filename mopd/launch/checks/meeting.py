@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import DistError, Store
 
 from mopd.base.files.json_text import parse_json
 from mopd.base.types import UserError
@@ -21,6 +21,7 @@ from mopd.launch.node import Place
 from mopd.launch.nodes import client_store, foreign_entry, held_store
 from mopd.weights.signing import ForgedEntry
 
+PREFIX = "mopd/check"
 POLL_S = 0.02
 GOODBYE_S = 10.0
 """Seconds for which node 0 keeps the store for the others to read its last message."""
@@ -36,6 +37,7 @@ class Meeting:
     def __init__(self, place: Place, store: Store) -> None:
         self.place = place
         self.store = store
+        """Stays referenced as long as a group uses it: C++ finds a signed store through its Python object alone."""
         self._silent: set[int] = set()
         """Nodes that once did not report in time: they are not waited for again."""
 
@@ -88,15 +90,15 @@ class Meeting:
 
     def _set(self, key: str, value: Any) -> None:
         with self._losing():
-            self.store.set(key, json.dumps(value, allow_nan=False))
+            self.store.set(f"{PREFIX}/{key}", json.dumps(value, allow_nan=False))
 
     def _get(self, key: str, deadline: float) -> Any | None:
         with self._losing():
-            while not self.store.check([key]):
+            while not self.store.check([f"{PREFIX}/{key}"]):
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(POLL_S)
-            text = self.store.get(key)
+            text = self.store.get(f"{PREFIX}/{key}")
         if len(text) > MAX_BYTES:
             raise self._error(f"{len(text)} bytes came, the limit is {MAX_BYTES}")
         try:
@@ -122,4 +124,4 @@ def meeting_at(place: Place, timeout_s: float) -> Meeting:
         UserError: node 0 cannot listen there, or does not until ``timeout_s`` are over.
     """
     store = held_store(place) if place.is_first else client_store(place, timeout_s)
-    return Meeting(place, PrefixStore("mopd/check", store))
+    return Meeting(place, store)

@@ -22,7 +22,7 @@ from mopd.launch.checks.conducting import check_nodes
 from mopd.launch.checks.inputs import Check
 from mopd.launch.checks.meeting import Meeting, meeting_at
 from mopd.launch.checks.run_folder import RunFolderTrials, TrialFiles
-from mopd.launch.node import Place
+from mopd.launch.node import RUN_SECRET, Place
 from tests.fixtures.ports import free_port
 from tests.fixtures.recipe import RECIPE
 
@@ -56,7 +56,10 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-def test_node_0_hears_all_and_decides_for_all() -> None:
+@pytest.mark.parametrize("secret", ["", "only the nodes know it"])
+def test_node_0_hears_all_and_decides_for_all(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_SECRET, secret)
+
     def work(meeting: Meeting) -> tuple[list[Any], Any]:
         told = meeting.gather("number", {"own": meeting.place.node_rank}, DEADLINE_S)
         return told, meeting.decide("sum", lambda: sum(one["own"] for one in told), DEADLINE_S)
