@@ -78,7 +78,7 @@ weights: $(ENGINES_STAMP)  ## updates of every family from every layout to torch
 	MOPD_WEIGHTS=all $(BIN)/python -m pytest tests/parity/student/test_weights.py -k "on_" --timeout=900 -s
 
 slurm: $(ENGINES_STAMP)  ## jobs of every form on four nodes of this machine, interrupted and lost (make test: one job)
-	MOPD_SLURM=all $(BIN)/python -m pytest tests/integration/test_slurm.py tests/integration/test_check_nodes_slurm.py --timeout=1200 -rs -s
+	MOPD_SLURM=all $(BIN)/python -m pytest tests/integration/test_slurm.py --timeout=1200 -rs -s
 
 mutations: $(STAMP)  ## 200 small changes of mopd/, one at a time, each against the fast unit tests near it: 90 % are seen
 	$(BIN)/python -m tests.mutations.run

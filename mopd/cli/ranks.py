@@ -14,7 +14,6 @@ from mopd.config.reading.tree import STANDARD_INPUT
 from mopd.launch import failure
 from mopd.launch.node import Place
 from mopd.launch.nodes import Nodes
-from mopd.launch.open_files import raise_open_files
 
 
 def add_recipe(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -75,5 +74,7 @@ def on_students_ranks(
 
 def _raise_open_files(loaded: Loaded, *, is_first: bool) -> None:
     """Raise the limit of this process and its children to what the ranks need."""
+    from mopd.launch.checks.inputs import raise_open_files
+
     where, on_gpu = loaded.where("student", "parallel"), not this_hardware().without_cuda
     raise_open_files(loaded.recipe.student.parallel, where, on_gpu=on_gpu, is_first=is_first)

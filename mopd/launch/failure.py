@@ -1,4 +1,4 @@
-"""What a rank does at birth and at death: it never outlives its launcher, and its error reaches the user once.
+"""How a rank starts and ends: it never outlives its launcher, and its error reaches the user once.
 
 Under ``mopd``'s own launcher a rank leaves its error as a JSON file in the launch folder and prints nothing; the
 launcher prints the one error that came first. Under raw ``torchrun`` the rank prints by itself: a ``UserError`` as one
@@ -20,10 +20,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mopd.base.files.writing import refusal, writing
 from mopd.base.text import one_line
 from mopd.base.types import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 LAUNCH_DIR = "MOPD_LAUNCH_DIR"
 """Environment variable: folder where ranks leave their process ids and errors."""
@@ -33,15 +37,17 @@ TORCHELASTIC_RUN_ID = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets in the ranks."""
 USER_ERROR_CODE = 2
 STOPPED_CODE = 75
-"""Of a run that was asked to stop: a checkpoint of what it has done is there, and it goes on with ``--resume``."""
+"""Exit code of a run that was asked to stop: its checkpoint is there, and it goes on with ``--resume``."""
 ERROR_CODE = 1
 STORE_TIMEOUT_S = 10.0
+ANSWER_S = 5.0
+"""Seconds for the agent's store to answer."""
 RESERVED_BYTES = 2**18
-"""Kept for each rank's error before the ranks start: a full disk must not swallow the line that tells of it."""
+"""Disk space kept for each rank's error before the ranks start: a full disk must not swallow the line about it."""
 _MAX_MESSAGE, _MAX_TRACEBACK = 4_000, 16_000
-"""Characters; whatever they are, they fit into the reserved bytes."""
+"""Longest texts of a report in characters, which fit into the reserved bytes in any encoding."""
 STOPPED = "stopped"
-"""Ending of the notes that the ranks of such a run leave in the launch folder; rank 0's holds the line to tell."""
+"""Suffix of the notes that ranks of a stopped run leave in the launch folder; rank 0's holds the line to print."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -51,7 +57,7 @@ class Ended:
 
     code: int
     line: str = ""
-    """What was told last; empty when all went well."""
+    """The last line that was printed; empty when all went well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,38 +74,37 @@ class RankFailure:
 
 
 def is_rank() -> bool:
-    """Whether torchrun (ours or the user's) started this process."""
+    """Return whether our launcher or the user's torchrun started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_our_launchers() -> bool:
-    """Whether our own launcher started this rank, not the user's torchrun."""
+    """Return whether our own launcher started this rank, not the user's torchrun."""
     return LAUNCH_DIR in os.environ
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as torchrun set them."""
+    """Return this process's rank and the number of ranks, from torchrun's variables."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def local_world_size() -> int:
-    """Ranks on this machine, as torchrun set them."""
+    """Return the number of ranks on this machine, from torchrun's variables."""
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def num_groups() -> int:
-    """Agents of torchrun, or launchers of ours, that have started ranks, one a machine; 1 in a process that is no
-    rank."""
+    """Return the number of launchers (torchrun's agents or ours), one a machine; 1 in a process that is no rank."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1")) if is_rank() else 1
 
 
 def group_rank() -> int:
-    """Which of them has started this rank; 0 in a process that is no rank."""
+    """Return the number of the launcher that has started this rank; 0 in a process that is no rank."""
     return int(os.environ.get("GROUP_RANK", "0")) if is_rank() else 0
 
 
 def rank_0_host() -> str | None:
-    """What ranks on other machines call rank 0's, as torchrun was told; ``None`` if there are none. On rank 0."""
+    """Return, on rank 0, the address by which other machines know its own; ``None`` if all ranks are on one."""
     if not is_rank() or local_world_size() == rank_and_world_size()[1]:
         return None
     return os.environ["MASTER_ADDR"]
@@ -126,12 +131,13 @@ def run_as_rank(action: Callable[[], int | None]) -> int:
 
 
 def ignore_library_warnings() -> None:
-    """Megatron and torch warn at import and at deprecated calls, on each rank, of nothing that a user can change."""
+    """Silence what Megatron and torch warn of at import and at deprecated calls: nothing that a user can change."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|mopd\.cpu_shim")
 
 
 def leave_stopped(line: str) -> None:
-    """At the end of a rank whose run was asked to stop: a note for our own launcher, which tells ``line``."""
+    """Leave our launcher a note that the run was asked to stop and did, with the line to print; under raw torchrun
+    print it."""
     if is_our_launchers():
         (Path(os.environ[LAUNCH_DIR]) / f"{rank_and_world_size()[0]}.{STOPPED}").write_text(line, encoding="utf-8")
     elif line:
@@ -139,13 +145,14 @@ def leave_stopped(line: str) -> None:
 
 
 def read_stopped(launch_dir: Path) -> str | None:
-    """Rank 0's line if the run was asked to stop and did, empty where rank 0 is on another machine; else ``None``."""
+    """Return rank 0's line if the run was asked to stop and did, empty where rank 0 is on another machine; else
+    ``None``."""
     notes = sorted(launch_dir.glob(f"*.{STOPPED}"))
     return "".join(note.read_text(encoding="utf-8") for note in notes) if notes else None
 
 
 def reserve(launch_dir: Path, ranks: Iterable[int]) -> None:
-    """Make room for the errors of ``ranks``.
+    """Reserve disk space for the errors of ``ranks``.
 
     Raises:
         UserError: there is none.
@@ -156,13 +163,13 @@ def reserve(launch_dir: Path, ranks: Iterable[int]) -> None:
 
 
 def read_failures(launch_dir: Path) -> list[RankFailure]:
-    """The errors that ranks left in the launch folder, earliest first."""
+    """Return the errors that ranks left in the launch folder, earliest first."""
     found = [RankFailure(**json.loads(path.read_text(encoding="utf-8"))) for path in launch_dir.glob("*.error.json")]
     return sorted(found, key=lambda failure: failure.time_s)
 
 
 def close_standard_input() -> None:
-    """Nobody answers questions of a rank or a server; a library that asks one gets the end of the input at once."""
+    """Close standard input: a library that asks a question in a rank or server gets the end of the input at once."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -189,11 +196,11 @@ def _tie_to_parent() -> Path | None:
 
 
 def leave(error: BaseException) -> None:
-    """Tell the launcher or the user of the error that ends this rank, then end the process; from any thread."""
+    """Report the error that ends this rank to the launcher or the user, then end the process; from any thread."""
     error = error if isinstance(error, UserError) else refusal(error) or error
-    launch_dir = Path(os.environ[LAUNCH_DIR]) if TORCHELASTIC_RUN_ID in os.environ and is_our_launchers() else None
     is_user_error = isinstance(error, UserError)
-    if launch_dir is not None:
+    if TORCHELASTIC_RUN_ID in os.environ and is_our_launchers():
+        launch_dir = Path(os.environ[LAUNCH_DIR])
         failure = RankFailure(
             rank=rank_and_world_size()[0],
             is_user_error=is_user_error,
@@ -209,11 +216,10 @@ def leave(error: BaseException) -> None:
     elif not is_user_error:
         traceback.print_exception(error)
     else:
-        _tell_once(f"mopd: error: {one_line(error)}")
-    with contextlib.suppress(OSError):  # a full disk or a reader that left; the error is told
-        sys.stdout.flush()
-    with contextlib.suppress(OSError):
-        sys.stderr.flush()
+        _print_once(f"mopd: error: {one_line(error)}")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk or a reader that left; the error is reported
+            stream.flush()
     os._exit(USER_ERROR_CODE if is_user_error else ERROR_CODE)
 
 
@@ -221,23 +227,31 @@ def _draft(launch_dir: Path, rank: int) -> Path:
     return launch_dir / f"{rank}.partial"
 
 
-def _tell_once(line: str) -> None:
-    """From the first rank that comes to a user error; torchrun's own store outlives the ranks and counts. The others
-    end when it is told: at the first end torchrun ends all."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        print(line, file=sys.stderr, flush=True)
-        return
-    from torch.distributed import TCPStore  # heavy, and most ranks never come here
-
-    timeout = datetime.timedelta(seconds=STORE_TIMEOUT_S)
-    try:
-        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-        if int(store.add("mopd/user_errors", 1)) > 1:
-            store.wait(["mopd/told"], timeout)
+def _print_once(line: str) -> None:
+    """Print the line from the first rank that comes to a user error: the agent's store outlives the ranks and counts.
+    The others end once it is printed, since at the first end torchrun ends all."""
+    store = None
+    # There is no such store, or it has ended with node 0, or the first rank has died before it could print.
+    with contextlib.suppress(RuntimeError):
+        store = agent_store("user_errors", STORE_TIMEOUT_S) if has_agent_store() else None
+        if store is not None and store.add("count", 1) > 1:
+            store.wait(["printed"])
             return
-    except RuntimeError:  # the store has ended with node 0, or the first one before it could tell
-        print(line, file=sys.stderr, flush=True)
-        return
     print(line, file=sys.stderr, flush=True)
     with contextlib.suppress(RuntimeError):
-        store.set("mopd/told", "")
+        if store is not None:
+            store.set("printed", "")
+
+
+def has_agent_store() -> bool:
+    """Return whether the launcher or torchrun's agent keeps a store for its ranks, which outlives them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def agent_store(prefix: str, timeout_s: float = ANSWER_S) -> Store:
+    """Connect to that store. ``prefix`` names the purpose of the keys."""
+    from torch.distributed import PrefixStore, TCPStore  # heavy, and most commands never come here
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
+    return PrefixStore(f"mopd/{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -1,23 +1,22 @@
 """Signs of life: a wait for another process lasts as long as it gives them, however long its own waits are together.
 
-::
+============  ==================================================================================================
+process       what it does
+============  ==================================================================================================
+orchestrator  a thread beats on the link, whatever the process waits for or computes, while its event loop turns
+rank 0        waits for the orchestrator's next command; a thread raises a count in the agent's store
+other ranks   wait for rank 0 to join, or for its next command, and look at the count meanwhile
+============  ==================================================================================================
 
-    orchestrator   a thread beats on the link, whatever the process waits for or computes, while its event loop turns
-    rank 0         waits for the orchestrator's next command; a thread counts in the store of torchrun's agent
-    other ranks    wait for rank 0 to join, or for its next command, and look at the count meanwhile:
-                     it goes on                        wait on: each wait of rank 0 has a deadline of its own
-                     it stands still for timeout_s     UserError
-                     the connection is closed          the collective's error, at once
-
-A process that was stopped, or is held inside of a library, beats no more; nor does one whose event loop has not turned
-for ``LOOP_S``. Where torchrun's agent keeps no store, ranks wait for ``timeout_s``, as if nobody counted.
+A count that goes on renews the wait: each wait of rank 0 has a deadline of its own. One that stands still for
+``timeout_s`` is a ``UserError``, a closed connection the collective's error, at once. A process that was stopped, or is
+held inside of a library, beats no more; nor does one whose event loop has not turned for ``LOOP_S``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,11 +25,11 @@ from typing import TYPE_CHECKING
 
 from mopd.base.types import UserError
 from mopd.config.values import MAX_SECONDS
-from mopd.launch.failure import rank_and_world_size
+from mopd.launch.failure import ANSWER_S, agent_store, rank_and_world_size
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
 
 BEAT_S, BEAT_SHARE = 10.0, 0.1
 """Seconds between two signs, or this share of a shorter deadline."""
@@ -39,16 +38,14 @@ LOOK_S, LOOK_SHARE = 60.0, 0.25
 LOOP_S = 600.0
 """An event loop that computes (packing, a checkpoint's hashes) may be busy for so long, or for a longer deadline."""
 _PREFIX, _COUNT, _COMES = "rank_0", "count", "comes"
-_ANSWER_S = 5.0
-"""For the store to answer a look. One that is late is no sign."""
 
 
 class Heartbeat:
-    """Beats from a thread, around all work of a process; the thread ends with the block."""
+    """A thread that gives signs of life as long as the block lasts."""
 
     def __init__(self, beat: Callable[[], object], timeout_s: float) -> None:
-        """``beat`` gives one sign; it raises ``RuntimeError`` where nobody is there to see it. ``timeout_s``: the
-        longest silence."""
+        """``beat`` gives one sign; it raises ``RuntimeError`` once its receiver has ended. ``timeout_s``: the longest
+        silence that the receiver allows."""
         self._beat_once = beat
         self._every_s = min(BEAT_S, timeout_s * BEAT_SHARE)
         self._longest_turn_s = max(LOOP_S, timeout_s)
@@ -63,7 +60,7 @@ class Heartbeat:
 
     def __exit__(self, *error: object) -> None:
         self._is_over.set()
-        self._thread.join(_ANSWER_S)
+        self._thread.join(ANSWER_S)
 
     @contextlib.contextmanager
     def depending_on(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
@@ -75,12 +72,10 @@ class Heartbeat:
             self._loop = None
 
     def _beat(self) -> None:
-        while not self._is_over.wait(self._every_s):
-            if self._is_turning():
-                try:
+        with contextlib.suppress(RuntimeError):  # the receiver has ended, and so will this process
+            while not self._is_over.wait(self._every_s):
+                if self._is_turning():
                     self._beat_once()
-                except RuntimeError:  # whoever looked has ended, and this process will
-                    return
 
     def _is_turning(self) -> bool:
         loop = self._loop
@@ -96,25 +91,24 @@ class Heartbeat:
 
 @contextlib.contextmanager
 def beating(timeout_s: float) -> Iterator[None]:
-    """In a rank: give signs of life while the block lasts, if this is rank 0 and not alone."""
+    """Give signs of life in the block, if this rank is rank 0 and not alone."""
     rank, world_size = rank_and_world_size()
-    store = None if rank or world_size == 1 else agent_store(_PREFIX)
-    if store is None:
+    if rank or world_size == 1:
         yield
         return
+    store = agent_store(_PREFIX)
     with Heartbeat(lambda: store.add(_COUNT, 1), timeout_s):
         yield
 
 
 def announce() -> None:
-    """On rank 0: tell the other ranks that it is about to join them."""
-    store = agent_store(_PREFIX)
-    if store is not None:
-        store.set(_COMES, "")
+    """Tell the other ranks, from rank 0, that it is about to join them."""
+    if rank_and_world_size()[1] > 1:
+        agent_store(_PREFIX).set(_COMES, "")
 
 
 class LeaderWatch:
-    """What another rank sees of rank 0."""
+    """Another rank's waits for rank 0."""
 
     def __init__(self, timeout_s: float) -> None:
         """``timeout_s``: longest silence (``schedule.wait_timeout_s``)."""
@@ -124,11 +118,10 @@ class LeaderWatch:
         """Called for each new sign."""
 
     def await_joining(self) -> None:
-        """Returns when rank 0 is about to join; until then it may read data and hash models. Raises as ``receive``."""
-        store = agent_store(_PREFIX)
-        if store is None:
-            return
+        """Return when rank 0 is about to join; until then it may read data and hash models. Raises as ``receive``."""
         from torch.distributed import DistStoreError
+
+        store = agent_store(_PREFIX)
 
         def has_come(seconds: float) -> bool:
             try:
@@ -178,22 +171,9 @@ class LeaderWatch:
                 )
 
 
-def agent_store(prefix: str) -> Store | None:
-    """Connect to the store of torchrun's agent, which outlives every rank; ``None`` if it keeps none. Keys of a purpose
-    have a ``prefix``."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    from torch.distributed import PrefixStore, TCPStore  # heavy
-
-    host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=_ANSWER_S)
-    store = TCPStore(host, port, is_master=False, timeout=timeout)
-    return PrefixStore(f"mopd/{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
 def _count() -> int:
-    """Rank 0's count, over a connection of this look's own: those of all ranks at once would use up descriptors."""
+    """Read rank 0's count, over a connection of its own: permanent ones of all ranks would use up descriptors."""
     try:
-        store = agent_store(_PREFIX)
-        return 0 if store is None else int(store.add(_COUNT, 0))
+        return int(agent_store(_PREFIX).add(_COUNT, 0))
     except RuntimeError:  # no answer is no sign
         return -1

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,9 @@ from mopd.student import parallel
 from mopd.student.worker import StudentWorker
 
 RANK_0_S = 2.0
-"""For rank 0 to say why the data plane is gone."""
+"""Seconds for rank 0 to say why the data plane is gone."""
 SEEN_S = 60.0
-"""For rank 0's file to be seen by the other nodes: network file systems keep what they have looked up."""
+"""Seconds for rank 0's file to be seen by the other nodes: network file systems cache what they have looked up."""
 LOG = "orchestrator.log"
 SMALL_BYTES = 4096
 Rank = tuple[StudentWorker, CommandChannel]
@@ -49,12 +48,12 @@ def start_orchestrator(
     run: RunDir | None = None,
     ask: Callable[[], None] | None = None,
 ) -> str | None:
-    """On rank 0: start the orchestrator, and follow it with the other ranks if it needs the student. Returns the line
-    to tell of a run that was asked to stop.
+    """Start the orchestrator from rank 0, and follow it with the other ranks if it needs the student. Returns the line
+    to print of a run that was asked to stop.
 
     Args:
         what: the task, a key of ``mopd.orchestrator.process.TASKS``.
-        options: of the task, as JSON.
+        options: the task's own, as JSON.
         run: the folder for logs, if any.
         ask: what the first SIGTERM does.
 
@@ -75,7 +74,7 @@ def start_orchestrator(
             orchestrator.watch(lambda error: leave(error if run is None else run.with_cure(error)))
         joining = first["kwargs"]
         reader = open_reader(joining["data_plane"], timeout_s=timeout_s)
-        with joined(recipe, Opened(joining["domains"], joining["data_plane"], reader), logs) as (worker, channel):
+        with joined(recipe, (joining, reader), logs) as (worker, channel):
             orchestrator.link.answer(facts_of(recipe, worker))
             channel.stopped = obey(worker, channel, orchestrator.link)
         reader.close()
@@ -83,31 +82,23 @@ def start_orchestrator(
 
 
 def follow_rank_0(recipe: Recipe, logs: Path | None = None) -> bool:
-    """Every other rank: build its part of the student and do what rank 0 says. Whether the run was asked to stop."""
+    """Build another rank's part of the student and follow rank 0. Returns whether the run was asked to stop."""
     with joined(recipe, None, logs) as (worker, channel):
-        is_asked = follow(worker, channel)
-    return is_asked
-
-
-@dataclass(frozen=True)
-class Opened:
-    """What rank 0 knows before the others join."""
-
-    domains: Sequence[str]
-    """Of the data; a default teacher answers for those that nobody names."""
-    plane: dict[str, Any]
-    """Address of the data plane."""
-    reader: Reader
-    """Rank 0's own."""
+        return follow(worker, channel)
 
 
 @contextmanager
-def joined(recipe: Recipe, opened: Opened | None, logs: Path | None = None) -> Iterator[Rank]:
+def joined(recipe: Recipe, leading: tuple[dict[str, Any], Reader] | None, logs: Path | None) -> Iterator[Rank]:
     """Join the other ranks and build this rank's share of the student. The others stop when rank 0 leaves the block.
-    ``opened`` is rank 0's; the other ranks (``None``) are told. ``logs`` is the folder of this node's logs, if any."""
+
+    Args:
+        leading: on rank 0 the orchestrator's ``domains`` of the data and address of the ``data_plane``, and a reader of
+            it; rank 0 passes the former on to the other ranks (``None``).
+        logs: the folder of this node's logs, if any.
+    """
     timeout_s = recipe.schedule.wait_timeout_s
     leader = LeaderWatch(timeout_s)
-    if opened is None:
+    if leading is None:
         leader.await_joining()
     else:
         heartbeat.announce()
@@ -119,40 +110,37 @@ def joined(recipe: Recipe, opened: Opened | None, logs: Path | None = None) -> I
         with told_to_reach():
             layout = ranks.enter_context(parallel_ranks)
         channel = CommandChannel(layout.control_group, leader)
-        if opened is None:
-            told = channel.receive()
-            require_shared(logs, told["mark"])
-            channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
-            with _rank_0_first():
-                reader = open_reader(told["data_plane"], timeout_s=timeout_s)
-                worker = StudentWorker(recipe, reader, told["domains"])
-                with worker.saving:
-                    yield worker, channel
-            reader.close()
-            return
+        if leading is None:
+            start = channel.receive()
+            require_shared(logs, start["mark"])
         channel.watch = log.enter_context(rank_log(logs, layout.rank, deadline_s=timeout_s))
-        domains = list(recipe.assignment.domains_among(opened.domains))
-        are_several = rank_0_host() is not None
-        mark = mark_start(logs) if logs is not None and are_several else None
-        channel.send({"domains": domains, "data_plane": opened.plane, "mark": mark})
-        worker = StudentWorker(recipe, opened.reader, domains)
-        with worker.saving:
-            yield worker, channel
-        ending = {"is_asked": channel.stopped is not None}
-        channel.send({"call": "stop", "kwargs": ending})  # after an error nobody listens
+        if leading is not None:
+            # A default teacher answers for the domains of the data that the recipe does not name.
+            domains = list(recipe.assignment.domains_among(leading[0]["domains"]))
+            mark = mark_start(logs) if logs is not None and rank_0_host() is not None else None
+            start = {"domains": domains, "data_plane": leading[0]["data_plane"], "mark": mark}
+            channel.send(start)
+        with _rank_0_first() if leading is None else contextlib.nullcontext():
+            reader = open_reader(start["data_plane"], timeout_s=timeout_s) if leading is None else leading[1]
+            worker = StudentWorker(recipe, reader, start["domains"])
+            with worker.saving:
+                yield worker, channel
+        if leading is None:
+            reader.close()
+        else:  # after an error no rank listens
+            channel.send({"call": "stop", "kwargs": {"is_asked": channel.stopped is not None}})
 
 
 def mark_start(logs: Path) -> list[str]:
-    """Leave a word of this start beside rank 0's log. Returns the file, below the folder of all nodes' logs, and the
-    word."""
+    """Write a random word beside rank 0's log. Returns the file, below the folder of all nodes' logs, and the word."""
     file, word = logs / START_FILE, secrets.token_hex(8)
     write_text(file, word)
     return [f"{logs.name}/{START_FILE}", word]
 
 
 def require_shared(logs: Path | None, mark: Sequence[str] | None) -> None:
-    """``UserError`` where ``logs``, of this node, do not lie beside rank 0's, which has made ``mark`` there: a run
-    folder of the same name, be it a copy with logs of former starts."""
+    """Check that ``logs``, of this node, lie beside rank 0's, which has made ``mark`` there. A run folder of the same
+    name, even a copy with logs of former starts, is a ``UserError``."""
     if logs is None or mark is None:
         return
     name, word = mark
@@ -168,8 +156,8 @@ def require_shared(logs: Path | None, mark: Sequence[str] | None) -> None:
 
 @contextmanager
 def _rank_0_first() -> Iterator[None]:
-    """The first rank that tells an error ends the run. One that has lost the data plane knows less than rank 0, which
-    may have closed it because of an error of its own."""
+    """Delay the report of a lost data plane: the first rank that reports an error ends the run, and rank 0 may have
+    closed the data plane because of an error of its own."""
     try:
         yield
     except StorageEnded:

@@ -1,4 +1,4 @@
-"""The link between the orchestrator and rank 0: a pair of sockets that nobody else can reach, one end in each process.
+"""The link between the orchestrator and rank 0: a pair of sockets that no other process can reach.
 
 ::
 
@@ -30,19 +30,16 @@ from mopd.base.types import CutOffError, NonFiniteError, UserError
 
 Frames = Sequence[bytes | memoryview]
 
-MAX_HEAD_BYTES = 2**28
-"""The domains of a data set, or a step's plan, are in the largest."""
-MAX_FRAME_BYTES = 2**30
 _BEAT = struct.pack("<II", 0, 0)
 _ERRORS: dict[str, type[UserError]] = {cls.__name__: cls for cls in (UserError, CutOffError, NonFiniteError)}
 
 
 class LinkEnded(RuntimeError):
-    """The other process is gone."""
+    """The other process has ended."""
 
 
 class RankLink:
-    """One end. One thread sends and one receives at a time; ``beat`` may come from a third."""
+    """One end of the link. One thread sends and one receives at a time; a third may call ``beat``."""
 
     def __init__(self, end: socket.socket, peer: str, *, silent_s: float | None = None) -> None:
         """``peer`` names the other process in messages; ``silent_s`` is the longest time that it may say nothing."""
@@ -51,12 +48,11 @@ class RankLink:
         self._sending = threading.Lock()
         self.on_sign: Callable[[], None] = lambda: None
         """Called for each message and beat that comes."""
-        self.bytes_received = 0
         self.is_busy = False
-        """This end was asked for something that it has not answered."""
+        """Whether a call of the other end is unanswered."""
 
     def set_silence(self, seconds: float) -> None:
-        """Wait for so long from now on."""
+        """Set the longest silence of the other process."""
         self._silent_s = seconds
         self._end.settimeout(seconds)
 
@@ -64,7 +60,8 @@ class RankLink:
         """Send one message; returns when the kernel has taken it.
 
         Raises:
-            LinkEnded: nobody will read it.
+            LinkEnded: the other process has ended.
+            UserError: it has not read for ``silent_s``.
         """
         body = json.dumps(head).encode()
         sizes = [len(frame) for frame in frames]
@@ -74,20 +71,18 @@ class RankLink:
                 self._end.sendall(start)
                 for frame in frames:
                     self._end.sendall(frame)
-            except TimeoutError as error:
-                raise self._silent() from error
             except OSError as error:
-                raise LinkEnded(f"{self.peer} has ended") from error
+                raise self._lost(error) from error
 
     def beat(self) -> None:
-        """Give a sign of life, unless many wait unread. ``LinkEnded`` where nobody will read it."""
-        with self._sending, contextlib.suppress(BlockingIOError):
+        """Give a sign of life, unless many wait unread. ``LinkEnded`` where the other process has ended."""
+        with self._sending:
             try:
                 self._end.send(_BEAT, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                raise
+                pass
             except OSError as error:
-                raise LinkEnded(f"{self.peer} has ended") from error
+                raise self._lost(None) from error
 
     def receive(self) -> tuple[dict[str, Any], list[bytes]]:
         """Return head and frames of the next message that is no beat.
@@ -102,13 +97,11 @@ class RankLink:
             if not head_bytes:
                 continue
             sizes = struct.unpack(f"<{num_frames}Q", self._exactly(8 * num_frames))
-            if head_bytes > MAX_HEAD_BYTES or any(size > MAX_FRAME_BYTES for size in sizes):
-                raise RuntimeError(f"{self.peer} sent a message of {head_bytes} bytes and frames of {list(sizes)[:8]}")
             head: dict[str, Any] = json.loads(self._exactly(head_bytes))
             return head, [self._exactly(size) for size in sizes]
 
     def next_command(self) -> dict[str, Any]:
-        """On rank 0: head of the orchestrator's next message, a call or the ``end``.
+        """Return, on rank 0, the head of the orchestrator's next message: a call or the ``end``.
 
         Raises:
             UserError, RuntimeError: what ended the orchestrator, which said so; and as ``receive``.
@@ -120,7 +113,7 @@ class RankLink:
         return head
 
     def answer(self, value: Any, frames: Frames = ()) -> None:
-        """What the last call gave; raises as ``send``."""
+        """Answer the last call; raises as ``send``."""
         self.is_busy = False
         self.send({"value": value}, frames)
 
@@ -135,26 +128,25 @@ class RankLink:
         while size:
             try:
                 part = self._end.recv(size, socket.MSG_WAITALL)
-            except TimeoutError as error:
-                raise self._silent() from error
             except OSError as error:
-                raise LinkEnded(f"{self.peer} has ended") from error
+                raise self._lost(error) from error
             if not part:
-                raise LinkEnded(f"{self.peer} has ended")
+                raise self._lost(None)
             parts.append(part)
             size -= len(part)
-            self.bytes_received += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _silent(self) -> UserError:
-        return UserError(
-            f"{self.peer} gave no sign of life for {self._silent_s:g} s (schedule.wait_timeout_s): it was stopped, or "
-            "hangs"
-        )
+    def _lost(self, error: OSError | None) -> Exception:
+        if isinstance(error, TimeoutError):
+            return UserError(
+                f"{self.peer} gave no sign of life for {self._silent_s:g} s (schedule.wait_timeout_s): it was stopped, "
+                "or hangs"
+            )
+        return LinkEnded(f"{self.peer} has ended")
 
 
 def error_head(error: BaseException) -> dict[str, Any]:
-    """A message that says why its sender ends; a full disk's error is one that the user can cure."""
+    """Return the head of a message that says why its sender ends; a full disk's error is the user's to cure."""
     error = error if isinstance(error, UserError) else refusal(error) or error
     if isinstance(error, UserError):
         kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _ERRORS)
@@ -163,7 +155,7 @@ def error_head(error: BaseException) -> dict[str, Any]:
 
 
 def error_of(head: dict[str, Any], peer: str) -> Exception:
-    """The inverse of ``error_head``: the user error as it was raised, any other one with its traceback as text."""
+    """Invert ``error_head``: return the user error as it was raised, any other one with its traceback as text."""
     if head["error"]:
         return _ERRORS[head["error"]](head["text"])
     return RuntimeError(f"in {peer}:\n{head['text']}")

@@ -1,4 +1,4 @@
-"""This machine among those of a run: what it is called, and which of the launchers it has."""
+"""This machine's place among those of a run, and what must be the same on all of them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from mopd.base.types import UserError
 from mopd.launch.failure import is_rank
 
 RUN_SECRET = "MOPD_RUN_SECRET"
-"""Environment variable: a secret of the run's launchers, against what others write into their store."""
+"""Environment variable: a secret that signs the entries of the launchers' store."""
 LOOPBACK = "127.0.0.1"
 MAX_NODES = 4096
 RANK_DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""What our launcher sets for ranks where the user does not: Megatron's overlap of TP communication relies on one
-queue."""
+"""Variables that our launcher sets for ranks where the user does not: Megatron's overlap of TP communication relies on
+one queue."""
 _COMPARED = re.compile(
     r"NVTE_|UB_|CUBLAS|CUDNN_|CUTLASS_|NVIDIA_TF32|TORCH_|PYTORCH_|TORCHDYNAMO_|TORCHINDUCTOR_|AOT|INDUCTOR_|TRITON_|"
     r"(\w+_)?(FLASH_?ATT|FLASHINFER|XFORMERS)|(DISABLE|ENABLE|USE|FORCE)_\w*(FLASH|TRITON|FUSED|FUSION|TMA)|"
     r"ATEN_|ONEDNN_|DNNL_|MKL_|MKLDNN_|KMP_|OPENBLAS_|OMP_(NUM_THREADS|DYNAMIC|SCHEDULE)$|"
     r"CUDA_(DEVICE_MAX_CONNECTIONS|GRAPH_)|MEGATRON_|NCCL_|NVSHMEM_|UCC_"
 )
-"""Beginnings of names: which kernels and algorithms are chosen, in which order they add, and how ranks of one group
-talk. Whole families: the next version reads variables that nobody has listed."""
+"""Prefixes of variables that choose kernels and algorithms, the order in which they add, and how ranks communicate.
+They are whole families, as the next version of a library reads further variables."""
 _LEFT_OUT = re.compile(
     r"_(DIR|PATH|FILE|FILENAME|HOME|ROOT|HUB)$|CACHE|LOG|(?<!TORCH_DISTRIBUTED_)DEBUG|VERBOSE|TRACE|DUMP|PROFILE|"
     r"IFNAME|NCCL_(IB_|HOSTID|COMM_ID|NET)|NVSHMEM_(HCA|IB_|BOOTSTRAP)|KMP_AFFINITY|CUDA_ARCH_LIST"
 )
-"""In a name: where files lie, what is printed and which interface a node has differ between nodes by right."""
+"""Parts of names that exclude a variable: paths, logging and interfaces may differ between nodes."""
 
 
 def compared_environment() -> dict[str, str]:
-    """The variables that must be the same on all nodes, as ranks of this process's machine have them."""
+    """Return the variables that must be the same on all nodes, as ranks on this machine have them."""
     set_here = {
         name: value for name, value in os.environ.items() if _COMPARED.match(name) and not _LEFT_OUT.search(name)
     }
@@ -43,23 +43,23 @@ def compared_environment() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One launcher's place among those of a run, one a node."""
+    """A launcher's place among those of a run, one a node."""
 
     num_nodes: int = 1
     node_rank: int = 0
     host: str = LOOPBACK
-    """Address of node 0, as all nodes know it."""
+    """Address of node 0, the same on all nodes."""
     port: int = 0
-    """Of the store that node 0's launcher holds; 0 for any, where there is one node."""
+    """Port of the store that node 0's launcher holds; 0 for any, where there is one node."""
 
     @property
     def is_first(self) -> bool:
-        """Here runs rank 0, and what this run starts besides ranks."""
+        """Whether rank 0 runs here, and what the run starts besides ranks."""
         return self.node_rank == 0
 
     @property
     def is_on_loopback(self) -> bool:
-        """All launchers run on this machine."""
+        """Whether all launchers run on this machine."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:  # a host's name
@@ -67,7 +67,7 @@ class Place:
 
 
 def add_node_arguments(parser: argparse.ArgumentParser) -> None:
-    """torchrun's names and meaning."""
+    """Add the options that place this launcher, with torchrun's names and meaning."""
     add = parser.add_argument
     add("--nnodes", type=int, default=1, metavar="N", help="start this command once on each of N nodes")
     add("--node-rank", type=int, default=0, metavar="R", help="with --nnodes: which of them this is, 0 to N-1")
@@ -75,7 +75,7 @@ def add_node_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def place_of(args: argparse.Namespace) -> Place:
-    """Where the command line puts this launcher. ``UserError`` for options that do not go together."""
+    """Return this launcher's place from its options. ``UserError`` for options that do not go together."""
     if args.nnodes == 1 and args.node_rank == 0 and args.rdzv_endpoint is None:
         return Place()
     if not 1 <= args.nnodes <= MAX_NODES:
@@ -91,7 +91,7 @@ def place_of(args: argparse.Namespace) -> Place:
 
 
 def node_of_step() -> tuple[int, int] | None:
-    """(number of nodes, this node's number) of the Slurm step that this process is in; ``None`` outside of one."""
+    """Return number of nodes and this node's number in the Slurm step of this process; ``None`` outside of one."""
     num_nodes = os.environ.get("SLURM_STEP_NUM_NODES", os.environ.get("SLURM_NNODES"))
     node = os.environ.get("SLURM_NODEID")
     if num_nodes is None or node is None or "SLURM_PROCID" not in os.environ:
@@ -100,6 +100,6 @@ def node_of_step() -> tuple[int, int] | None:
 
 
 def gpus_of_step() -> int | None:
-    """GPUs that Slurm gives the job on this node; ``None`` where it says nothing."""
-    told = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    return int(told) if told.isdecimal() else None
+    """Return the number of GPUs that Slurm gives the job on this node; ``None`` if it is not set."""
+    count = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(count) if count.isdecimal() else None

@@ -1,4 +1,4 @@
-"""Rank 0's side of the orchestrator process: starts it, is told by it what to do, sees how it ends."""
+"""Rank 0's side of the orchestrator process: it starts the process and reports how it ends."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 NAME = "the orchestrator process"
 MODULE = "mopd.orchestrator"
 DYING_S = 2.0
-"""For its end to be seen once the samples that it held are gone."""
+"""Seconds for its end to be seen once the samples that it held are gone."""
 
 
 class OrchestratorProcess:
-    """The process. A context manager: it ends with the block, in order if it can.
+    """The orchestrator as a child of rank 0. A context manager: it ends with the block, in order if it can.
 
-    An error of the block that only follows from the process's own end is raised as that: what it said last, or how it
-    ended.
+    An error of the block that only follows from the process's end is replaced by its cause: the error that the process
+    sent last, or how it ended.
     """
 
     def __init__(self, task: str, *, log: Path | None, timeout_s: float) -> None:
@@ -43,14 +43,14 @@ class OrchestratorProcess:
 
     def __enter__(self) -> OrchestratorProcess:
         ours, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile("w+") as task:  # which has no name that a kill could leave
+        with theirs, tempfile.TemporaryFile("w+") as task:  # without a name, so that a kill leaves nothing
             task.write(self._task)
             task.seek(0)
             command = [sys.executable, "-m", MODULE, str(theirs.fileno())]
-            # It gets signals once it can do without them: one that comes while Python starts would be a traceback.
+            # It unblocks them once it has handlers: a signal that comes while Python starts would be a traceback.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             try:
-                # In this rank's process group: whoever clears up after the rank clears it up too.
+                # In this rank's process group: the reaper of the rank's group ends it too.
                 self.process = subprocess.Popen(command, stdin=task, pass_fds=(theirs.fileno(),))
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -69,8 +69,8 @@ class OrchestratorProcess:
             raise CutOffError(self.how_it_ended())
 
     def end(self) -> bool:
-        """Close the link, which is the process's sign to end, and wait for that; from any thread. Whether it ended by
-        itself."""
+        """Close the link, which asks the process to end, and wait for its end; from any thread. Returns whether it
+        ended by itself."""
         self.link.close()
         if self._ends_within(END_S):
             return True
@@ -80,15 +80,15 @@ class OrchestratorProcess:
         return False
 
     def how_it_ended(self) -> str:
-        """One line, for when it is gone."""
+        """Describe in one line how the process ended."""
         if not self._ends_within(END_S):
             return f"{NAME} closed its link and still runs{self._where}"
         code = self.process.returncode
         return f"{NAME} {how_it_ended(128 - code if code < 0 else code)}{self._where}"
 
     def watch(self, lost: Callable[[CutOffError], None]) -> None:
-        """Where there are other ranks, call ``lost`` with how the process died while the main thread executes a command
-        with them: they may have lost their samples, and would tell of that. From a thread."""
+        """Watch the process from a thread. If it dies while the main thread executes a command with the other ranks,
+        call ``lost`` with how it died: they may report lost samples, which only follow from that."""
 
         def wait() -> None:
             self.process.wait()
@@ -110,8 +110,8 @@ class OrchestratorProcess:
         return True
 
     def _cause(self) -> Exception | None:
-        """The error that the process said before it ended, or else how it ended: whoever has lost it, or its samples,
-        knows less. ``None`` where it lives and says nothing."""
+        """Return the error that the process sent before it ended, or else how it ended; ``None`` where it lives and
+        sends nothing."""
         deadline = time.monotonic() + DYING_S
         self.link.set_silence(DYING_S)
         try:

@@ -1,4 +1,4 @@
-"""What a rank leaves in ``RUN/logs/NODE/rank_R.log``: its output, and the stacks of its threads when it stalls."""
+"""A rank's log ``RUN/logs/NODE/rank_R.log``: its output, and the stacks of its threads when it stalls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mopd.base.files.writing import writing
 from mopd.launch.failure import is_our_launchers
 
 MARGIN_S, MARGIN_SHARE = 10.0, 0.2
-"""The stacks are written so long before the deadline that ends the rank, or at this share of a short deadline."""
+"""Seconds by which the stacks are written before the deadline that ends the rank, or this share of a short deadline."""
 
 
 class StallWatch:
@@ -29,30 +29,25 @@ class StallWatch:
         self.alive()
 
     def alive(self) -> None:
-        """Something goes on."""
+        """Begin the time anew."""
         faulthandler.dump_traceback_later(self._limit_s, file=self.file)
 
     def close(self) -> None:
-        """The rank's work is done."""
+        """End the watch, once the rank's work is done."""
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         self.file.close()
 
 
-def log_of(rank: int) -> str:
-    """Name of a rank's log in the folder of its node."""
-    return f"rank_{rank}.log"
-
-
 @contextmanager
 def rank_log(logs: Path | None, rank: int, *, deadline_s: float) -> Iterator[StallWatch | None]:
-    """The log of a rank's work; nothing without a folder. Rank 0 keeps its terminal; the output of our launcher's other
-    ranks goes there."""
+    """Keep the log of a rank's work while the block lasts, if there is a folder. Rank 0 keeps its terminal; the output
+    of our launcher's other ranks goes to the log."""
     if logs is None:
         yield None
         return
-    watch = StallWatch(logs / log_of(rank), deadline_s)
-    if rank and is_our_launchers():  # under raw torchrun a rank tells its error by itself
+    watch = StallWatch(logs / f"rank_{rank}.log", deadline_s)
+    if rank and is_our_launchers():  # under raw torchrun a rank prints its error itself
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(watch.file.fileno(), stream.fileno())

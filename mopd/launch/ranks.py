@@ -1,5 +1,5 @@
-"""What the trainer ranks do: rank 0 hears a command from the orchestrator and passes it on to the others, and all
-execute it in their main threads.
+"""The work of the trainer ranks: rank 0 receives a command from the orchestrator and passes it on to the others, and
+all execute it in their main threads.
 
 Commands are small JSON objects, over the link to rank 0 and over gloo from there. Tensors never travel with them:
 student ranks fetch samples from the data plane, by id; weights go back over the link chunk by chunk, or to engines by a
@@ -27,23 +27,21 @@ from mopd.launch.rank_log import StallWatch
 from mopd.student.sending import StageSender, announced
 from mopd.student.worker import StudentWorker, WeightPart
 
-MAX_COMMAND_BYTES = 64 * 2**20
-
 
 class CommandChannel:
     """JSON objects from rank 0 to every rank of ``group`` (gloo)."""
 
     def __init__(self, group: dist.ProcessGroup | None, leader: LeaderWatch | None = None) -> None:
-        """``leader``: how the other ranks wait for rank 0; without it for the group's timeout."""
+        """``leader``: the other ranks' wait for rank 0; without it they wait for the group's timeout."""
         self._group, self._leader = group, leader
         self._alone = group is None or dist.get_world_size(group) == 1
         self.stopped: str | None = None
-        """On rank 0, before the others are released: the line of a run that was asked to stop."""
+        """Line of a run that was asked to stop; set on rank 0 before the others are released."""
         self.watch: StallWatch | None = None
-        """Hears of every command, and of signs of life between them."""
+        """Is renewed by every command, and by signs of life between them."""
 
     def send(self, command: dict[str, Any]) -> None:
-        """Rank 0 only."""
+        """Send a command from rank 0 to the others."""
         self.note()
         if self._alone:
             return
@@ -52,38 +50,35 @@ class CommandChannel:
         dist.broadcast(payload, src=0, group=self._group)
 
     def receive(self) -> dict[str, Any]:
-        """Every other rank; waits for rank 0."""
+        """Wait for rank 0's next command; on every other rank."""
         size = torch.zeros(1, dtype=torch.int64)
         if self._leader is None or self._group is None:
             dist.broadcast(size, src=0, group=self._group)
         else:
             self._leader.on_sign = self.note
             self._leader.receive(size, self._group)
-        num_bytes = int(size)
-        if not 0 < num_bytes <= MAX_COMMAND_BYTES:
-            raise RuntimeError(f"a command of {num_bytes} bytes arrived; the limit is {MAX_COMMAND_BYTES}")
-        payload = torch.empty(num_bytes, dtype=torch.uint8)
+        payload = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(payload, src=0, group=self._group)
         command: dict[str, Any] = json.loads(payload.numpy().tobytes())
         self.note()
         return command
 
     def note(self) -> None:
-        """Something goes on."""
+        """Renew the watch of this rank's stalls."""
         if self.watch is not None:
             self.watch.alive()
 
 
 class Rank:
-    """One rank's share of every command; the names of commands are all there is."""
+    """One rank's share of every command; ``execute`` lists all commands."""
 
     def __init__(self, worker: StudentWorker, link: RankLink | None = None) -> None:
-        """``link`` is rank 0's, which answers."""
+        """``link`` is that of rank 0, which answers."""
         self._worker, self._link = worker, link
         self._sender = StageSender(worker, longest_s=worker.recipe.schedule.wait_timeout_s)
 
     def execute(self, name: str, kwargs: dict[str, Any]) -> tuple[Any, Frames]:
-        """Run one command on this rank; its value, as JSON, and frames beside it, which rank 0's answer holds."""
+        """Run one command on this rank. Returns its value, as JSON, and frames beside it, for rank 0's answer."""
         worker = self._worker
         match name:
             case "forward_backward":
@@ -147,7 +142,7 @@ def _bytes(row: Tensor) -> memoryview:
 
 
 def facts_of(recipe: Recipe, worker: StudentWorker) -> dict[str, Any]:
-    """What the orchestrator needs to know of the student once it stands, as JSON."""
+    """Return what the orchestrator needs to know of the student once it is built, as JSON."""
     return {
         "is_on_gpu": worker.layout.device.type == "cuda",
         "has_constants": bool(worker.constants),
@@ -156,8 +151,8 @@ def facts_of(recipe: Recipe, worker: StudentWorker) -> dict[str, Any]:
 
 
 def obey(worker: StudentWorker, channel: CommandChannel, link: RankLink) -> str | None:
-    """On rank 0: execute what the orchestrator asks for, with the other ranks, until the run ends. Returns the line of
-    a run that was asked to stop.
+    """Execute the orchestrator's commands, on rank 0, with the other ranks until the run ends. Returns the line of a
+    run that was asked to stop.
 
     Raises as ``RankLink.next_command``.
     """
@@ -174,7 +169,7 @@ def obey(worker: StudentWorker, channel: CommandChannel, link: RankLink) -> str 
 
 
 def follow(worker: StudentWorker, channel: CommandChannel) -> bool:
-    """On every other rank: do as rank 0 until it says stop; whether that is because the run was asked to."""
+    """Execute rank 0's commands until it says stop, on every other rank. Returns whether the run was asked to."""
     rank = Rank(worker)
     while (command := channel.receive())["call"] != "stop":
         rank.execute(command["call"], command["kwargs"])

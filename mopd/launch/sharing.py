@@ -1,5 +1,5 @@
-"""What one process has found out reaches the ranks before they have joined: from our launcher through its folder, under
-``torchrun`` through the store that its agent keeps."""
+"""The way of one process's findings to the ranks before they have joined: from our launcher through its folder, under
+``torchrun`` through the store of its agent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mopd.base.files.json_text import parse_json
 from mopd.base.files.reading import read_text
 from mopd.base.files.writing import writing
 from mopd.base.types import UserError
-from mopd.launch.failure import LAUNCH_DIR, group_rank, num_groups, rank_and_world_size
+from mopd.launch.failure import LAUNCH_DIR, agent_store, group_rank, has_agent_store, num_groups, rank_and_world_size
 from mopd.launch.node import RUN_SECRET
 from mopd.weights.signing import ForgedEntry
 
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 FILE = "shared.json"
 MAX_BYTES = 64 * 2**20
 WAIT = datetime.timedelta(hours=24)
-"""For the first rank of a machine, which may be fetching hundreds of gigabytes. If it ends, torchrun ends them all."""
-_held: list[Store] = []
-"""Stores that this process serves: they go with it."""
+"""Deadline for the first rank of a machine, which may be fetching hundreds of gigabytes; its end is torchrun's too."""
 
 
 def to_ranks(launch_dir: Path, text: str) -> None:
@@ -36,7 +34,7 @@ def to_ranks(launch_dir: Path, text: str) -> None:
 
 
 def from_launcher() -> str | None:
-    """In a rank: what our launcher left; ``None`` under raw ``torchrun``, or if it left nothing."""
+    """Return, in a rank, what our launcher left; ``None`` under raw ``torchrun``, or if it left nothing."""
     folder = os.environ.get(LAUNCH_DIR)
     if folder is None or not (Path(folder) / FILE).is_file():
         return None
@@ -44,7 +42,7 @@ def from_launcher() -> str | None:
 
 
 def once_per_machine(first: Callable[[], str], others: Callable[[str], str]) -> str:
-    """Under raw ``torchrun``: the text of this machine, which one of its ranks makes. Returns when all machines have
+    """Return, under raw ``torchrun``, the text of this machine, which one of its ranks makes, once all machines have
     theirs.
 
     Args:
@@ -57,34 +55,38 @@ def once_per_machine(first: Callable[[], str], others: Callable[[str], str]) -> 
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return first()
-    store, number = _agents_store(is_first=rank == 0), group_rank()
-    prefix = f"mopd/recipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if not has_agent_store():
+        raise UserError(
+            "TORCHELASTIC_USE_AGENT_STORE is not True: start the ranks with mopd train or torchrun, whose agent keeps "
+            "a store for them (TORCH_DISABLE_SHARE_RDZV_TCP_STORE turns it off)"
+        )
+    store, own = signed_store(agent_store("start", WAIT.total_seconds())), f"recipe/{group_rank()}"
     if rank == 0:
-        _tell(store, f"{prefix}/0", first)
+        _put(store, "recipe/0", first)
     elif os.environ["LOCAL_RANK"] == "0":
-        _tell(store, f"{prefix}/{number}", lambda: others(_hear(store, f"{prefix}/0")))
-    text = _hear(store, f"{prefix}/{number}")
+        _put(store, own, lambda: others(_get(store, "recipe/0")))
+    text = _get(store, own)
     if rank == 0:
-        keys = [f"{prefix}/{machine}" for machine in range(num_groups())]
-        _tell(store, f"{prefix}/all", lambda: "".join(_hear(store, key)[:0] for key in keys))
-    _hear(store, f"{prefix}/all")
+        keys = [f"recipe/{machine}" for machine in range(num_groups())]
+        _put(store, "recipe/all", lambda: "".join(_get(store, key)[:0] for key in keys))
+    _get(store, "recipe/all")
     return text
 
 
-def _tell(store: Store, key: str, make: Callable[[], str]) -> None:
+def _put(store: Store, key: str, make: Callable[[], str]) -> None:
     """Leave a text, or the line of the ``UserError`` in its place."""
     try:
-        told = {"text": make()}
+        entry = {"text": make()}
     except UserError as error:
-        told = {"error": str(error)}
-    store.set(key, json.dumps(told))
+        entry = {"error": str(error)}
+    store.set(key, json.dumps(entry))
 
 
-def _hear(store: Store, key: str) -> str:
-    """The text that somebody has left there. ``UserError`` with the line in its place, or for what none of us left."""
+def _get(store: Store, key: str) -> str:
+    """Wait for an entry and return its text. ``UserError`` with the line in its place, or for a foreign entry."""
     try:
-        told = parse_json(bytes(store.get(key)))
-        if not isinstance(told, dict) or list(told) not in (["text"], ["error"]):
+        entry = parse_json(bytes(store.get(key)))
+        if not isinstance(entry, dict) or list(entry) not in (["text"], ["error"]):
             raise ValueError("no text and no error")
     except (ForgedEntry, ValueError) as error:
         what = error if isinstance(error, ForgedEntry) else f"the store's entry {key!r} is none of this run's ({error})"
@@ -95,28 +97,9 @@ def _hear(store: Store, key: str) -> str:
         ) from None
     except RuntimeError as error:  # torch's errors of its store
         raise UserError("the run has ended before all machines had agreed on a recipe: see the first one's") from error
-    if "error" in told:
-        raise UserError(str(told["error"]))
-    return str(told["text"])
-
-
-def _agents_store(*, is_first: bool) -> Store:
-    """A store that all ranks reach before they join: the one that torchrun's agent keeps, or rank 0's own, which lives
-    on in this process until the ranks meet in it (``multi_tenant``)."""
-    from torch.distributed import TCPStore  # heavy
-
-    is_master = is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=is_master,
-        timeout=WAIT,
-        wait_for_workers=False,
-        multi_tenant=is_master,
-    )
-    if is_master:
-        _held.append(store)
-    return signed_store(store)
+    if "error" in entry:
+        raise UserError(str(entry["error"]))
+    return str(entry["text"])
 
 
 def signed_store(store: Store) -> Store:

@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 
 
 class Saver(Protocol):
-    """The student on all its ranks."""
+    """The student on all its ranks (``orchestrator/student.py``)."""
 
     async def is_saving(self) -> bool: ...
     async def save(self, folder: Path, state: Mapping[str, Any], *, is_async: bool) -> None: ...
@@ -29,26 +29,17 @@ class Saver(Protocol):
 
 
 class SampleSaver(Protocol):
-    """Whoever holds the samples."""
+    """The ledger's samples, which the data plane may be able to save."""
 
     async def save_samples(self, folder: Path) -> str | None: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Begun:
-    """A checkpoint that is being written."""
-
-    step: int
-    best_step: int | None
-    since: float
-
-
 @dataclass(kw_only=True)
 class Checkpointer:
-    """Writes ``checkpoints/step_N``; keeps the newest ``keep_last`` and the best.
+    """Writer of ``checkpoints/step_N``, which keeps the newest ``keep_last`` and the best.
 
-    With ``async_save`` a checkpoint is written while later steps go on, one at a time. The end of each step looks
-    whether it is whole; the next save, the last step and a request to stop wait for it. Until then nothing older is
+    With ``async_save`` a checkpoint is written while later steps go on, one at a time. Its completion is looked for at
+    the end of each step; the next save, the last step and a request to stop wait for it. Until then nothing older is
     removed. An error that ends the run waits for it on every rank (``Background``).
     """
 
@@ -59,12 +50,13 @@ class Checkpointer:
     last_step: int
 
     def __post_init__(self) -> None:
-        self._begun: _Begun | None = None
+        self._begun: tuple[int, int | None, float] | None = None
+        """Step, best step and start time of the checkpoint that is being written."""
         self._numbers: dict[str, float] = {}
 
     async def save_if_due(self, step: int, state: Mapping[str, Any], *, best_step: int | None) -> None:
-        """Save after ``step`` when the rhythm, the last step or a new best asks for it; after the last step, to the
-        end."""
+        """Save after ``step`` if it is a multiple of ``every_steps``, the last one or a new best; after the last step
+        wait for completion."""
         if self._begun is not None and not await self.student.is_saving():
             await self.finish()
         is_new_best = self.cfg.keep_best and best_step == step
@@ -74,8 +66,9 @@ class Checkpointer:
             await self.finish()
 
     async def save(self, step: int, state: Mapping[str, Any], *, best_step: int | None) -> None:
-        """Save after ``step``, unless that is done or begun; what need not be kept is removed once it is whole."""
-        if self._begun is not None and self._begun.step == step:
+        """Save after ``step``, unless that is done or begun; once the checkpoint is whole, remove those that need not
+        be kept."""
+        if self._begun is not None and self._begun[0] == step:
             return
         await self.finish()
         if step in complete_steps(self.run.checkpoints):
@@ -90,32 +83,32 @@ class Checkpointer:
             digest = await self.samples.save_samples(samples)
             saved = {**state, "step": step, "samples": digest}
             await self.student.save(target, saved, is_async=self.cfg.async_save)
-            self._begun = _Begun(step=step, best_step=best_step, since=since)
+            self._begun = (step, best_step, since)
         if not self.cfg.async_save:
             await self.finish()
 
     async def finish(self) -> None:
-        """Returns when the checkpoint that was begun is whole, at once where there is none.
+        """Wait for the checkpoint that is being written, if there is one.
 
         Raises:
             UserError: it could not be written.
         """
         if self._begun is None:
             return
-        begun, self._begun = self._begun, None
+        (_, best_step, since), self._begun = self._begun, None
         with self._waiting():
             await self.student.finish_save()
-            self._remove_old(begun.best_step)
-        self._numbers["timing/checkpoint_s"] = time.perf_counter() - begun.since
+            self._remove_old(best_step)
+        self._numbers["timing/checkpoint_s"] = time.perf_counter() - since
 
     def take_numbers(self) -> dict[str, float]:
-        """Metrics since the last call."""
+        """Return the metrics since the last call."""
         numbers, self._numbers = self._numbers, {}
         return numbers
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """The steps wait."""
+        """Count the time of the block, in which no step goes on."""
         name, start = "timing/checkpoint_wait_s", time.perf_counter()
         yield
         self._numbers[name] = self._numbers.get(name, 0.0) + time.perf_counter() - start
@@ -130,12 +123,13 @@ class Checkpointer:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending. A folder of another name (``step_00000002.bak``) is none."""
+    """Return the steps with a complete checkpoint, ascending. A folder of another name (``step_00000002.bak``) is left
+    out."""
     return sorted(step for step, path in _folders(folder).items() if (path / MANIFEST).is_file())
 
 
 def latest(run: RunDir) -> Path | None:
-    """Newest complete checkpoint, if there is one; warns of incomplete ones."""
+    """Return the newest complete checkpoint, if there is one; warn of incomplete ones."""
     steps = complete_steps(run.checkpoints)
     for step, path in sorted(_folders(run.checkpoints).items()):
         if step not in steps:
@@ -144,6 +138,6 @@ def latest(run: RunDir) -> Path | None:
 
 
 def _folders(folder: Path) -> dict[int, Path]:
-    """Step -> its folder, complete or not."""
+    """Return step -> its folder, complete or not."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return {int(path.name.removeprefix("step_")): path for path in paths if is_step_name(path.name) and path.is_dir()}

@@ -1,4 +1,4 @@
-"""The folder of one run: who may write in it, where things lie, and writes that are either whole or absent."""
+"""The folder of one run: its layout, the lock that keeps a second run out, and the rules of resuming."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ decide what is learned; a run that changes them is another run."""
 LOCK_WAIT_S = 2.0
 """How long to wait for a writer that is just ending."""
 START_FILE = ".start"
-"""Beside rank 0's log, where a run has several nodes: a word of the last start, which all of them have to see."""
+"""File beside rank 0's log in a run of several nodes: a random word of the last start, which all of them must see."""
 BESIDE_RUN = frozenset({".lock", "logs", "replicas", "job", "stop", "attempts.json"})
-"""In a run folder before there is a run: a lock, logs of a start that failed, servers that wait for the run, the job
-that will run it, a request to stop it, its starts so far."""
+"""Entries of a folder without a run: a lock, logs of a start that failed, servers that wait for the run, the job that
+will run it, a request to stop it, its starts so far."""
 PROBE_BYTES = 2**16
-"""Written and taken back before the ranks start: enough for a run's first files."""
+"""Size of a trial file: enough for a run's first files."""
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """Linux's limits of one name and of a whole path."""
 LONGEST_INSIDE = 160
@@ -68,7 +68,8 @@ LONGEST_INSIDE = 160
 
 
 class RunDir(RunFiles):
-    """One run's folder. ``check`` looks, ``open`` takes it, ``close`` gives it back; only rank 0 opens it.
+    """One run's folder. ``open`` locks it and ``close`` gives it back, on rank 0 alone; ``check`` says whether ``open``
+    would succeed.
 
     A fresh run needs a folder that is absent or empty (``BESIDE_RUN``, and unfinished files of a start that failed,
     count as empty); a resumed run needs one with a ``recipe.yaml``. A run that ends before it wrote anything leaves
@@ -76,7 +77,7 @@ class RunDir(RunFiles):
     """
 
     def __init__(self, path: str | Path) -> None:
-        """``UserError`` if there can be no such folder, or nobody may look whether there is."""
+        """Raises ``UserError`` if there can be no such folder, or it cannot be looked into."""
         super().__init__(Path(path))
         _require_possible(self.path)
         self.manifest = self.path / "manifest.json"
@@ -85,18 +86,18 @@ class RunDir(RunFiles):
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
         self.logs_here = self.logs / node_name()
-        """Of what runs on this machine."""
+        """Folder of the logs of this machine's processes."""
         self.lock_path = self.path / ".lock"
         self._lock: int | None = None
         self._made: list[Path] = []
-        """Folders that ``open`` made, the deepest first."""
+        """Folders that ``open`` has made, the deepest first."""
 
     def checkpoint(self, step: int) -> Path:
-        """Folder of the checkpoint after ``step`` optimizer steps."""
+        """Return the folder of the checkpoint after ``step`` optimizer steps."""
         return self.checkpoints / folder_name(step)
 
     def samples(self, step: int) -> Path:
-        """Finished samples that a checkpoint's step had not used yet, where the data plane can save them."""
+        """Return the folder of finished samples that a checkpoint's step had not used yet."""
         return self.checkpoints / f"{folder_name(step)}.samples"
 
     def check(self, loaded: Loaded, *, resume: bool) -> None:
@@ -107,13 +108,8 @@ class RunDir(RunFiles):
         """
         self._refuse_state(loaded, resume)
         self._refuse_unwritable(loaded)
-        if self.lock_path.is_file():
-            with writing(self.lock_path):
-                lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
-                self._take(lock)
-                os.close(lock)
-        if resume:
-            check_same_run(load_recipe(self.recipe), loaded)
+        with RunDir(self.path) as trial:
+            trial.open(loaded, resume=resume)
 
     def open(self, loaded: Loaded, *, resume: bool) -> None:
         """Take the folder for this process until ``close`` or its end. Raises as ``check`` does."""
@@ -151,7 +147,7 @@ class RunDir(RunFiles):
 
     @contextmanager
     def telling(self) -> Iterator[RunDir]:
-        """The line of an error in this block that cuts a run off also says how the run goes on.
+        """Add to the line of an error that cuts the run off in this block how the run goes on.
 
         Raises:
             CutOffError: also for errors that a full disk is behind.
@@ -165,19 +161,19 @@ class RunDir(RunFiles):
             raise self.with_cure(cut_off) from error
 
     def with_cure(self, error: CutOffError) -> CutOffError:
-        """The error of a run that was cut off, with what to do then."""
+        """Return the error of a run that was cut off, with ``cure``."""
         return CutOffError(f"{error}; {self.cure()}")
 
     def cure(self) -> str:
-        """What to do after a run in here was cut off."""
+        """Return what to do after a run in this folder was cut off."""
         return "go on with --resume" if self.recipe.is_file() else "start again"
 
     def write_recipe(self, loaded: Loaded) -> None:
-        """Keep the resolved recipe; from now on the folder holds a run."""
+        """Write the resolved recipe; from then on the folder holds a run."""
         write_text(self.recipe, dump(loaded))
 
     def log_launch(self, line: str) -> None:
-        """What this node's launcher has told at its end, for those who do not see its terminal; if there is a run."""
+        """Write the last line of this node's launcher to its log, if there is a run."""
         if not self.recipe.is_file():
             return
         path = self.logs_here / "launcher.log"
@@ -187,40 +183,33 @@ class RunDir(RunFiles):
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
     def close(self) -> None:
-        """Give the folder back, and remove it if nothing was written."""
+        """Unlock the folder, and remove it if nothing was written."""
         if self._lock is not None:
             self.lock_path.unlink()
-        if self._made and not self.recipe.is_file():
-            self._remove_empty_logs()
-        for folder in self._made:  # the deepest first, up to one that is gone or holds something
-            if not folder.is_dir() or any(folder.iterdir()):
-                break
-            folder.rmdir()
+        if self._made:
+            self.discard_if_unused()
+        for folder in self._made:
+            with suppress(OSError):  # it holds something, or is gone
+                folder.rmdir()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def _remove_empty_logs(self) -> None:
-        for path in self.logs.glob(f"*/{START_FILE}"):
+    def discard_if_unused(self) -> None:
+        """Remove a folder without a run: one that holds at most empty logs, a request to stop, and the lock of a
+        process that was killed before it could close the folder."""
+        if not self.path.is_dir() or self.recipe.is_file():
+            return
+        empty = [path for path in self.logs.glob("*/*.log") if path.stat().st_size == 0]
+        for path in (*self.logs.glob(f"*/{START_FILE}"), *empty):
             path.unlink()
-        for path in self.logs.glob("*/*.log"):
-            if path.stat().st_size == 0:
-                path.unlink()
         for folder in (*self.logs.glob("*"), self.logs):
             with suppress(OSError):  # it holds something, or is not there
                 folder.rmdir()
-
-    def discard_if_unused(self) -> None:
-        """Remove a folder that holds nothing but the lock of a writer that is gone (killed before it could close),
-        empty logs of ranks that began them after rank 0 had closed, and a request that nobody heeds any more."""
-        if not self.path.is_dir() or self.recipe.is_file():
-            return
-        self._remove_empty_logs()
-        if {entry.name for entry in self.path.iterdir()} - {".lock", self.stop.name}:
-            return
-        for path in (self.lock_path, self.stop):
-            path.unlink(missing_ok=True)
-        self.path.rmdir()
+        if not {entry.name for entry in self.path.iterdir()} - {self.lock_path.name, self.stop.name}:
+            for path in (self.lock_path, self.stop):
+                path.unlink(missing_ok=True)
+            self.path.rmdir()
 
     def __enter__(self) -> RunDir:
         return self
@@ -243,14 +232,11 @@ class RunDir(RunFiles):
             raise UserError(f"{where}: {shown} is not empty: add --resume, or set another run_dir")
 
     def _refuse_unwritable(self, loaded: Loaded) -> None:
-        """Write where the run will: the folder or the nearest one above it, and what an earlier start made."""
+        """Try to write where the run will: the folder or the nearest one above it, and what an earlier start made."""
         folders = [_nearest(self.path), *filter(Path.is_dir, (self.checkpoints, self.logs, self.tensorboard))]
         try:
             for folder in folders:
-                with writing(folder), tempfile.TemporaryFile(dir=folder) as file:
-                    file.write(bytes(PROBE_BYTES))
-                    file.flush()
-                    os.fsync(file.fileno())
+                try_to_write(folder)
             for path in filter(Path.is_file, (self.metrics, self.validation)):
                 with writing(path):
                     os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
@@ -258,7 +244,7 @@ class RunDir(RunFiles):
             raise WriteRefusedError(f"{loaded.where('run_dir')}: {shown_path(self.path)!r}: {error}") from error
 
     def is_held(self) -> bool:
-        """Whether a process has taken the folder. The file alone says nothing: a process that was killed leaves it."""
+        """Return whether a process holds the lock; its file alone may be that of a process that was killed."""
         try:
             lock = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -272,7 +258,7 @@ class RunDir(RunFiles):
             os.close(lock)
 
     def _take(self, lock: int) -> None:
-        """Lock the open file; where another process holds it, close it and raise ``UserError``."""
+        """Lock the open file. If another process holds the lock, close the file and raise ``UserError``."""
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
@@ -289,22 +275,26 @@ class RunDir(RunFiles):
                 time.sleep(0.05)
 
 
+def try_to_write(folder: Path) -> None:
+    """Write a file's worth of bytes into ``folder``, and take them back. ``WriteRefusedError`` where it cannot be."""
+    with writing(folder), tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(PROBE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def folder_name(step: int) -> str:
-    """Name of the folder of the checkpoint after ``step``."""
+    """Return the name of the folder of the checkpoint after ``step``."""
     return f"step_{step:08d}"
 
 
 def is_step_name(name: str) -> bool:
-    """Whether ``folder_name`` gives this name for some step."""
+    """Return whether ``folder_name`` gives this name for some step."""
     return re.fullmatch(r"step_([0-9]{8}|[1-9][0-9]{8,17})", name) is not None
 
 
 def _require_possible(path: Path) -> None:
-    """There can be a folder of this name with a run in it, and this process may look whether there is.
-
-    Raises:
-        UserError: no.
-    """
+    """Raise ``UserError`` where there can be no folder of this name with a run in it, or this process may not look."""
     shown = f"run_dir {shown_path(path)!r}"
     try:
         name = str(path.absolute()).encode()
@@ -323,7 +313,7 @@ def _require_possible(path: Path) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """``path``, or what there is nearest above it."""
+    """Return ``path``, or the nearest existing path above it."""
     place = path.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -331,7 +321,7 @@ def _nearest(path: Path) -> Path:
 
 
 def check_same_run(stored: Loaded, given: Loaded) -> None:
-    """A resumed run keeps every key that decides what is learned (all but ``CHANGEABLE_ON_RESUME``).
+    """Check that a resumed run keeps every key that decides what is learned (all but ``CHANGEABLE_ON_RESUME``).
 
     Raises ``UserError`` that lists the keys with both values.
     """
@@ -350,10 +340,10 @@ def check_same_run(stored: Loaded, given: Loaded) -> None:
 
 
 def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Part by part, as a name may hold dots; ``*`` stands for one part, at the end for the rest."""
+    """Match part by part, as a name may hold dots; ``*`` stands for one part, at the end for the rest."""
     if len(path) < len(pattern) or (pattern[-1] != "*" and len(path) > len(pattern)):
         return False
-    return all(want in ("*", part) for want, part in zip(pattern, path, strict=False))
+    return all(expected in ("*", part) for expected, part in zip(pattern, path, strict=False))
 
 
 def _shown(value: Any) -> str:

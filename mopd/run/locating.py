@@ -1,4 +1,5 @@
-"""Names of the Hub in a recipe become local folders and files: fetched once on each machine, at one commit for all."""
+"""The replacement of a recipe's names of the Hub by local folders and files. Each machine fetches them once, all at one
+commit."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from mopd.config.schema import Recipe
 from mopd.data.hub.names import HubName, hub_data, hub_model
 
 MAX_NAMES = 500
-"""Names of the Hub in one recipe."""
+"""Most names of the Hub in one recipe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """One name of the Hub."""
+class HubEntry:
+    """A name of the Hub in a recipe."""
 
     key: str
     """Where it stands in the recipe: ``student.model``, ``data.train[0]``."""
@@ -32,10 +33,15 @@ class Wanted:
     kind: Literal["model", "data"]
     with_weights: bool = True
 
+    @property
+    def local(self) -> str:
+        """What it would be on this machine: a folder or a file."""
+        return "folder" if self.kind == "model" else "file"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Located:
-    """What the names of a recipe stand for on this machine."""
+    """The local paths and commits of a recipe's names of the Hub."""
 
     paths: Mapping[str, Sequence[str]]
     """Name, as it is written -> its folder, or its files."""
@@ -43,7 +49,7 @@ class Located:
     """Key of the recipe -> the name at the commit that was fetched."""
 
     def path(self, model: str) -> str:
-        """The folder of ``student.model`` or of a teacher's."""
+        """Return the folder of a ``model`` of the recipe."""
         return self.paths[model][0] if model in self.paths else model
 
 
@@ -60,86 +66,73 @@ def locate(
     Raises:
         UserError: file, key, both readings of the name and the cure.
     """
-    wanted = [one for one in _wanted(loaded, further_models) if only in (None, one.key)]
-    if not wanted:
+    entries = [one for one in _hub_entries(loaded, further_models) if only in (None, one.key)]
+    if not entries:
         return Located(paths={}, commits={})
-    if len(wanted) > MAX_NAMES:
-        raise UserError(f"{loaded.path}: names {len(wanted)} models and data sets of the Hub: name at most {MAX_NAMES}")
-    return _fetch(wanted if commits is None else _pinned(wanted, commits))
+    if len(entries) > MAX_NAMES:
+        raise UserError(
+            f"{loaded.path}: names {len(entries)} models and data sets of the Hub: name at most {MAX_NAMES}"
+        )
+    return _fetch(entries if commits is None else [_pinned(one, commits) for one in entries])
 
 
 def apply(loaded: Loaded, located: Located) -> Loaded:
-    """``loaded.recipe`` with local paths; ``loaded.named`` stays as it is."""
-    return dataclasses.replace(
-        loaded, recipe=_with_paths(loaded.recipe, located), located=located.paths, commits=located.commits
-    )
+    """Return ``loaded`` with local paths in ``recipe``; ``named`` stays as it is."""
+    recipe = _replaced(loaded.recipe, located.path, lambda text: located.paths.get(text, [text]))
+    return dataclasses.replace(loaded, recipe=recipe, located=located.paths, commits=located.commits)
 
 
 def unpinned(recipe: Recipe) -> Recipe:
-    """``recipe`` without the revisions of its names: which commit they mean is told by the run's ``manifest.json``."""
+    """Return ``recipe`` without the revisions of its names: the run's ``manifest.json`` holds their commits."""
 
-    def model(text: str) -> str:
-        name = hub_model(text)
+    def without_revision(text: str, name: HubName | None) -> str:
         return text if name is None else str(dataclasses.replace(name, revision=None))
 
-    def data(text: str) -> list[str]:
-        name = hub_data(text)
-        return [text if name is None else str(dataclasses.replace(name, revision=None))]
+    return _replaced(
+        recipe,
+        lambda text: without_revision(text, hub_model(text)),
+        lambda text: [without_revision(text, hub_data(text))],
+    )
 
-    return _replaced(recipe, model, data)
 
-
-def _wanted(loaded: Loaded, further_models: Mapping[str, str]) -> Iterator[Wanted]:
+def _hub_entries(loaded: Loaded, further_models: Mapping[str, str]) -> Iterator[HubEntry]:
     recipe = loaded.recipe
-    models: list[tuple[tuple[str, ...], str, bool]] = [(("student",), recipe.student.model, True)]
+    models = [("student.model", loaded.where("student", "model"), recipe.student.model, True)]
     for name, teacher in recipe.teachers.items():
         # A stock server has the weights; here its tokenizer is enough.
         placement = teacher.placement
         is_elsewhere = isinstance(placement, ExternalConfig) and placement.protocol == "openai"
-        models.append((("teachers", name), teacher.model, not is_elsewhere))
-    for path, text, with_weights in models:
-        found = hub_model(text)
-        if found is not None:
-            yield Wanted(
-                key=dotted((*path, "model")),
-                where=loaded.where(*path, "model"),
-                text=text,
-                name=found,
-                kind="model",
-                with_weights=with_weights,
-            )
-    for option, text in further_models.items():
-        found = hub_model(text)
-        if found is not None:
-            yield Wanted(key=option, where=option, text=text, name=found, kind="model")
+        path = ("teachers", name, "model")
+        models.append((dotted(path), loaded.where(*path), teacher.model, not is_elsewhere))
+    models += [(option, option, text, True) for option, text in further_models.items()]
+    for key, where, text, with_weights in models:
+        hub_name = hub_model(text)
+        if hub_name is not None:
+            yield HubEntry(key=key, where=where, text=text, name=hub_name, kind="model", with_weights=with_weights)
     for split, entries in (("train", recipe.data.train), ("validation", recipe.data.validation)):
         for i, file in enumerate(recipe.data.files(entries)):
-            found = hub_data(file.path)
-            if found is not None:
+            hub_name = hub_data(file.path)
+            if hub_name is not None:
                 where = f"{loaded.where('data', split)}[{i}]"
-                yield Wanted(key=f"data.{split}[{i}]", where=where, text=file.path, name=found, kind="data")
+                yield HubEntry(key=f"data.{split}[{i}]", where=where, text=file.path, name=hub_name, kind="data")
 
 
-def _pinned(wanted: Sequence[Wanted], commits: Mapping[str, str]) -> list[Wanted]:
-    """What another machine fetches: the commits that the first one found.
+def _pinned(entry: HubEntry, commits: Mapping[str, str]) -> HubEntry:
+    """Return the entry at the commit that node 0 has found.
 
     Raises:
-        UserError: the first one has a folder or file of that name.
+        UserError: node 0 has a folder or file of that name.
     """
-    for one in wanted:
-        if one.key not in commits:
-            here = "folder" if one.kind == "model" else "file"
-            raise UserError(
-                f"{one.where}: {one.text!r} is a {here} on node 0 and none on this node, where it would be a name of "
-                "the Hub: let all nodes see it, and start them in one working directory"
-            )
-    return [
-        dataclasses.replace(one, name=one.name.at(commits[one.key].partition("@")[2].partition(":")[0]))
-        for one in wanted
-    ]
+    if entry.key not in commits:
+        raise UserError(
+            f"{entry.where}: {entry.text!r} is a {entry.local} on node 0 and none on this node, where it would be a "
+            "name of the Hub: let all nodes see it, and start them in one working directory"
+        )
+    commit = commits[entry.key].partition("@")[2].partition(":")[0]
+    return dataclasses.replace(entry, name=entry.name.at(commit))
 
 
-def _fetch(wanted: Sequence[Wanted]) -> Located:
+def _fetch(entries: Sequence[HubEntry]) -> Located:
     from huggingface_hub import constants  # heavy, and most recipes never come here
 
     from mopd.data.hub.fetch import Fetched, fetch_data, fetch_model
@@ -147,28 +140,23 @@ def _fetch(wanted: Sequence[Wanted]) -> Located:
     paths: dict[str, Sequence[str]] = {}
     commits: dict[str, str] = {}
     known: dict[tuple[str, HubName, bool], Fetched] = {}
-    for one in wanted:
+    for one in entries:
         key = (one.kind, one.name, one.with_weights)
         try:
             if key not in known:
                 is_model = one.kind == "model"
                 known[key] = fetch_model(one.name, with_weights=one.with_weights) if is_model else fetch_data(one.name)
         except UserError as error:
-            here = "folder" if one.kind == "model" else "file"
             raise UserError(
-                f"{one.where}: {one.text!r} is no {here} here, and on the Hub ({constants.ENDPOINT}) {error}"
+                f"{one.where}: {one.text!r} is no {one.local} here, and on the Hub ({constants.ENDPOINT}) {error}"
             ) from error
         paths[one.text] = known[key].paths
         commits[one.key] = str(one.name.at(known[key].commit))
     return Located(paths=paths, commits=commits)
 
 
-def _with_paths(recipe: Recipe, located: Located) -> Recipe:
-    return _replaced(recipe, located.path, lambda text: located.paths.get(text, [text]))
-
-
 def _replaced(recipe: Recipe, model: Callable[[str], str], data: Callable[[str], Sequence[str]]) -> Recipe:
-    """With each model's and data entry's text replaced; an entry may become several."""
+    """Replace each model's and data entry's text; a data entry may become several."""
 
     def entries(given: Sequence[str | DataFileConfig]) -> tuple[Any, ...]:
         return tuple(

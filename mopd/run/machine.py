@@ -1,5 +1,5 @@
-"""What a run runs on, kept in its folder for its report and compared between its nodes: hardware and packages, no name
-of a host or folder."""
+"""The hardware and packages that a run uses, kept in its folder for its report and compared between its nodes. No name
+of a host or folder is among them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ PACKAGES = (
     "torchvision",
     "pillow",
 )
-"""Those that decide numbers or speed, beside torch; an absent one is left out. Ranks with a vision tower make their
-own pixels, by torchvision and Pillow."""
+"""Packages that decide numbers or speed, beside torch. Ranks with a vision tower make their own pixels, by torchvision
+and Pillow."""
 _COMPARED_TOO = re.compile(
     r"transformer-engine-|flash-attn|flash-linear-attention$|flash-mla$|flashinfer|causal-conv1d$|mamba-ssm$|deep-ep$|"
     r"emerging-optimizers$|fast-hadamard-transform$|grouped-gemm$|nv-grouped-gemm$|einops$|"
     r"nvidia-(cublas|cudnn|cufft|curand|cusolver|cusparse|cuda-(runtime|nvrtc|cupti)|nccl|nvjitlink|nvshmem|cutlass)"
 )
-"""Further names, normalized: what Megatron and TransformerEngine take where it is installed, and the libraries that
-come with torch, which a package may replace by others."""
+"""Further packages by normalized name: what Megatron and TransformerEngine use where it is installed, and the libraries
+that come with torch, which a package may replace by others."""
 _EXTENSIONS = (
     "amp_C",
     "fused_layer_norm_cuda",
@@ -57,27 +57,28 @@ _EXTENSIONS = (
 
 
 def describe_machine() -> dict[str, Any]:
-    """Content of ``machine.json``: ``gpus`` (names), ``cpu``, ``num_cores``, ``memory_gib`` of this machine, and the
-    versions of ``packages``."""
+    """Return the content of ``machine.json``: ``gpus`` (names), ``cpu``, ``num_cores``, ``memory_gib`` of this machine,
+    and the versions of ``packages``."""
     return {
         "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
         "cpu": _cpu_name(),
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "num_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "packages": _packages(),
     }
 
 
 def package_versions() -> dict[str, str]:
-    """Package or library -> version, as nodes compare them: what chooses or computes a rank's numbers. ``mopd`` comes
-    with a hash of its source; what is absent is left out."""
+    """Return package or library -> version, as nodes compare them: what chooses or computes a rank's numbers. ``mopd``
+    comes with a hash of its source; what is absent is left out."""
+    extensions = {f"module {name}": "present" for name in _EXTENSIONS if importlib.util.find_spec(name) is not None}
     driver = {"driver": version} if (version := driver_version()) is not None else {}
     own = {"mopd": f"{mopd.__version__} ({_hash_of_source()})"}
-    return _packages() | _further_packages() | _extensions() | _cuda_libraries() | own | driver
+    return _packages() | _further_packages() | extensions | _cuda_libraries() | own | driver
 
 
 def kinds_of_gpus(num_ranks: int) -> str:
-    """Names of the GPUs that ``num_ranks`` trainer ranks take on this machine, each once."""
+    """Return the names of the GPUs that ``num_ranks`` trainer ranks take on this machine, each once."""
     names = {torch.cuda.get_device_name(number) for number in range(min(num_ranks, torch.cuda.device_count()))}
     return ", ".join(sorted(names)) or "none"
 
@@ -102,12 +103,8 @@ def _further_packages() -> dict[str, str]:
     return found
 
 
-def _extensions() -> dict[str, str]:
-    return {f"module {name}": "present" for name in _EXTENSIONS if importlib.util.find_spec(name) is not None}
-
-
 def _cuda_libraries() -> dict[str, str]:
-    """CUDA as torch was built for it, cuDNN and NCCL as they are loaded here; empty for a CPU build."""
+    """Return versions of CUDA as torch was built for it, of cuDNN and NCCL as they are loaded; empty on a CPU build."""
     if torch.version.cuda is None:
         return {}
     found = {"CUDA": torch.version.cuda, "cuDNN": str(torch.backends.cudnn.version())}
@@ -117,7 +114,7 @@ def _cuda_libraries() -> dict[str, str]:
 
 
 def _hash_of_source() -> str:
-    """Two checkouts of one version may differ."""
+    """Hash the package's source: two checkouts of one version may differ."""
     root = Path(mopd.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -126,9 +123,7 @@ def _hash_of_source() -> str:
 
 
 def _cpu_name() -> str:
-    """``AMD EPYC 9B14``; empty where the system does not say."""
-    if not os.path.isfile("/proc/cpuinfo"):
-        return platform.processor()
+    """Return the CPU's name (``AMD EPYC 9B14``); empty where the system has none."""
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+        names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(names, platform.processor())

@@ -1,4 +1,4 @@
-"""Hashes of the models of a run, kept in its folder and compared at resume and with what the servers say."""
+"""Hashes of the models of a run, kept in its folder and compared at resume and with what the servers report."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ from mopd.engines.replicas.identity import PROBE_TOKENS
 from mopd.report.run_files import CURE
 
 NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
-"""Places of a weight file that nodes compare besides both ends of each of its tensors."""
+"""Number and size of the samples of a weight file that nodes compare besides both ends of each of its tensors."""
 SAMPLE_THREADS = 16
-"""A network file system answers many small reads at a time; a model of experts has a hundred thousand tensors."""
+"""Threads that read samples: a network file system answers many small reads at a time, and a model of experts has a
+hundred thousand tensors."""
 CACHE_FILE = Path("~/.cache/mopd/weight_hashes.json")
 FINGERPRINTS = "fingerprints"
-"""Key of ``manifest.json`` beside those of the models: scores on a fixed probe, by ``teachers.NAME``."""
+"""Key of ``manifest.json`` for scores on a fixed probe, by ``teachers.NAME``."""
 COMMITS = "commits"
-"""Another: what the recipe's names of the Hub stood for, by key of the recipe."""
+"""Key of ``manifest.json`` for the recipe's names of the Hub at their commits, by key of the recipe."""
 
 
 def has_own_weights(teacher: TeacherConfig) -> bool:
-    """Whether the teacher's folder holds its weights; only a stock server's may lack them."""
+    """Return whether the teacher's folder holds its weights; only a stock server's may lack them."""
     if not (isinstance(teacher.placement, ExternalConfig) and teacher.placement.protocol == "openai"):
         return True
     return any(Path(teacher.model).glob("*.safetensors"))
 
 
 def hash_cache() -> Path | None:
-    """Digests by (path, size, modification time): a start does not read hundreds of gigabytes again. ``None`` for a
-    user without a home folder."""
+    """Return the file of digests by (path, size, modification time), so that a start does not read hundreds of
+    gigabytes again. ``None`` for a user without a home folder."""
     try:
         return CACHE_FILE.expanduser()
     except RuntimeError:
@@ -53,7 +54,7 @@ def hash_cache() -> Path | None:
 
 
 def make_manifests(recipe: Recipe) -> dict[str, Manifest]:
-    """Manifest of ``student`` and of each ``teachers.NAME``."""
+    """Return the manifests of ``student`` and of each ``teachers.NAME``."""
     cache = hash_cache()
     manifests = {"student": make_manifest(Path(recipe.student.model), cache_file=cache)}
     for name, teacher in recipe.teachers.items():
@@ -66,16 +67,14 @@ def make_manifests(recipe: Recipe) -> dict[str, Manifest]:
 def write_manifests(
     path: Path, manifests: Mapping[str, Manifest], fingerprints: Mapping[str, Any], commits: Mapping[str, str]
 ) -> None:
-    """Keep them in the run folder."""
+    """Write ``manifest.json`` of the run folder."""
     content: dict[str, Any] = {key: asdict(manifest) for key, manifest in manifests.items()}
-    for key, value in ((FINGERPRINTS, fingerprints), (COMMITS, commits)):
-        if value:
-            content[key] = dict(value)
-    write_json(path, content)
+    more = {FINGERPRINTS: dict(fingerprints), COMMITS: dict(commits)}
+    write_json(path, content | {key: value for key, value in more.items() if value})
 
 
 def read_fingerprints(path: Path) -> dict[str, Any]:
-    """Fingerprints by ``teachers.NAME``; empty for a run without any. Raises ``UserError`` as ``check_unchanged``."""
+    """Return the fingerprints by ``teachers.NAME``; empty for a run without any. Raises as ``check_unchanged``."""
     return _read(path)[1]
 
 
@@ -114,37 +113,36 @@ def check_unchanged(path: Path, current: Mapping[str, Manifest]) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Manifest], dict[str, Any], dict[str, str]]:
-    """The models' manifests by key, the fingerprints by ``teachers.NAME``, and the commits by key of the recipe."""
+    """Return manifests by key of the model, fingerprints by ``teachers.NAME``, commits by key of the recipe."""
     data = read_json_object(path, cure=CURE)
     fingerprints, commits = data.pop(FINGERPRINTS, {}), data.pop(COMMITS, {})
     names = {field.name for field in fields(Manifest)}
     for key, value in data.items():
-        is_manifest = (
-            isinstance(value, dict) and value.keys() == names and all(isinstance(v, str) for v in value.values())
-        )
-        if not is_manifest:
+        if not _is_text(value) or value.keys() != names:
             raise UserError(
                 f"{shown_path(path)}: {key[:80]!r} does not hold {', '.join(sorted(names))} as text: {CURE}"
             )
     if not isinstance(fingerprints, dict) or not all(map(_is_fingerprint, fingerprints.values())):
         raise UserError(f"{shown_path(path)}: {FINGERPRINTS!r} holds what is no score of the probe: {CURE}")
-    if not isinstance(commits, dict) or not all(isinstance(name, str) for name in commits.values()):
+    if not _is_text(commits):
         raise UserError(f"{shown_path(path)}: {COMMITS!r} holds what are no names of the Hub: {CURE}")
     return {key: Manifest(**value) for key, value in data.items()}, fingerprints, commits
 
 
+def _is_text(value: Any) -> bool:
+    """Return whether a JSON value is an object of texts."""
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
 def _is_fingerprint(value: Any) -> bool:
-    if not isinstance(value, dict) or type(value.get("vocab_size")) is not int:
-        return False
-    scores = value.get("token_logprobs")
-    return (
-        isinstance(scores, list) and len(scores) == PROBE_TOKENS - 1 and all(type(score) is float for score in scores)
-    )
+    scores = value.get("token_logprobs") if isinstance(value, dict) else None
+    are_scores = isinstance(scores, list) and [type(score) for score in scores] == [float] * (PROBE_TOKENS - 1)
+    return are_scores and type(value.get("vocab_size")) is int
 
 
 def glimpse(folder: Path) -> dict[str, str]:
-    """Digest of each file that trainer ranks read of the student's folder, for nodes to compare before they load it.
-    A weight file's is of its header, of both ends of each tensor and of samples all over it; the others' of the whole.
+    """Return a digest of each file that trainer ranks read of the student's folder, for nodes to compare before they
+    load it: of a weight file's header, both ends of each tensor and samples all over it, of the whole of other files.
     Empty where there is no such folder.
 
     Raises:

@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on, and what becomes of those that were written after it."""
+"""The checkpoint that a run goes on from, those that were written after it, and the count of automatic starts."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ logger = logging.getLogger(__name__)
 MAX_NAMED = 10
 ASIDE = ".aside"
 MAX_STARTS = 3
-"""In a row that add no checkpoint: after them ``--resume=auto`` does not try again."""
+"""Starts in a row that may add no checkpoint; after them ``--resume=auto`` does not try again."""
 MAX_ATTEMPTS_BYTES, MAX_LAST = 2**16, 2**12
 FORGET = "remove the file"
 
 
 def choose(run: RunDir, recipe: Recipe, *, wanted: str | None) -> Path | None:
-    """The complete checkpoint that a resumed run goes on from: ``wanted`` (``step_100``, as ``--from`` takes it), else
-    the newest; ``None`` when there is none at all and none was wanted.
+    """Return the complete checkpoint that a resumed run goes on from: ``wanted`` (``step_100``, from ``--from``),
+    else the newest; ``None`` when there is none at all and none was wanted.
 
     Raises:
         UserError: ``wanted`` is not there, or ``schedule.steps`` is below what is done.
     """
     steps = complete_steps(run.checkpoints)
     if wanted is not None:
-        return run.checkpoint(_wanted_step(run, recipe, steps, wanted))
+        return _wanted_checkpoint(run, recipe, steps, wanted)
     if steps and steps[-1] > recipe.schedule.steps:
         earlier = [step for step in steps if step <= recipe.schedule.steps]
         back = f", or go back with --from {folder_name(earlier[-1])}" if earlier else ""
@@ -50,7 +50,7 @@ def choose(run: RunDir, recipe: Recipe, *, wanted: str | None) -> Path | None:
 
 
 def check_files(run: RunDir) -> None:
-    """Read what the run has written beside its checkpoints, as a resumed run will: damage is told before ranks start.
+    """Read what the run has written beside its checkpoints, as a resumed run will, to report damage before ranks start.
 
     Raises:
         UserError: names the file.
@@ -66,7 +66,7 @@ def check_files(run: RunDir) -> None:
 
 
 def older_ones(run: RunDir, start: Path) -> str:
-    """What to add to the error of a ``start`` that cannot be read: the complete checkpoints before it."""
+    """Return the end of the error line for a ``start`` that cannot be read: the complete checkpoints before it."""
     before = [step for step in complete_steps(run.checkpoints) if folder_name(step) < start.name]
     if not before:
         return ""
@@ -81,13 +81,13 @@ class Progress:
     prompts: Mapping[str, Any]
     """Position of the prompt stream."""
     ledger: Mapping[str, Any] | None
-    """Prompts that were admitted and not trained on; ``None``: version 0.2, which had none."""
+    """Prompts that were admitted and not trained on; ``None`` in checkpoints of version 0.2."""
     samples: str | None
     """Hash of the finished samples beside the checkpoint, where the data plane saved them."""
 
 
 def progress_of(start: Path, state: Mapping[str, Any], *, weight_version: int) -> Progress:
-    """What the ``state`` of the checkpoint ``start`` says.
+    """Check and return the progress in the ``state`` of the checkpoint ``start``.
 
     Raises:
         UserError: the state is not what a run saves, or of another step than its weights or the folder's name.
@@ -104,8 +104,8 @@ def progress_of(start: Path, state: Mapping[str, Any], *, weight_version: int) -
 
 
 def set_aside(run: RunDir, *, after_step: int) -> None:
-    """Rename the complete checkpoints of later steps: the run writes them anew, and a second ``--resume`` must not take
-    them for its own. Nothing is lost; whoever needs the space deletes ``step_N.aside``."""
+    """Rename the complete checkpoints of later steps to ``step_N.aside``: the run writes them anew, and a second
+    ``--resume`` must not take the old ones for its own. The user may delete them."""
     for step in complete_steps(run.checkpoints):
         if step > after_step:
             path = run.checkpoint(step)
@@ -118,7 +118,7 @@ def set_aside(run: RunDir, *, after_step: int) -> None:
 
 
 def check_layout(run: RunDir) -> None:
-    """What a run would only meet when it reads or writes it: a folder or pipe in a file's place, a file in a folder's.
+    """Refuse a folder or pipe in a file's place, and a file in a folder's, before the run reads or writes there.
 
     Raises:
         UserError: names the path.
@@ -139,7 +139,7 @@ def check_layout(run: RunDir) -> None:
 
 
 def read_attempts(run: RunDir) -> tuple[int, str | None, str]:
-    """Starts by ``--resume=auto`` since the newest checkpoint, and how the last one ended.
+    """Return the starts by ``--resume=auto`` since the newest checkpoint, that checkpoint, and how the last one ended.
 
     Raises:
         UserError: the file is none that ``count_start`` writes.
@@ -157,7 +157,7 @@ def _newest(run: RunDir) -> str | None:
 
 
 def count_start(run: RunDir) -> None:
-    """One start more by ``--resume=auto``.
+    """Count one start more by ``--resume=auto``.
 
     Raises:
         UserError: the last ``MAX_STARTS`` have added no checkpoint; says how the last one ended.
@@ -179,8 +179,8 @@ def _write_attempts(run: RunDir, starts: int, last: str) -> None:
 
 
 def note_end(run: RunDir, line: str, *, is_users: bool = False) -> None:
-    """How the start that ``count_start`` counted has ended; an empty line: well, and nothing is counted any more.
-    ``is_users``: a person ended it, and it counts no more."""
+    """Record how the start that ``count_start`` counted has ended. An empty ``line`` (it ended well) forgets the count;
+    a start that a person ended (``is_users``) does not count."""
     starts = read_attempts(run)[0] - is_users if line and run.attempts.exists() else 0
     if starts > 0:
         _write_attempts(run, starts, line)
@@ -188,18 +188,17 @@ def note_end(run: RunDir, line: str, *, is_users: bool = False) -> None:
         run.attempts.unlink(missing_ok=True)
 
 
-def _wanted_step(run: RunDir, recipe: Recipe, steps: list[int], wanted: str) -> int:
+def _wanted_checkpoint(run: RunDir, recipe: Recipe, steps: list[int], wanted: str) -> Path:
     digits = wanted.removeprefix("step_")
-    step = int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 18 else None
+    step = int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 18 else -1
     if step not in steps:
         there = f"complete are {_listed(steps)}" if steps else "there is none"
         raise UserError(f"--from {wanted[:80]}: no complete checkpoint in {shown_path(run.checkpoints)}: {there}")
-    assert step is not None
     if step > recipe.schedule.steps:
         raise UserError(
             f"--from {wanted}: schedule.steps is {recipe.schedule.steps}: raise it, or name an earlier step"
         )
-    return step
+    return run.checkpoint(step)
 
 
 def _listed(steps: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""How a run does, as its folder tells: whether anybody works in it, how far it is, who answers for it."""
+"""The status of a run, from its folder: its state and progress, its checkpoints and its registered servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mopd.run.stopping import stop_requested
 from mopd.serving.registration import read_registrations
 
 SILENT_S = 30.0
-"""A registered server writes its file anew every two seconds."""
+"""Seconds after which a registered server counts as gone; it writes its file anew every two seconds."""
 State = Literal["starts", "runs", "stops", "has ended", "is done", "has not begun"]
 
 
@@ -29,17 +29,17 @@ class RegisteredServer:
     url: str
     host: str
     silent_s: float
-    """Since its file was written."""
+    """Seconds since its file was written."""
 
     @property
     def is_alive(self) -> bool:
-        """It writes."""
+        """Whether it still writes its file."""
         return self.silent_s < SILENT_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
-    """What the folder of a run tells."""
+    """The status of a run."""
 
     run: str
     state: State
@@ -48,16 +48,16 @@ class RunStatus:
     """``schedule.steps``; ``None`` before the run has begun."""
     last_step_age_s: float | None
     checkpoints: tuple[int, ...]
-    """Steps of the complete ones."""
+    """Steps of the complete checkpoints."""
     stop: str | None
-    """Who asked for the end."""
+    """Origin of a request to stop, if there is one."""
     starts: int | None
-    """By ``--resume=auto`` since the newest checkpoint."""
+    """Starts by ``--resume=auto`` since the newest checkpoint."""
     servers: tuple[RegisteredServer, ...]
 
 
 def status_of(path: Path) -> RunStatus:
-    """Look once. ``UserError`` where no run is or begins, or a file is damaged."""
+    """Read the status. ``UserError`` where no run is or begins, or a file is damaged."""
     run = RunDir(path)
     is_held = run.is_held()
     marks = (run.recipe, run.stop, run.attempts, run.path / "job")
@@ -80,13 +80,9 @@ def status_of(path: Path) -> RunStatus:
         last_step_age_s=round(time.time() - run.metrics.stat().st_mtime, 1) if records else None,
         checkpoints=tuple(complete_steps(run.checkpoints)),
         stop=stop,
-        starts=_starts(run),
+        starts=read_attempts(run)[0] if run.attempts.is_file() else None,
         servers=tuple(_servers(run, tree)),
     )
-
-
-def _starts(run: RunDir) -> int | None:
-    return read_attempts(run)[0] if run.attempts.is_file() else None
 
 
 def _servers(run: RunDir, tree: dict[str, Any]) -> list[RegisteredServer]:
@@ -94,10 +90,7 @@ def _servers(run: RunDir, tree: dict[str, Any]) -> list[RegisteredServer]:
     now = time.time()
     return [
         RegisteredServer(
-            group=key,
-            url=server.url,
-            host=server.host,
-            silent_s=round(max(0.0, now - file.stat().st_mtime), 1),
+            group=key, url=server.url, host=server.host, silent_s=round(max(0.0, now - file.stat().st_mtime), 1)
         )
         for key in keys
         for file, server in read_registrations(run.replicas, key).servers.items()

@@ -1,4 +1,4 @@
-"""The one door for the wish to end a run before its last step: a file in its folder, which anybody may write who can.
+"""The request to end a run before its last step: a file in its folder, which every process that can may write.
 
 ``mopd stop``, SIGTERM to ``mopd train`` and a job's script write it, on whichever node; rank 0 reads it at the end of
 each step and inside every wait. A start of the run removes it.
@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.writing import write_json, writing
@@ -38,30 +39,33 @@ def request_stop(run_path: Path, by: str, *, is_users: bool = False) -> None:
 
 
 def stop_requested(run_path: Path) -> str | None:
-    """Who asks for the run's end; ``None`` when nobody does. Any file of this name is a request, whatever it holds."""
+    """Return the origin of a request to end the run; ``None`` without one. Any file of this name is a request."""
+    record = _request(run_path)
+    if record is None:
+        return None
+    by = record.get("by")
+    return one_line(by)[:MAX_SHOWN] if isinstance(by, str) else "the file stop"
+
+
+def is_users_stop(run_path: Path) -> bool:
+    """Return whether a person asked for the run's end: by ``mopd stop``, or ``touch RUN/stop``."""
+    record = _request(run_path)
+    return record is not None and record.get("is_users") is not False
+
+
+def _request(run_path: Path) -> dict[str, Any] | None:
+    """Return the request, empty where the file holds none, as after ``touch RUN/stop``; ``None`` without a file."""
     path = RunFiles(run_path).stop
     if not os.path.lexists(path):
         return None
     try:
-        by = read_json_object(path, cure="", max_bytes=MAX_BYTES).get("by")
-    except UserError:  # as after ``touch RUN/stop``
-        by = None
-    return one_line(by)[:MAX_SHOWN] if isinstance(by, str) else f"the file {path.name}"
-
-
-def is_users_stop(run_path: Path) -> bool:
-    """Whether a person asked for the run's end: by ``mopd stop``, or ``touch RUN/stop``."""
-    path = RunFiles(run_path).stop
-    if not os.path.lexists(path):
-        return False
-    try:
-        return read_json_object(path, cure="", max_bytes=MAX_BYTES).get("is_users") is not False
+        return read_json_object(path, cure="", max_bytes=MAX_BYTES)
     except UserError:
-        return True
+        return {}
 
 
 def forget_request(run_path: Path) -> None:
-    """Of an earlier run in this folder, before this one begins."""
+    """Remove the request to an earlier run in this folder, before this one begins."""
     path = RunFiles(run_path).stop
     with writing(path):
         path.unlink(missing_ok=True)
@@ -69,7 +73,7 @@ def forget_request(run_path: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def watched(run_path: Path | None) -> AsyncIterator[Stop]:
-    """The run's request to stop, read again and again while the block lasts. Without a folder nobody can ask."""
+    """Look for a request to stop as long as the block lasts. A run without a folder cannot be asked."""
     if run_path is None:
         yield Stop()
         return

@@ -33,7 +33,6 @@ CALLED_BY_LIBRARIES = {
         "mopd_watch",
         "mopd_load_weights",
     },
-    "mopd/launch/launch.py": {"get_run_id", "is_closed", "next_rendezvous", "num_nodes_waiting", "set_closed"},
     "mopd/serving/server.py": {"capture_signals", "eof_received", "data_received", "send_400_response"},
     "mopd/student/attention.py": {"get_rotary_seq_len"},
     "mopd/student/checkpoints/restricted.py": {"load_common", "read_metadata", "load_bytes"},

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import mopd.launch.checks.conducting
 from mopd.cli.main import main
 from tests.fixtures.ports import free_port
 
@@ -40,7 +39,6 @@ class Faults:
 
     def __init__(self, folder: Path) -> None:
         self.teacher, self.run = folder / "teacher_right", folder / "run"
-        self.recipe = folder / "recipe.yaml"
         self.spare = folder / "spare"
         self.spare.mkdir(exist_ok=True)
 
@@ -51,17 +49,11 @@ class Faults:
         (own,) = [p for p in importlib.metadata.files("numpy") or [] if p.name == "METADATA"]
         over(Path(str(own.locate())), lambda text: text.replace("\nVersion: ", "\nVersion: 99.", 1), self.spare)
 
-    def code(self) -> None:
-        over(Path(mopd.launch.checks.conducting.__file__), lambda text: f"{text}# another\n", self.spare)
-
     def missing_model(self) -> None:
         mount("-t", "tmpfs", "tmpfs", self.teacher)
 
     def other_config(self) -> None:
         over(self.teacher / "config.json", lambda text: text.replace("}", " }"), self.spare)
-
-    def other_recipe(self) -> None:
-        over(self.recipe, lambda text: text.replace("seed: 3", "seed: 4"), self.spare)
 
     def read_only(self) -> None:
         mount("--bind", self.run, self.run)
@@ -117,7 +109,7 @@ def try_all(folder: Path) -> None:
     for name in [name for name in vars(Faults) if not name.startswith("_")]:
         begun, port = time.monotonic(), free_port()
         outs = [folder / f"{name}.{number}" for number in range(2)]
-        pids = [node(number, port, faults.recipe, getattr(faults, name), outs[number]) for number in range(2)]
+        pids = [node(number, port, folder / "recipe.yaml", getattr(faults, name), outs[number]) for number in range(2)]
         codes = [ended(pid) for pid in pids]
         texts = [[Path(f"{out}.{stream}").read_text(encoding="utf-8") for stream in (1, 2)] for out in outs]
         seconds = time.monotonic() - begun

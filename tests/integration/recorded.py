@@ -17,13 +17,12 @@ from typing import Any
 
 from mopd.cli.main import main
 from mopd.launch import failure, launch
-from mopd.launch.nodes import Nodes
 from mopd.student.worker import StudentWorker
 
 JOURNAL = "MOPD_JOURNAL"
 """Environment variable: folder of the journal."""
 _optim_step = StudentWorker.optim_step
-_RankAgent = launch.RankAgent
+_launch = launch.launch
 
 
 def _recorded_step(self: StudentWorker) -> dict[str, float]:
@@ -40,15 +39,15 @@ def _recorded_step(self: StudentWorker) -> dict[str, float]:
 def run_recorded(module: str, prepare_rank: Callable[[], None] = lambda: None) -> int:
     """Be ``mopd``, whose ranks are ``module``, which calls this too; the exit code."""
 
-    def agent(nodes: Nodes, command: Sequence[str], **options: Any) -> launch.RankAgent:
+    def launched(command: Sequence[str], **options: Any) -> failure.Ended:
         python, option, _, *arguments = command
-        return _RankAgent(nodes, [python, option, module, *arguments], **options)
+        return _launch([python, option, module, *arguments], **options)
 
     if failure.is_rank():
         StudentWorker.optim_step = _recorded_step  # type: ignore[method-assign]
         prepare_rank()
     else:
-        launch.RankAgent = agent  # type: ignore[misc, assignment]
+        launch.launch = launched
     return main(sys.argv[1:])
 
 

@@ -1,18 +1,21 @@
-"""What a node says of itself: packages, GPUs, the recipe as it reads it, models, and what it cannot find."""
+"""What a node reports of itself: packages, GPUs, the recipe as it reads it, models, and what it cannot find."""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mopd.base.hardware import Hardware, node_name, this_hardware
+from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.config.load import Loaded, flatten
 from mopd.config.machine.places import engine_groups, place_on_machine
+from mopd.config.reading.build import build_from_json
 from mopd.conversion.hf.manifest import make_manifest
 from mopd.data.hub.names import hub_model
 from mopd.launch.checks.inputs import check_inputs, check_machine, check_model_folder
@@ -26,7 +29,7 @@ SHM = Path("/dev/shm")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """One node's own account. Plain JSON types, each with a default: another version may not know it."""
+    """One node's report. Plain JSON types, each with a default: another version may not know it."""
 
     name: str = "?"
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -48,136 +51,84 @@ class NodeFacts:
 
     @classmethod
     def from_json(cls, data: Any) -> NodeFacts:
-        """Inverse of ``dataclasses.asdict``. What is absent has its default, what is unknown is left out.
+        """Invert ``dataclasses.asdict``. What is absent has its default, what is unknown is left out.
 
         Raises:
             UserError: a value of another type.
         """
-        names = [one.name for one in dataclasses.fields(cls)]
-        given: dict[str, Any] = {name: data[name] for name in names if name in data} if isinstance(data, dict) else {}
-        if not isinstance(data, dict) or not all(_fits(value, _SHAPES[name]) for name, value in given.items()):
-            raise UserError("what a node told of itself cannot be read: start the same mopd on every node")
-        lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        return cls(**{**given, **lists})
-
-
-_SHAPES: dict[str, Any] = {
-    "name": str,
-    "versions": {"": str},
-    "gpus": [str],
-    "recipe": {"": str},
-    "models": {"": {"": str}},
-    "start": {"": {"": str}},
-    "shm_bytes": int,
-    "problems": [str],
-    "is_complete": bool,
-}
-"""Field -> its type; of what is in a list, or in a mapping with any keys."""
-
-
-def _fits(value: Any, shape: Any) -> bool:
-    if isinstance(shape, type):
-        return type(value) is shape
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(_fits(item, shape[0]) for item in value)
-    return isinstance(value, dict) and all(_fits(item, shape[""]) for item in value.values())
+        names = {one.name for one in dataclasses.fields(cls)}
+        if isinstance(data, dict):
+            with suppress(UserError):
+                return build_from_json(cls, {name: value for name, value in data.items() if name in names}, "facts")
+        raise UserError("what a node told of itself cannot be read: start the same mopd on every node")
 
 
 def facts_of_this_node(load: Callable[[], Loaded], *, num_nodes: int, node: int) -> tuple[NodeFacts, Loaded | None]:
-    """The account, and the recipe if it can be read. ``load`` raises ``UserError`` where it cannot."""
+    """Describe this node, and return the recipe if it can be read. ``load`` raises ``UserError`` where it cannot."""
     problems: list[str] = []
-    machine = describe_machine()
     facts = NodeFacts(
         name=node_name(),
         versions=package_versions(),
-        gpus=tuple(machine["gpus"]),
+        gpus=tuple(describe_machine()["gpus"]),
         shm_bytes=shutil.disk_usage(SHM).total if SHM.is_dir() else 0,
     )
-    try:
-        loaded = load()
-    except UserError as error:
-        return dataclasses.replace(facts, problems=(str(error),)), None
-    models, problems = _models(loaded)
+    loaded: Loaded | None = None
+    models: dict[str, dict[str, str]] = {}
     start: dict[str, dict[str, str]] = {}
-    look: tuple[Callable[[Loaded, int, int], None], ...] = (
-        _check_inputs,
-        _check_gpus,
-        lambda *place: start.update(_start(*place)),
-    )
-    for check in look:
-        try:
-            check(loaded, num_nodes, node)
-        except UserError as error:
-            if str(error) not in problems:
-                problems.append(str(error))
-    recipe = {key: shown(value) for key, value in flatten(loaded.named).items()}
-    whole = dataclasses.replace(
-        facts, models=models, recipe=recipe, start=start, problems=tuple(problems), is_complete=True
-    )
-    return whole, loaded
+    with _noted(problems):
+        loaded = load()
+    if loaded is not None:
+        recipe = loaded.recipe
+        folders: dict[tuple[str, ...], str] = {("student", "model"): recipe.student.model}
+        folders |= {("teachers", name, "model"): teacher.model for name, teacher in recipe.teachers.items()}
+        local = {loaded.where(*key): model for key, model in folders.items() if hub_model(model) is None}
+        for where, model in local.items():  # of names of the Hub each machine fetches the commit that node 0 found
+            with _noted(problems):
+                models[where] = _model_facts(model, where)
+        with _noted(problems):
+            if len(local) == len(folders):
+                check_inputs(loaded)
+        with _noted(problems):
+            _check_gpus(loaded, num_nodes, node)
+        with _noted(problems):
+            num_ranks = _num_ranks(loaded, _place_in_job(loaded, num_nodes, node), num_nodes)
+            if num_ranks:  # as ``launch/preparing.py`` makes them when the run starts
+                start = {"environment": compared_environment()} | rank_facts(loaded, num_ranks)
+                if hub_model(recipe.student.model) is not None:
+                    del start["student.model"]
+        values = {key: shown(value) for key, value in flatten(loaded.named).items()}
+        facts = dataclasses.replace(facts, models=models, recipe=values, start=start, is_complete=True)
+    return dataclasses.replace(facts, problems=tuple(problems)), loaded
 
 
-def _models(loaded: Loaded) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """Key -> what identifies its folder, without reading weights; and what is wrong with the others."""
-    recipe = loaded.recipe
-    keys: dict[tuple[str, ...], str] = {("student", "model"): recipe.student.model}
-    keys |= {("teachers", name, "model"): teacher.model for name, teacher in recipe.teachers.items()}
-    models, problems = {}, []
-    for key, model in keys.items():
-        if hub_model(model) is not None:  # each machine fetches the commit that node 0 found
-            continue
-        try:
-            check_model_folder(model, loaded.where(*key))
-            manifest = make_manifest(Path(model), cache_file=None, with_weights=False)
-        except UserError as error:
-            problems.append(str(error))
-            continue
-        models[loaded.where(*key)] = {
-            "config.json": manifest.config_sha256[:12],
-            "tokenizer": manifest.tokenizer_sha256[:12],
-            "bytes of weights": str(weights_bytes(Path(model)) or 0),
-        }
-    return models, problems
+@contextmanager
+def _noted(problems: list[str]) -> Iterator[None]:
+    """Add the line of a ``UserError`` in the block to ``problems``, once."""
+    try:
+        yield
+    except UserError as error:
+        line = one_line(error)
+        if line not in problems:
+            problems.append(line)
 
 
-def _start(loaded: Loaded, num_nodes: int, node: int) -> dict[str, dict[str, str]]:
-    """As ``launch/preparing.py`` makes them when the run starts."""
-    num_ranks = _num_ranks(loaded, num_nodes, node)
-    if not num_ranks:
-        return {}
-    found = {"environment": compared_environment()} | rank_facts(loaded, num_ranks)
-    if hub_model(loaded.recipe.student.model) is not None:
-        del found["student.model"]
-    return found
+def _model_facts(model: str, where: str) -> dict[str, str]:
+    """Return what identifies a model's folder, without reading weights."""
+    check_model_folder(model, where)
+    manifest = make_manifest(Path(model), cache_file=None, with_weights=False)
+    return {
+        "config.json": manifest.config_sha256[:12],
+        "tokenizer": manifest.tokenizer_sha256[:12],
+        "bytes of weights": str(weights_bytes(Path(model)) or 0),
+    }
 
 
-def _check_inputs(loaded: Loaded, num_nodes: int, node: int) -> None:
-    """Every rank looks for them."""
-    models = [loaded.recipe.student.model, *(teacher.model for teacher in loaded.recipe.teachers.values())]
-    if not any(map(hub_model, models)):
-        check_inputs(loaded)
+Place_ = tuple[JobLayout, JobComponent, int]
+"""The layout of a job, a node's component of it, and the node's number there."""
 
 
-def _check_gpus(loaded: Loaded, num_nodes: int, node: int) -> None:
-    """This node has the GPUs that its ranks need, node 0 also those of the groups that the trainer starts, and in a job
-    those that it asked for."""
-    hardware, student_nodes, num_ranks = this_hardware(), num_nodes, _num_ranks(loaded, num_nodes, node)
-    job = _in_job(loaded, num_nodes, node)
-    if job is not None:
-        layout, component, index = job
-        loaded = of_job(loaded)
-        _check_job_gpus(loaded, component, hardware)
-        student_nodes = layout.places.student_nodes
-        seen = len(layout.student_gpus[index]) if num_ranks else 0
-        hardware = dataclasses.replace(hardware, gpu_memory_bytes=hardware.gpu_memory_bytes[:seen])
-    elif node == 0:
-        check_machine(loaded, num_nodes)
-    groups = engine_groups(settled(loaded, hardware, num_nodes=student_nodes).recipe) if node == 0 else {}
-    place_on_machine(groups, num_ranks, hardware.num_gpus).require(loaded.where)
-
-
-def _in_job(loaded: Loaded, num_nodes: int, node: int) -> tuple[JobLayout, JobComponent, int] | None:
-    """The job of ``mopd slurm``, if these are its nodes, this node's component of it and the node's number there."""
+def _place_in_job(loaded: Loaded, num_nodes: int, node: int) -> Place_ | None:
+    """Return this node's place in the job of ``mopd slurm``, if these are its nodes."""
     if loaded.recipe.slurm is None:
         return None
     layout = lay_out(loaded)
@@ -185,26 +136,43 @@ def _in_job(loaded: Loaded, num_nodes: int, node: int) -> tuple[JobLayout, JobCo
     return (layout, *nodes[node]) if len(nodes) == num_nodes else None
 
 
-def _num_ranks(loaded: Loaded, num_nodes: int, node: int) -> int:
-    """Trainer ranks of this node."""
-    world_size, job = loaded.recipe.student.parallel.world_size, _in_job(loaded, num_nodes, node)
-    if job is None:
+def _num_ranks(loaded: Loaded, place: Place_ | None, num_nodes: int) -> int:
+    """Return the number of trainer ranks on this node."""
+    world_size = loaded.recipe.student.parallel.world_size
+    if place is None:
         return world_size // num_nodes
-    layout, component, index = job
+    layout, component, index = place
     has_ranks = component is layout.components[0] and index < layout.places.student_nodes
     return world_size // layout.places.student_nodes if has_ranks else 0
 
 
+def _check_gpus(loaded: Loaded, num_nodes: int, node: int) -> None:
+    """Check that this node has the GPUs that its ranks need, node 0 also those of the groups that the trainer starts,
+    and in a job those that it asked for."""
+    hardware, student_nodes, place = this_hardware(), num_nodes, _place_in_job(loaded, num_nodes, node)
+    num_ranks = _num_ranks(loaded, place, num_nodes)
+    if place is not None:
+        layout, component, index = place
+        loaded = of_job(loaded)
+        _check_job_gpus(loaded, component, hardware)
+        student_nodes = layout.places.student_nodes
+        num_visible = len(layout.student_gpus[index]) if num_ranks else 0
+        hardware = dataclasses.replace(hardware, gpu_memory_bytes=hardware.gpu_memory_bytes[:num_visible])
+    elif node == 0:
+        check_machine(loaded, num_nodes)
+    groups = engine_groups(settled(loaded, hardware, num_nodes=student_nodes).recipe) if node == 0 else {}
+    place_on_machine(groups, num_ranks, hardware.num_gpus).require(loaded.where)
+
+
 def _check_job_gpus(loaded: Loaded, component: JobComponent, hardware: Hardware) -> None:
-    """Slurm gives the node what the job asked for, and the driver, where there is one, shows it."""
-    told = [count for count in (gpus_of_step(), len(hardware.gpu_memory_bytes) or None) if count is not None]
-    if not told or min(told) >= component.gpus_per_node:
+    """Check that Slurm, and the driver where there is one, show as many GPUs as the job asked for."""
+    counts = [count for count in (gpus_of_step(), len(hardware.gpu_memory_bytes) or None) if count is not None]
+    if not counts or min(counts) >= component.gpus_per_node:
         return
-    config = slurm_of(loaded)
-    own = config.components.get(component.key)
+    own = slurm_of(loaded).components.get(component.key)
     is_own = own is not None and own.gpus_per_node is not None
     key = ("slurm", "components", component.key, "gpus_per_node") if is_own else ("slurm", "gpus_per_node")
     raise UserError(
-        f"{loaded.where(*key)}: {component.gpus_per_node} are planned, and this node has {min(told)}: set it to what "
+        f"{loaded.where(*key)}: {component.gpus_per_node} are planned, and this node has {min(counts)}: set it to what "
         "the nodes have, or leave this node out"
     )

@@ -1,10 +1,13 @@
-"""Checks that need nothing but a look at the disk, made before any rank is started."""
+"""Checks of the recipe's files and of the machine, made before any rank is started."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import resource
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,11 +18,20 @@ from mopd.config.load import Loaded
 from mopd.config.machine.places import engine_groups
 from mopd.config.placements import LocalConfig
 from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
-from mopd.config.schema import Recipe
+from mopd.config.student import ParallelConfig
 from mopd.data.image_processing import sees_images
 
 MIN_RANKS, RANKS_PER_CORE = 64, 8
-"""Ranks that may start on any machine, and for each of its cores: each is a process of several hundred MiB."""
+"""Ranks that may start on any machine, or for each of its cores: each is a process of several hundred MiB."""
+
+OF_A_GROUP = 4
+"""Descriptors of a gloo group besides those of its pairs: a listener, an epoll, a pipe."""
+RESERVE = 256
+"""Descriptors for all else: the standard streams, logs, stores, NCCL, GPUs, the data plane, files of a checkpoint."""
+NUM_CPU_GROUPS = 18
+"""Groups that a rank joins besides where all of Megatron's groups are gloo's."""
+WANTED = 65536
+"""The soft limit of open files is raised to this at most, and never lowered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +45,7 @@ class Check:
 
 
 def check_inputs(loaded: Loaded, *, is_first: bool = True) -> None:
-    """Every model folder, data file, template, interpreter and reward file of the recipe is there, and every package.
+    """Check that every model folder, data file, template, interpreter, reward file and package of the recipe is there.
     On a node without rank 0 (not ``is_first``) only what its ranks read: the student, and files with images for it.
 
     Raises ``UserError`` that names recipe, key and path or package.
@@ -51,59 +63,59 @@ def check_inputs(loaded: Loaded, *, is_first: bool = True) -> None:
     for split, entries in (("train", recipe.data.train), ("validation", recipe.data.validation)):
         for file in recipe.data.files(entries):
             check_data_file(loaded, file.path, split)
-    for key, python in interpreters(recipe).items():
-        check_interpreter(loaded, key, python)
-    check_chat_template(loaded)
-    for name in recipe.rewards:
-        check_reward_file(loaded, name)
-    check_wandb(loaded)
+    for _, check in file_checks(loaded, lambda *_: True):
+        check()
+
+
+def file_checks(loaded: Loaded, is_whole: Callable[..., bool]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield title and check of each file and package that the recipe names, apart from models and data.
+
+    ``is_whole`` tells of the parts of a key whether the recipe has a valid value there; without parts, whether all of
+    it is valid.
+    """
+    recipe = loaded.recipe
+    if is_whole("data") and recipe.data.chat_template is not None:
+        yield "data.chat_template", partial(_check_file, loaded, recipe.data.chat_template, "data", "chat_template")
+    for key, group in (engine_groups(recipe) if is_whole() else {}).items():
+        if isinstance(group.placement, LocalConfig) and group.placement.python is not None:
+            where = loaded.where(*key.split(".", 1), "placement", "python")
+            yield f"{key}.placement.python", partial(_check_interpreter, where, group.placement.python)
+    for name in recipe.rewards or {}:
+        if is_whole("rewards", name):
+            yield f"reward of {name}", partial(_check_reward, loaded, name)
+    if is_whole("metrics") and recipe.metrics.wandb is not None:
+        yield "wandb", _check_wandb
 
 
 def check_data_file(loaded: Loaded, file: str, split: str) -> None:
-    """A file of ``data.train`` or ``data.validation`` is there and not empty."""
+    """Check that a file of ``data.train`` or ``data.validation`` is there and not empty."""
     _check_file(loaded, file, "data", split)
     if Path(file).stat().st_size == 0:
         raise UserError(f"{loaded.where('data', split)}: file {file!r} is empty: write prompts or remove it")
 
 
-def check_chat_template(loaded: Loaded) -> None:
-    """The file of ``data.chat_template``, if any, is there."""
-    if loaded.recipe.data.chat_template is not None:
-        _check_file(loaded, loaded.recipe.data.chat_template, "data", "chat_template")
-
-
-def check_reward_file(loaded: Loaded, name: str) -> None:
-    """The file that a reward of the recipe names, if any, is there."""
-    reward = loaded.recipe.rewards[name]
-    if isinstance(reward, (CustomRewardConfig, JsonSchemaConfig)) and reward.path is not None:
-        _check_file(loaded, reward.path, "rewards", name, "path")
-
-
-def interpreters(recipe: Recipe) -> dict[str, str]:
-    """``placement.python`` of the groups that have one, by key of the group."""
-    placements = {key: group.placement for key, group in engine_groups(recipe).items()}
-    return {key: p.python for key, p in placements.items() if isinstance(p, LocalConfig) and p.python is not None}
-
-
-def check_interpreter(loaded: Loaded, key: str, python: str) -> None:
-    """A group's ``placement.python`` is there and can be run."""
-    where = loaded.where(*key.split(".", 1), "placement", "python")
+def _check_interpreter(where: str, python: str) -> None:
     if not os.path.isfile(python):
         raise UserError(f"{where}: file {shown_path(python)!r} does not exist{_seen_from(Path(python))}")
     if not os.access(python, os.X_OK):
         raise UserError(f"{where}: {shown_path(python)!r} cannot be run: name a Python interpreter")
 
 
-def check_wandb(loaded: Loaded) -> None:
-    """The package is there where the recipe asks for it."""
-    if loaded.recipe.metrics.wandb is not None and importlib.util.find_spec("wandb") is None:
+def _check_reward(loaded: Loaded, name: str) -> None:
+    reward = loaded.recipe.rewards[name]
+    if isinstance(reward, (CustomRewardConfig, JsonSchemaConfig)) and reward.path is not None:
+        _check_file(loaded, reward.path, "rewards", name, "path")
+
+
+def _check_wandb() -> None:
+    if importlib.util.find_spec("wandb") is None:
         raise UserError(
             "metrics.wandb is set but the wandb package is not installed: run pip install wandb, or remove the section"
         )
 
 
 def check_machine(loaded: Loaded, num_nodes: int = 1) -> None:
-    """The ranks that are to start here are a number that one machine can hold, and each node has as many."""
+    """Check that the ranks divide equally over the nodes, and that one machine can hold its share."""
     world_size, num_cores = loaded.recipe.student.parallel.world_size, len(os.sched_getaffinity(0))
     num_ranks, rest = divmod(world_size, num_nodes)
     if rest:
@@ -120,7 +132,7 @@ def check_machine(loaded: Loaded, num_nodes: int = 1) -> None:
 
 
 def check_world_size(loaded: Loaded, world_size: int) -> None:
-    """The ranks that torchrun started are those that the student's layout needs."""
+    """Check that torchrun started as many ranks as the student's layout needs."""
     parallel = loaded.recipe.student.parallel
     if world_size == parallel.world_size:
         return
@@ -136,8 +148,53 @@ def check_world_size(loaded: Loaded, world_size: int) -> None:
     )
 
 
+def gloo_groups(parallel: ParallelConfig, *, on_gpu: bool) -> list[int]:
+    """Return sizes of the gloo groups that a rank joins (``student/parallel.py``), on a CPU an upper bound."""
+    world, dp, cp = parallel.world_size, parallel.data_parallel_size, parallel.context_parallel_size
+    experts = parallel.expert_model_parallel_size * parallel.resolved_expert_tensor_parallel_size
+    expert_dp = world // (experts * parallel.pipeline_model_parallel_size)
+    # Commands, checkpoints, samples; Megatron's for optimizer states.
+    groups = [world, world, parallel.tensor_model_parallel_size * cp, dp, dp * cp, expert_dp]
+    return groups if on_gpu else groups + [world] * NUM_CPU_GROUPS
+
+
+def needed_files(parallel: ParallelConfig, *, on_gpu: bool, is_first: bool) -> int:
+    """Return how many descriptors a process of a node comes to: gloo connects every rank of a group with every other
+    by a socket. On node 0 (``is_first``) the launcher holds the store, and rank 0 may hold the samples, with a
+    connection of each rank."""
+    readers = parallel.world_size if is_first else 0
+    return RESERVE + readers + sum(size - 1 + OF_A_GROUP for size in gloo_groups(parallel, on_gpu=on_gpu))
+
+
+def raise_open_files(parallel: ParallelConfig, where: str, *, on_gpu: bool, is_first: bool) -> None:
+    """Raise this process's soft limit, which its children inherit, as far as the hard one lets it.
+
+    Args:
+        parallel: the ranks.
+        where: file, line and key that an error names.
+        on_gpu: whether NCCL connects them.
+        is_first: whether rank 0 is on this node.
+
+    Raises:
+        UserError: the ranks need more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    most = WANTED if hard == unlimited else min(WANTED, hard)
+    if soft != unlimited and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    needed = needed_files(parallel, on_gpu=on_gpu, is_first=is_first)
+    if soft != unlimited and soft < needed:
+        raise UserError(
+            f"{where}: each of {parallel.world_size} ranks needs {needed} open files, and the limit here (ulimit -n, "
+            f"hard) is {soft}: raise it to {needed} (LimitNOFILE of the service, /etc/security/limits.conf, --ulimit "
+            "nofile of the container)"
+        )
+
+
 def check_model_folder(folder: str | Path, where: str) -> None:
-    """``folder`` looks like a Hugging Face checkpoint; ``where`` heads the error."""
+    """Check that ``folder`` looks like a Hugging Face checkpoint; ``where`` heads the error."""
     path = Path(folder)
     if not os.path.isdir(path):  # unlike Path.is_dir, which raises where a name is too long or a folder is closed
         raise UserError(

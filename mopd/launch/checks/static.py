@@ -1,7 +1,7 @@
-"""Checks that need no model and no torch: everything that is wrong with a recipe and its files, not only the first.
+"""Checks that need no model and no torch. They report everything that is wrong with a recipe and its files.
 
-Each check says which parts of the recipe it reads. One that reads what is refused already is left out, as it could only
-speak of the same mistake again.
+Each check names the parts of the recipe that it reads. One that reads what is refused already is left out, as it could
+only report the same mistake again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from mopd.base.hardware import Hardware
 from mopd.base.types import UserError
@@ -17,35 +16,22 @@ from mopd.config.data import DataFileConfig
 from mopd.config.load import Draft
 from mopd.config.machine.places import engine_groups, place_on_machine
 from mopd.config.reading.tree import dotted
-from mopd.conversion.models.dims import check_layout
-from mopd.conversion.models.reading import read_dims
-from mopd.conversion.models.stages import stages_of
 from mopd.data.columns import survey
 from mopd.data.files import quoted
 from mopd.data.hub.names import hub_data, hub_model
 from mopd.data.image_processing import read_image_processing, sees_images
 from mopd.data.prompts import check_domains_have_teachers, check_student_sees_images, check_teachers_see_images
-from mopd.launch.checks.inputs import (
-    Check,
-    check_chat_template,
-    check_data_file,
-    check_interpreter,
-    check_machine,
-    check_model_folder,
-    check_reward_file,
-    check_wandb,
-    interpreters,
-)
-from mopd.launch.preparing import settled
+from mopd.launch.checks.inputs import Check, check_data_file, check_machine, check_model_folder, file_checks
+from mopd.launch.preparing import check_student_layout, settled
 from mopd.rewards.domains import build_rewards
 
 MAX_ROWS = 10_000
-"""Of each data file: a wrong column shows in the first, another domain among the first. Training reads them all."""
+"""Rows read of each data file: a wrong column shows in the first, another domain among the first."""
 Path_ = tuple[str, ...]
 
 
 class StaticChecks:
-    """Runs all of them; each outcome by itself."""
+    """Every check of a draft recipe that needs no model and no torch, each with an outcome of its own."""
 
     def __init__(self, draft: Draft, hardware: Hardware) -> None:
         self._draft = draft
@@ -53,13 +39,13 @@ class StaticChecks:
         self._recipe = draft.loaded.recipe
         self._hardware = hardware
         self._no_folder: set[Path_] = set()
-        """Models that are not here, whatever the reason."""
+        """Keys of the models whose folder is not here, whatever the reason."""
         self._domains: dict[str, int] = {}
-        """Rows by domain, of the training data where it has some."""
+        """Rows by domain: those of the training data where it has some, else of the validation data."""
         self._with_images: Counter[str] = Counter()
-        """Rows with images by domain, among those looked at."""
+        """Rows with images by domain, among those that were read."""
         self._student_sees: bool | None = None
-        """Images; ``None`` where its config is not known."""
+        """Whether the student sees images; ``None`` where its config is not known."""
         self._are_all_read = True
 
     def run(self) -> Iterator[Check]:
@@ -69,14 +55,17 @@ class StaticChecks:
         if not self._draft.problems:
             yield Check("recipe", "ok", f"{len(self._loaded.origins)} values")
         yield from self._models()
-        yield from self._files()
+        for title, check in file_checks(self._loaded, lambda *key: self._is_whole(key)):
+            yield from self._try(title, [], check)
         if ("student", "model") not in self._no_folder:
             yield from self._try("layout of the student", [("student",)], self._layout)
         if not self._draft.broken:
             gpus = list(self._try("GPUs", [], self._gpus))
             yield from gpus
             if gpus[0].status == "ok":
-                yield from self._try("weights to the rollout", [], self._weights)
+                yield from self._try(
+                    "weights to the rollout", [], lambda: settled(self._loaded, self._hardware).weights_way
+                )
         for split in ("train", "validation"):
             yield from self._rows(split)
         domains = [("teachers", name, key) for name in self._recipe.teachers or {} for key in ("domains", "default")]
@@ -90,13 +79,9 @@ class StaticChecks:
             yield from self._try("rewards of the domains", [("data",), ("rewards",)], self._rewards)
 
     def _models(self) -> Iterator[Check]:
-        models: list[tuple[tuple[str, ...], str]] = []
-        if self._is_whole(("student", "model")):
-            models.append((("student", "model"), self._recipe.student.model))
-        for name, teacher in (self._recipe.teachers or {}).items():
-            if self._is_whole(("teachers", name, "model")):
-                models.append((("teachers", name, "model"), teacher.model))
-        for key, model in models:
+        keys = [("student", "model"), *(("teachers", name, "model") for name in self._recipe.teachers or {})]
+        for key in filter(self._is_whole, keys):
+            model = self._recipe.student.model if len(key) == 2 else self._recipe.teachers[key[1]].model
             name = dotted(key)
             if hub_model(model) is not None:
                 yield Check(name, "skipped", f"{model} is a name of the Hub, which is fetched when a run needs it")
@@ -107,42 +92,17 @@ class StaticChecks:
                     self._no_folder.add(key)
                 yield check
 
-    def _files(self) -> Iterator[Check]:
-        if self._is_whole(("data",)) and self._recipe.data.chat_template is not None:
-            yield from self._try("data.chat_template", [], partial(check_chat_template, self._loaded))
-        if not self._draft.broken:
-            for key, python in interpreters(self._recipe).items():
-                check = partial(check_interpreter, self._loaded, key, python)
-                yield from self._try(f"{key}.placement.python", [], check)
-        for name in self._recipe.rewards or {}:
-            yield from self._try(
-                f"reward of {name}", [("rewards", name)], partial(check_reward_file, self._loaded, name)
-            )
-        if self._is_whole(("metrics",)) and self._recipe.metrics.wandb is not None:
-            yield from self._try("wandb", [("metrics",)], partial(check_wandb, self._loaded))
-
     def _layout(self) -> str:
         check_machine(self._loaded)
-        parallel = self._recipe.student.parallel
-        dims = read_dims(Path(self._recipe.student.model))
+        dims = check_student_layout(self._recipe.student)
         self._student_sees = dims.vision is not None
-        check_layout(
-            dims,
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            stages=stages_of(parallel),
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        )
-        return f"{parallel.world_size} ranks for {dims.num_layers} layers of {dims.family}"
+        return f"{self._recipe.student.parallel.world_size} ranks for {dims.num_layers} layers of {dims.family}"
 
     def _gpus(self) -> str:
         loaded = settled(self._loaded, self._hardware)
         num_ranks = loaded.recipe.student.parallel.world_size
         place_on_machine(engine_groups(loaded.recipe), num_ranks, self._hardware.num_gpus).require(loaded.where)
         return f"{self._hardware.num_gpus} here, {num_ranks} trainer ranks"
-
-    def _weights(self) -> str:
-        return settled(self._loaded, self._hardware).weights_way
 
     def _rows(self, split: str) -> Iterator[Check]:
         if not self._is_whole(("data",)):
@@ -173,7 +133,7 @@ class StaticChecks:
         return f"rows by domain: {shown}{seen}" + ("" if found.is_whole else f" (of the first {MAX_ROWS})")
 
     def _images(self) -> str:
-        """Rows with images are their teachers', who see them, and the student's."""
+        """Check that the student and the teachers of domains with images see them."""
         if not self._student_sees:
             check_student_sees_images(self._with_images)
         teachers = self._recipe.teachers.items()
@@ -199,7 +159,7 @@ class StaticChecks:
         return f"{len(self._domains)} domains"
 
     def _try(self, title: str, needs: Sequence[Path_], check: Callable[[], str | None]) -> Iterator[Check]:
-        """``check`` where all that it reads is whole."""
+        """Run ``check``, which returns what it found, if all parts of the recipe that it reads are whole."""
         if not all(map(self._is_whole, needs)):
             return
         try:
@@ -208,5 +168,5 @@ class StaticChecks:
             yield Check(title, "failed", str(error))
 
     def _is_whole(self, key: Path_) -> bool:
-        """Neither the key nor what is above or below it is broken."""
+        """Return whether neither the key nor what is above or below it was refused."""
         return not any(key[: len(other)] == other[: len(key)] for other in self._draft.broken)

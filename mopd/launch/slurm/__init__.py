@@ -1,1 +1,1 @@
-"""A run as a job of a Slurm cluster: what stands on which node, the script that says so, the job's states."""
+"""A run as a job of a Slurm cluster: which node has what, the job's script, its state."""

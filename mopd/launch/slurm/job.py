@@ -1,4 +1,4 @@
-"""A run's job as the cluster knows it: submitted, asked after. Every call of Slurm has a deadline."""
+"""The calls of Slurm: submit a run's job, ask for its state. Each has a deadline."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from pathlib import Path
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import shown_path
-from mopd.base.files.writing import write_json
 from mopd.base.text import one_line
 from mopd.base.types import UserError
 
 CALL_TIMEOUT_S = 30.0
-"""Of one command of Slurm; a controller that is busy takes seconds."""
+"""Deadline of one command of Slurm; a controller that is busy takes seconds."""
 ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
@@ -30,11 +29,11 @@ CURE = "remove the file; squeue --me lists your jobs"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobState:
-    """What ``scontrol show job`` says of a job, or of all tasks of an array."""
+    """The state of a job, or of all tasks of an array, from ``scontrol show job``."""
 
     id: str
     states: tuple[str, ...]
-    """Of each task, as Slurm spells them."""
+    """State of each task, as Slurm spells it."""
     reason: str
     """Why it waits; empty where it does not."""
     exit_code: int
@@ -43,7 +42,7 @@ class JobState:
 
     @property
     def has_ended(self) -> bool:
-        """No task runs or waits."""
+        """Whether no task runs or waits."""
         return all(state in ENDED for state in self.states)
 
     def __str__(self) -> str:
@@ -55,7 +54,7 @@ class JobState:
 
 
 def submit(script: Path, *, where: str) -> str:
-    """Give the script to sbatch and return the job's id.
+    """Submit the script by sbatch and return the job's id.
 
     Raises:
         UserError: sbatch is not here, refuses the job, or does not answer; ``where`` heads the line.
@@ -67,16 +66,14 @@ def submit(script: Path, *, where: str) -> str:
     done = _call(["sbatch", "--parsable", path])
     found = re.fullmatch(r"(\d{1,18})(;\S+)?\s*", done.stdout)
     if done.returncode != 0 or found is None:
-        said = [
-            line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()
-        ]
-        why = one_line("; ".join(said)) if said else f"exit code {done.returncode} and no message"
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.strip().splitlines()]
+        why = one_line("; ".join(lines)) if lines else f"exit code {done.returncode} and no message"
         raise UserError(f"{where}: sbatch refused the job: {why}")
     return found[1]
 
 
 def state_of(job_id: str) -> JobState | None:
-    """The job as it is now; ``None`` for one that Slurm has forgotten, minutes after its end.
+    """Ask for the job's state; ``None`` for one that Slurm has forgotten, minutes after its end.
 
     Raises:
         UserError: Slurm is not here or does not answer.
@@ -100,16 +97,11 @@ def state_of(job_id: str) -> JobState | None:
     )
 
 
-def keep_id(file: Path, job_id: str, form: str) -> None:
-    """Remember the job of a run in its folder."""
-    write_json(file, {"id": job_id, "form": form})
-
-
 def kept_id(file: Path) -> str | None:
-    """The job that ``keep_id`` remembered; ``None`` without one.
+    """Read the id of a run's job from ``job.json``; ``None`` without the file.
 
     Raises:
-        UserError: the file is none that it writes.
+        UserError: the file holds no id.
     """
     if not file.is_file():
         return None
@@ -120,7 +112,7 @@ def kept_id(file: Path) -> str | None:
 
 
 def job_of(file: Path) -> str | None:
-    """How the job that ``keep_id`` remembered is, in words, also where Slurm does not tell; ``None`` without one.
+    """Describe the state of a run's job in words, also where Slurm does not answer; ``None`` without a job.
 
     Raises:
         UserError: the file is damaged.

@@ -26,10 +26,10 @@ Group = TypeVar("Group", bound=EngineGroupConfig)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobComponent:
-    """Nodes of one kind; a plain job has one such component."""
+    """A set of equal nodes of a job; only a heterogeneous job has more than one."""
 
     key: str
-    """``student``, or the group that it is for."""
+    """``student``, or the key of the group of replicas on it."""
     num_nodes: int
     gpus_per_node: int
     cpus_per_node: int | None
@@ -39,20 +39,20 @@ class JobComponent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobLayout:
-    """A whole job."""
+    """The components of a job, and what stands where."""
 
     components: tuple[JobComponent, ...]
-    """The student's first."""
+    """Components, the student's first."""
     places: Places
     student_gpus: tuple[tuple[int, ...], ...]
-    """GPUs that the launcher on each of the student's nodes sees: those of its ranks and of what it starts, and free
-    ones behind them; all but the first see as many."""
+    """GPUs that the launcher on each of the student's nodes sees: those of its ranks and of what it starts, then free
+    ones. All nodes but the first see the same number."""
     servers: tuple[Tenant, ...]
     """Replicas that the job starts, and that register with the run."""
 
 
 def lay_out(loaded: Loaded) -> JobLayout:
-    """The layout of a recipe's job.
+    """Lay out a recipe's job.
 
     Raises:
         UserError: file, line and key of what does not divide, straddles nodes or has no room.
@@ -64,15 +64,12 @@ def lay_out(loaded: Loaded) -> JobLayout:
     components = [_component(config, pool, places, key, n) for key, n in zip(keys, places.num_nodes, strict=True)]
     servers = [tenant for key in registered for tenant in places.of(key)]
     return JobLayout(
-        components=tuple(components),
-        places=places,
-        student_gpus=student_gpus(loaded, places),
-        servers=tuple(servers),
+        components=tuple(components), places=places, student_gpus=student_gpus(loaded, places), servers=tuple(servers)
     )
 
 
 def slurm_of(loaded: Loaded) -> SlurmConfig:
-    """The recipe's section. ``UserError`` where it has none."""
+    """Return the recipe's section ``slurm``. ``UserError`` where it has none."""
     if loaded.recipe.slurm is None:
         raise UserError(
             f"{loaded.path}: slurm is absent: add the section, for example slurm: {{partition: NAME, nodes: 2}}"
@@ -81,7 +78,7 @@ def slurm_of(loaded: Loaded) -> SlurmConfig:
 
 
 def of_job(loaded: Loaded) -> Loaded:
-    """The recipe as its job's run reads it: with ``form: ray`` every group on Ray names the job's own cluster."""
+    """Return the recipe as the job's run reads it: with ``form: ray`` groups on Ray name the job's own cluster."""
     recipe, config = loaded.recipe, loaded.recipe.slurm
     if config is None or config.form != "ray":
         return loaded
@@ -96,7 +93,7 @@ def _on_jobs_ray(group: Group) -> Group:
 
 
 def job_nodes(loaded: Loaded) -> NodePool:
-    """The nodes that the section describes.
+    """Return the nodes that the section ``slurm`` describes.
 
     Raises:
         UserError: the form and the groups' placements do not go together.
@@ -116,13 +113,13 @@ def job_nodes(loaded: Loaded) -> NodePool:
 
 
 def student_gpus(loaded: Loaded, places: Places) -> tuple[tuple[int, ...], ...]:
-    """GPUs that the launcher on each of the student's nodes sees in its step (``JobLayout.student_gpus``)."""
+    """Return the GPUs that the launcher on each of the student's nodes sees (``JobLayout.student_gpus``)."""
     config = slurm_of(loaded)
-    seen = list(places.reserved) if config.form == "ray" else [config.gpus_per_node] * places.student_nodes
+    visible = list(places.reserved) if config.form == "ray" else [config.gpus_per_node] * places.student_nodes
     for server in (one for key in _keys_of(loaded, RegisteredConfig) for one in places.of(key) if one.gpus):
-        if server.component == 0 and server.node < len(seen):
-            seen[server.node] = min(seen[server.node], server.gpus[0])
-    first, *others = seen
+        if server.component == 0 and server.node < len(visible):
+            visible[server.node] = min(visible[server.node], server.gpus[0])
+    first, *others = visible
     return tuple(tuple(range(count)) for count in (first, *[min(others, default=0)] * len(others)))
 
 

@@ -1,4 +1,4 @@
-"""The job's script: one that a person reads from top to bottom, may change, and may submit by hand.
+"""The job's script, which a person can read from top to bottom, change, and submit by hand.
 
 The template renders quoted values alone: each ``{{ … }}`` becomes one word of the shell, unless a filter quotes it for
 where else it stands (a remark, a line of sbatch). No value spans lines.
@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +28,20 @@ from mopd.config.slurm import SlurmConfig
 from mopd.launch.slurm.layout import JobComponent, JobLayout, slurm_of
 
 MAX_JOB_NAME = 60
+SCRIPT, RECIPE = "job.sh", "recipe.yaml"
+"""Files of the run's ``job`` folder: the script, and the copy of the recipe that the job reads."""
 
 
 class Quoted(str):
-    """Text of the script that is quoted already."""
+    """Text that is quoted already."""
 
 
-def render_script(loaded: Loaded, layout: JobLayout, *, run: Path, recipe: Path, script: Path) -> str:
-    """The script of a recipe's job, for bash.
+def render_script(loaded: Loaded, layout: JobLayout, *, run: Path) -> str:
+    """Write the script of a recipe's job, for bash.
 
     Args:
         layout: of ``lay_out``.
         run: the run's folder, or the folder of the runs of an array.
-        recipe: the recipe's copy that the job reads.
-        script: where the text will lie.
 
     Raises:
         UserError: a value, the working directory or the interpreter's path cannot stand in a script.
@@ -57,13 +57,18 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path, recipe: Path,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"remark": _remark, "sbatch": _sbatch_word, "words": _words, "lines": _lines}
+    environment.filters |= {
+        "remark": lambda text: Quoted(visible(text)),
+        "sbatch": _sbatch_word,
+        "words": lambda values: Quoted(" ".join(map(_word, values))),
+        "lines": lambda values: Quoted(shlex.quote("\n".join(map(_on_one_line, values)))),  # for ``eval``
+    }
     return environment.get_template("job.sh.j2").render(
         slurm=config,
         student_nodes=layout.places.student_nodes,
         recipe_name=loaded.path,
-        script=shlex.quote(_path(script)),
-        recipe=_path(recipe),
+        script=shlex.quote(_path(run / "job" / SCRIPT)),
+        recipe=_path(run / "job" / RECIPE),
         run_dir=_path(run),
         run_key=f"run_dir={json.dumps(_path(run), ensure_ascii=False)[:-1]}",
         folder=os.getcwd(),
@@ -72,8 +77,8 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path, recipe: Path,
         python=sys.executable,
         container=config.container.type if config.container else None,
         pyxis=_pyxis(config),
-        student_gpus=_numbers(layout.student_gpus[0]),
-        others_gpus=_numbers(layout.student_gpus[-1]),
+        student_gpus=" ".join(map(str, layout.student_gpus[0])),
+        others_gpus=" ".join(map(str, layout.student_gpus[-1])),
         ray=str(Path(sys.executable).with_name("ray")),
         ray_keys=_ray_keys(loaded),
         ray_gpus=_ray_gpus(layout) if config.form == "ray" else [],
@@ -86,7 +91,7 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path, recipe: Path,
 
 
 def _options(config: SlurmConfig, component: JobComponent) -> list[str]:
-    """Of sbatch, for one component."""
+    """Return the options of sbatch for one component."""
     options = [f"--nodes={component.num_nodes}", "--ntasks-per-node=1"]
     options += [f"--partition={component.partition}"] if component.partition else []
     for name in ("account", "qos", "time"):
@@ -98,23 +103,19 @@ def _options(config: SlurmConfig, component: JobComponent) -> list[str]:
 
 
 def _server(server: Tenant) -> dict[str, Any]:
-    """A replica as the script starts it: a line."""
+    """Return the template's values for one replica, which the script starts by a line."""
     return {
         "node": server.node,
         "component": server.component,
         "teacher": server.key.partition(".")[2],
         "role": file_name(f"{server.key}.{server.number}"),
-        "gpus": _numbers(server.gpus),
+        "gpus": " ".join(map(str, server.gpus)),
         "number": server.number,
     }
 
 
-def _numbers(gpus: Sequence[int]) -> str:
-    return " ".join(map(str, gpus))
-
-
 def _ray_gpus(layout: JobLayout) -> list[list[int]]:
-    """GPUs for the Ray daemon of each node: what the student's ranks leave."""
+    """Return the GPUs of each node's Ray daemon: those that the student's ranks leave."""
     (component,) = layout.components
     firsts = [len(own) for own in layout.student_gpus]
     firsts += [0] * (component.num_nodes - len(firsts))
@@ -122,7 +123,7 @@ def _ray_gpus(layout: JobLayout) -> list[list[int]]:
 
 
 def _ray_keys(loaded: Loaded) -> list[str]:
-    """Keys that take the address of the job's own cluster."""
+    """Return the keys that take the address of the job's own cluster."""
     groups = engine_groups(loaded.recipe)
     on_ray = [path_of(key) for key in groups if isinstance(groups[key].placement, RayConfig)]
     keys = [dotted((*path, "placement", "address")) for path in on_ray]
@@ -132,7 +133,7 @@ def _ray_keys(loaded: Loaded) -> list[str]:
 
 
 def _pyxis(config: SlurmConfig) -> list[str]:
-    """Options of srun for a container of pyxis; none without.
+    """Return the options of srun for a container of pyxis; none without.
 
     Raises:
         UserError: the container cannot see the working directory, whose name would end where a mount's source ends.
@@ -151,7 +152,7 @@ def _pyxis(config: SlurmConfig) -> list[str]:
 
 
 def _table(layout: JobLayout) -> list[str]:
-    """What each node is for, a line each."""
+    """Return a line for each node: what it is for."""
     lines = []
     for index, component in enumerate(layout.components):
         for node in range(component.num_nodes):
@@ -178,12 +179,12 @@ def _on(gpus: Sequence[int]) -> str:
 
 
 def _path(path: Path) -> str:
-    """A path that no command reads as an option."""
+    """Return the path in a form that no command reads as an option."""
     return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def _output(loaded: Loaded, run: Path) -> str:
-    """File of the job's log, in which sbatch replaces nothing but ``%j``."""
+    """Return the path of the job's log, in which sbatch replaces nothing but ``%j``."""
     folder = os.path.join(os.getcwd(), run, "logs", "job")
     if "\\" in folder:
         raise UserError(
@@ -194,28 +195,15 @@ def _output(loaded: Loaded, run: Path) -> str:
 
 
 def _word(value: object) -> str:
-    """What every expression of the template becomes: one word of the shell."""
+    """Quote the value of an expression of the template as one word of the shell."""
     if isinstance(value, (Quoted, int)):
         return str(value)
     assert isinstance(value, str), value
     return shlex.quote(_on_one_line(value))
 
 
-def _words(values: Iterable[object]) -> Quoted:
-    return Quoted(" ".join(map(_word, values)))
-
-
-def _lines(values: Iterable[str]) -> Quoted:
-    """Lines as one word, for ``eval``."""
-    return Quoted(shlex.quote("\n".join(map(_on_one_line, values))))
-
-
-def _remark(text: str) -> Quoted:
-    return Quoted(visible(text))
-
-
 def _sbatch_word(text: str) -> Quoted:
-    """A word of a ``#SBATCH`` line.
+    """Quote a word of a ``#SBATCH`` line.
 
     sbatch reads a backslash in either kind of quotes, ``#`` outside of them as a remark, and ``hetjob`` (once
     ``packjob``) anywhere in a line as the next component (``get_argument`` in ``src/common/slurm_opt.c``).
@@ -226,7 +214,8 @@ def _sbatch_word(text: str) -> Quoted:
 
 
 def _on_one_line(text: str) -> str:
-    """``UserError`` for what has been read past the recipe: the working directory, the interpreter's path."""
+    """Return the text; ``UserError`` for the working directory or interpreter's path, which no reader of the recipe has
+    checked, with a line end in it."""
     if visible(text) != text:
         raise UserError(
             f"'{visible(text)[:300]}' would stand in the job's script, and holds a control character, such as a line "

@@ -1,4 +1,4 @@
-"""From a recipe to a job in the queue, or to one line that says why not; and, with ``--wait``, to the job's end."""
+"""Submit a recipe as a job, or say in one line why not; with ``--wait`` follow the job to its end."""
 
 from __future__ import annotations
 
@@ -11,43 +11,28 @@ from pathlib import Path
 
 from mopd.base.files.json_text import parse_json
 from mopd.base.files.reading import shown_path
-from mopd.base.files.writing import write_text, writing
+from mopd.base.files.writing import write_json, write_text, writing
 from mopd.base.text import one_line, visible
 from mopd.base.types import UserError
 from mopd.config.load import Loaded, dump
 from mopd.config.reading.tree import STANDARD_INPUT
-from mopd.conversion.models.dims import check_layout
-from mopd.conversion.models.reading import read_dims
-from mopd.conversion.models.stages import stages_of
-from mopd.launch.slurm.job import JobState, keep_id, kept_id, state_of, submit
+from mopd.launch.preparing import check_student_layout
+from mopd.launch.slurm.job import JobState, kept_id, state_of, submit
 from mopd.launch.slurm.layout import lay_out, slurm_of
-from mopd.launch.slurm.script import render_script
+from mopd.launch.slurm.script import RECIPE, SCRIPT, render_script
 from mopd.report.run_files import CURE, RunFiles
 from mopd.run.folder import RunDir
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedJob:
-    """What would be submitted."""
+    """A job that has not been submitted."""
 
     loaded: Loaded
     folder: Path
-    """The run's ``job`` folder."""
+    """The run's ``job`` folder. Its copy of the recipe is what the job reads, even if it is queued hours later."""
     text: str
     """The script."""
-
-    @property
-    def script(self) -> Path:
-        return self.folder / "job.sh"
-
-    @property
-    def recipe(self) -> Path:
-        """The recipe as it is now: the job, queued again hours later, reads no other."""
-        return self.folder / "recipe.yaml"
-
-    @property
-    def id_file(self) -> Path:
-        return self.folder / "job.json"
 
     @property
     def runs(self) -> list[Path]:
@@ -65,11 +50,13 @@ def prepare_job(loaded: Loaded) -> PreparedJob:
     if loaded.path == STANDARD_INPUT:
         raise UserError("recipe: standard input is gone when a job is queued again: write it to a file and name that")
     layout = lay_out(loaded)
-    _check_student(loaded)
-    folder = RunDir(loaded.recipe.run_dir).path / "job"
-    job = PreparedJob(loaded=loaded, folder=folder, text="")
-    text = render_script(loaded, layout, run=folder.parent, recipe=job.recipe, script=job.script)
-    return PreparedJob(loaded=loaded, folder=folder, text=text)
+    if Path(loaded.recipe.student.model, "config.json").is_file():
+        try:
+            check_student_layout(loaded.recipe.student)
+        except UserError as error:
+            raise UserError(f"{loaded.path}: {error}") from error
+    run = RunDir(loaded.recipe.run_dir).path
+    return PreparedJob(loaded=loaded, folder=run / "job", text=render_script(loaded, layout, run=run))
 
 
 def submit_job(job: PreparedJob) -> str:
@@ -79,64 +66,47 @@ def submit_job(job: PreparedJob) -> str:
         UserError: a job of this run is in the queue, the folder cannot be written, or sbatch refuses; a folder that was
             made for this is removed.
     """
-    before = kept_id(job.id_file)
-    if before is not None:
-        state = state_of(before)
-        if state is not None and not state.has_ended:
-            raise UserError(
-                f"{job.loaded.where('run_dir')}: {state} is this run's: stop it (mopd stop {job.folder.parent}, or "
-                f"scancel {before}), or set another run_dir"
-            )
+    id_file, script, recipe = (job.folder / name for name in ("job.json", SCRIPT, RECIPE))
+    before = kept_id(id_file)
+    state = None if before is None else state_of(before)
+    if state is not None and not state.has_ended:
+        raise UserError(
+            f"{job.loaded.where('run_dir')}: {state} is this run's: stop it (mopd stop {job.folder.parent}, or "
+            f"scancel {before}), or set another run_dir"
+        )
     logs = job.folder.parent / "logs" / "job"
     made = [path for path in (logs, *logs.parents, job.folder) if not path.exists()]
-    written = [path for path in (job.script, job.recipe) if not path.exists()]
+    written = [path for path in (script, recipe) if not path.exists()]
     try:
         with writing(job.folder):
             logs.mkdir(parents=True, exist_ok=True)
             job.folder.mkdir(exist_ok=True)
-        write_text(job.recipe, dump(job.loaded))
-        write_text(job.script, job.text)
-        job.script.chmod(0o755)
-        job_id = submit(job.script, where=job.loaded.where("slurm"))
+        write_text(recipe, dump(job.loaded))
+        write_text(script, job.text)
+        script.chmod(0o755)
+        job_id = submit(script, where=job.loaded.where("slurm"))
     except UserError:
         for path in written:
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # what somebody has put there meanwhile
+        with suppress(OSError):  # it holds something else by now
             for path in sorted(made, key=lambda path: len(path.parts), reverse=True):
                 path.rmdir()
         raise
-    keep_id(job.id_file, job_id, slurm_of(job.loaded).form)
+    write_json(id_file, {"id": job_id})
     return job_id
-
-
-def _check_student(loaded: Loaded) -> None:
-    """The layout divides the model, where its folder is here."""
-    parallel, folder = loaded.recipe.student.parallel, Path(loaded.recipe.student.model)
-    if not (folder / "config.json").is_file():
-        return
-    try:
-        check_layout(
-            read_dims(folder),
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            stages=stages_of(parallel),
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        )
-    except UserError as error:
-        raise UserError(f"{loaded.path}: {error}") from error
 
 
 POLL_S = 2.0
 PATIENCE_S = 600.0
 LINE_EVERY_S = 30.0
-"""Where output is no terminal: a line at most so often, unless the job's state changes."""
+"""Seconds between two lines where output is no terminal, unless the job's state changes."""
 MAX_RECORD_BYTES = 2**22
 LOG_LINES = 15
 MAX_LOG_BYTES = 65_536
 
 
 def wait_for(job: PreparedJob, job_id: str) -> int:
-    """Show how far the job is until it has ended; its exit code. Ctrl-C leaves the job alone.
+    """Show how far the job is until it has ended, and return its exit code. Ctrl-C leaves the job alone.
 
     Raises:
         UserError: Slurm has not answered for ``PATIENCE_S``, or has forgotten the job.
@@ -160,7 +130,7 @@ def wait_for(job: PreparedJob, job_id: str) -> int:
             progress.show(f"{state}{_steps(job.runs)}", key=str(state))
             if state.has_ended and has_ended:  # one that is queued again may pass through such a state
                 progress.end()
-                return _told(job, state)
+                return _exit_code(job, state)
             has_ended = state.has_ended
             time.sleep(POLL_S)
     except KeyboardInterrupt:
@@ -170,11 +140,11 @@ def wait_for(job: PreparedJob, job_id: str) -> int:
 
 
 class _Line:
-    """One line that changes, or where nothing can change (a pipe, a log) one now and then."""
+    """A line of progress: on a terminal one that changes, in a pipe or log a new one now and then."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
-        self._told = 0.0
+        self._shown_at = 0.0
         self._key = ""
         self._width = 0
 
@@ -182,9 +152,9 @@ class _Line:
         if self._is_terminal:
             print(f"\r{text:<{self._width}}", end="", flush=True)
             self._width = len(text)
-        elif key != self._key or time.monotonic() - self._told > LINE_EVERY_S:
+        elif key != self._key or time.monotonic() - self._shown_at > LINE_EVERY_S:
             print(text, flush=True)
-            self._told, self._key = time.monotonic(), key
+            self._shown_at, self._key = time.monotonic(), key
 
     def end(self) -> None:
         if self._is_terminal and self._width:
@@ -192,7 +162,7 @@ class _Line:
 
 
 def _steps(runs: Sequence[Path]) -> str:
-    """How far they are, together; empty before the first has begun."""
+    """Return the steps that the runs have done together, in words; empty before the first has begun."""
     begun = [files for files in map(RunFiles, runs) if files.recipe.is_file()]
     if not begun:
         return ""
@@ -202,12 +172,8 @@ def _steps(runs: Sequence[Path]) -> str:
 
 
 def _last_step(metrics: Path) -> int:
-    """Of the newest record, without reading those before it; 0 before the first."""
-    if not metrics.is_file():
-        return 0
-    with metrics.open("rb") as file:
-        file.seek(max(0, metrics.stat().st_size - MAX_RECORD_BYTES))
-        lines = file.read(MAX_RECORD_BYTES).split(b"\n")
+    """Return the step of the newest record, without reading those before it; 0 before the first."""
+    lines = _tail(metrics, MAX_RECORD_BYTES).split(b"\n") if metrics.is_file() else []
     try:
         step = parse_json(lines[-2]).get("step") if len(lines) > 1 else 0
     except (ValueError, AttributeError) as error:
@@ -215,14 +181,18 @@ def _last_step(metrics: Path) -> int:
     return step if isinstance(step, int) else 0
 
 
-def _told(job: PreparedJob, state: JobState) -> int:
-    """The exit code of a job that has ended, after the last lines of its log where it did not end well."""
+def _exit_code(job: PreparedJob, state: JobState) -> int:
+    """Return the exit code of a job that has ended; print the last lines of its log where it did not end well."""
     if state.exit_code == 0 and set(state.states) == {"COMPLETED"}:
         return 0
     logs = sorted((job.folder.parent / "logs" / "job").glob("*.log"), key=lambda path: path.stat().st_mtime)
-    if logs:
-        with logs[-1].open("rb") as file:
-            file.seek(max(0, logs[-1].stat().st_size - MAX_LOG_BYTES))
-            lines = file.read(MAX_LOG_BYTES).decode(errors="replace").splitlines()[-LOG_LINES:]
+    for log in logs[-1:]:
+        lines = _tail(log, MAX_LOG_BYTES).decode(errors="replace").splitlines()[-LOG_LINES:]
         print(*map(visible, lines), sep="\n", file=sys.stderr)
     return state.exit_code or 1
+
+
+def _tail(path: Path, num_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - num_bytes))
+        return file.read(num_bytes)

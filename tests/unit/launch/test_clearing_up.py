@@ -1,4 +1,4 @@
-"""Who clears up after a launcher, whatever ends it."""
+"""The reaper, which clears up after a launcher, whatever ends that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 from mopd.launch.launch import _reaped_folder
 
 
-def test_whoever_clears_up_is_out_of_reach_of_the_terminal() -> None:
+def test_the_reaper_is_out_of_reach_of_the_terminal() -> None:
     """Ctrl-C reaches the whole group of the launcher, and its folder is gone all the same."""
     with _reaped_folder() as folder:
         running = psutil.process_iter(["cmdline"])  # no line of what ends meanwhile

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,23 +16,16 @@ from torch.distributed import TCPStore
 from mopd.base.types import UserError
 from mopd.launch import failure
 from mopd.launch.failure import read_failures, reserve
+from tests.unit.launch import launchers
+from tests.unit.launch.launchers import pid_from
 
 pytestmark = pytest.mark.multirank
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 DEADLINE_S = 90.0
 
-_LOOKS_LATE = f"""
-import runpy, time
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-look = LocalElasticAgent._monitor_workers
-LocalElasticAgent._monitor_workers = lambda *given: (time.sleep(1.0), look(*given))[1]
-runpy.run_path({str(HERE / "launch_script.py")!r}, run_name="__main__")
-"""
 _IGNORES_HANGUPS = f"""
 import runpy, signal
-from mopd.launch.launch import TERMINATE_TIMEOUT_S
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 runpy.run_path({str(HERE / "launch_script.py")!r}, run_name="__main__")
 """
@@ -60,17 +52,8 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(behaviour: str, *, world_size: int = 2, command: list[str] | None = None) -> subprocess.Popen[str]:
-        launcher = command or [str(HERE / "launch_script.py"), str(world_size)]
-        environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")}
-        environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
-        process = subprocess.Popen(
-            [sys.executable, *launcher, str(HERE / "rank_script.py"), behaviour, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=tmp_path,
-        )
+        command = command or [str(HERE / "launch_script.py"), str(world_size)]
+        process = launchers.start(behaviour, tmp_path, command, TMPDIR=str(temporary))
         started.append(process)
         return process
 
@@ -81,15 +64,6 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Start]:
             if is_running(int(path.read_text())):
                 os.kill(int(path.read_text()), signal.SIGKILL)
         process.communicate(timeout=DEADLINE_S)
-
-
-def pid_from(path: Path) -> int:
-    """The process id in a file, once it is there."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} did not appear"
-        time.sleep(0.02)
-    return int(path.read_text())
 
 
 def is_running(pid: int) -> bool:
@@ -185,16 +159,6 @@ def test_rank_that_exits_without_a_word(start: Start) -> None:
     assert err.endswith("mopd: error: rank 1 ended with exit code 7 and no message\n")
 
 
-def test_the_rank_that_failed_is_blamed_whoever_ends_meanwhile(start: Start) -> None:
-    """torchrun may look so late that the others, which were ended for its sake and said nothing, have ended too."""
-    process = start("kill_itself_beside_sleepers", command=["-c", _LOOKS_LATE, "3"])
-    _, err = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, err) == (
-        1,
-        "mopd: error: rank 1 was killed by SIGKILL: often the kernel, out of memory\n",
-    )
-
-
 def test_killed_launcher_leaves_nothing(start: Start, tmp_path: Path, temporary: Path) -> None:
     process = start("with_child")
     pids = [pid_from(tmp_path / name) for name in ("0.pid", "1.pid", "child.pid")]
@@ -276,11 +240,11 @@ def test_the_line_is_told_if_the_rank_that_was_to_tell_it_dies(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setattr(failure, "STORE_TIMEOUT_S", 2.0)
-    store.add("mopd/user_errors", 1)
-    failure._tell_once("a line")
+    failure.agent_store("user_errors").add("count", 1)
+    failure._print_once("a line")
     assert capsys.readouterr().err == "a line\n"
-    store.set("mopd/told", "")
-    failure._tell_once("a line")
+    failure.agent_store("user_errors").set("printed", "")
+    failure._print_once("a line")
     assert capsys.readouterr().err == ""
 
 

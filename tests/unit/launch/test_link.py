@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -18,7 +17,7 @@ from mopd.base.types import CutOffError, NonFiniteError, SampleMeta, UserError
 from mopd.data_plane.interface import StorageEnded
 from mopd.data_plane.local import LocalDataPlane
 from mopd.launch.heartbeat import Heartbeat
-from mopd.launch.link import MAX_FRAME_BYTES, MAX_HEAD_BYTES, LinkEnded, RankLink, error_head, error_of
+from mopd.launch.link import LinkEnded, RankLink, error_head, error_of
 from mopd.orchestrator.ranks import Ranks
 
 CHUNK = bytes(2**24)
@@ -150,7 +149,7 @@ def test_any_other_error_has_its_traceback() -> None:
     assert said.startswith("in the orchestrator process:\nTraceback ") and "ZeroDivisionError: a bug" in said
 
 
-def test_whoever_waits_learns_of_the_others_end_at_once() -> None:
+def test_a_wait_ends_with_the_other_end_at_once() -> None:
     one, other = ends()
 
     def answer(command: dict[str, Any]) -> None:
@@ -168,7 +167,7 @@ def test_whoever_waits_learns_of_the_others_end_at_once() -> None:
 
 def test_an_error_said_before_the_end_is_read_after_it() -> None:
     one, other = ends()
-    one.send({"value": "which nobody reads"})
+    one.send({"value": "an answer that is not read"})
     other.send(error_head(UserError("why it ends")))
     other.close()
     with pytest.raises(UserError, match="why it ends"):
@@ -176,7 +175,7 @@ def test_an_error_said_before_the_end_is_read_after_it() -> None:
 
 
 def test_a_silent_end_is_given_up_and_a_slow_one_is_not() -> None:
-    """One whose process was stopped holds its socket open; beats are no messages, and are lost where nobody reads."""
+    """A stopped process holds its socket open. Beats are no messages, and are lost where they are not read."""
     one, other = ends(silent_s=0.5)
     with Heartbeat(other.beat, 0.5):
         calling = threading.Timer(1.5, other.send, ({"call": "x", "kwargs": {}},))
@@ -186,11 +185,3 @@ def test_a_silent_end_is_given_up_and_a_slow_one_is_not() -> None:
         one.next_command()
     for _ in range(10_000):
         other.beat()
-
-
-@pytest.mark.parametrize(("head", "frame"), [(MAX_HEAD_BYTES + 1, 0), (5, MAX_FRAME_BYTES + 1)])
-def test_sizes_are_bounded_before_anything_is_read(head: int, frame: int) -> None:
-    one, theirs = socket.socketpair()
-    theirs.sendall(struct.pack("<IIQ", head, 1, frame))
-    with pytest.raises(RuntimeError, match=f"sent a message of {head} bytes"):
-        RankLink(one, "the other").receive()

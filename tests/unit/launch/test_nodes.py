@@ -6,11 +6,9 @@ import argparse
 import contextlib
 import functools
 import itertools
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,8 +25,9 @@ from mopd.launch.node import RUN_SECRET, Place, add_node_arguments, place_of
 from mopd.launch.nodes import NodeLostError, Nodes
 from tests.fixtures.ports import free_port
 from tests.fixtures.warm import cold
+from tests.unit.launch import launchers
+from tests.unit.launch.launchers import ended, pid_from
 
-HERE = Path(__file__).parent
 DEADLINE_S = 90.0
 Start = Callable[[str], list["subprocess.Popen[str]"]]
 
@@ -41,36 +40,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(behaviour: str) -> list[subprocess.Popen[str]]:
         port = free_port()
         for rank in range(2):
-            launcher = [str(HERE / "launch_script.py"), f"1,2,{rank},{port}"]
-            free = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, *launcher, str(HERE / "rank_script.py"), behaviour, str(tmp_path)],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    env={**free, "PYTHONPATH": str(HERE.parents[2]), NODE_NAME: f"node-{rank}"},
-                    cwd=tmp_path,
-                )
-            )
+            command = [str(launchers.HERE / "launch_script.py"), f"1,2,{rank},{port}"]
+            started.append(launchers.start(behaviour, tmp_path, command, **{NODE_NAME: f"node-{rank}"}))
         return started
 
     yield begin
     for process in started:
         process.kill()
         process.communicate(timeout=DEADLINE_S)
-
-
-def wait_for_ranks(folder: Path) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not all((folder / f"{rank}.pid").exists() for rank in range(2)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def told(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, errors
 
 
 @pytest.mark.multirank
@@ -93,8 +70,8 @@ def told(process: subprocess.Popen[str]) -> tuple[int, str]:
 )
 def test_an_error_is_told_where_it_happened(start: Start, behaviour: str, code: int, there: str, here: str) -> None:
     first, second = start(behaviour)
-    assert told(first) == (code, here)
-    its_code, its_errors = told(second)
+    assert ended(first) == (code, here)
+    its_code, its_errors = ended(second)
     assert its_code == code and its_errors.endswith(there)
     assert its_errors.count("Traceback") == (behaviour == "bug")
 
@@ -105,9 +82,10 @@ def test_a_node_that_is_gone(start: Start, tmp_path: Path, lost: int) -> None:
     """Its launcher is killed, and the kernel kills its ranks: the other node ends soon, and says which one it was."""
     with cold():  # torch, which would tell of it too, reads how much it is to tell when it is imported
         both = start("hang_in_python")
-    wait_for_ranks(tmp_path)
+    for rank in range(2):
+        pid_from(tmp_path / f"{rank}.pid")
     both[lost].kill()
-    code, errors = told(both[1 - lost])
+    code, errors = ended(both[1 - lost])
     assert (code, errors) == (
         1,
         f"mopd: error: node {lost} (node-{lost}) is gone: its launcher was killed, or its machine is lost\n",
@@ -117,10 +95,11 @@ def test_a_node_that_is_gone(start: Start, tmp_path: Path, lost: int) -> None:
 @pytest.mark.multirank
 def test_one_interrupt_ends_all(start: Start, tmp_path: Path) -> None:
     first, second = start("hang_in_python")
-    wait_for_ranks(tmp_path)
+    for rank in range(2):
+        pid_from(tmp_path / f"{rank}.pid")
     second.send_signal(signal.SIGINT)
-    assert told(second) == (130, "mopd: ended by SIGINT\n")
-    assert told(first) == (130, "mopd: error: node-0 ends with node-1: ended by SIGINT on node-1\n")
+    assert ended(second) == (130, "mopd: ended by SIGINT\n")
+    assert ended(first) == (130, "mopd: error: node-0 ends with node-1: ended by SIGINT on node-1\n")
 
 
 def meet_as(place: Place, work: Callable[[Nodes], object]) -> Callable[[], object]:
@@ -170,11 +149,11 @@ def test_a_launcher_that_comes_late_was_not_silent(monkeypatch: pytest.MonkeyPat
     """It is listened to from when it is there."""
     monkeypatch.setattr(module, "SILENT_S", 0.0)
     first, store, seen = Nodes(Place(num_nodes=2, node_rank=0)), HashStore(), dict[int, tuple[bytes, float]]()
-    first._look_for_silent(store, seen)
+    first._find_silent(store, seen)
     store.set("here/1", "node-1")
-    first._look_for_silent(store, seen)
+    first._find_silent(store, seen)
     assert not store.check(["failed"])
-    first._look_for_silent(store, seen)
+    first._find_silent(store, seen)
     assert store.check(["failed", "silent/1"])
 
 
@@ -206,10 +185,10 @@ def test_who_failed_first_is_what_the_store_says(monkeypatch: pytest.MonkeyPatch
     def fail(nodes: Nodes, *, is_first: bool) -> str:
         if not is_first:
             told.wait(DEADLINE_S)
-        nodes.tell("error", f"failure of node {nodes.place.node_rank}")
+        nodes.report("error", f"failure of node {nodes.place.node_rank}")
         if is_first:
             told.wait(DEADLINE_S)
-            nodes.tell("died", f"death on node {nodes.place.node_rank}")  # what is known later keeps its place
+            nodes.report("died", f"death on node {nodes.place.node_rank}")  # what is known later keeps its place
         return nodes.cause().line
 
     for first in (0, 1):
@@ -257,7 +236,7 @@ SECRET = "only the launchers know it"
 @pytest.mark.parametrize("junk", ["", "2", "{}", "x" * 500, "other nodes ended well"])
 @pytest.mark.parametrize("key", ["num_nodes", "here/0", "shared", "failed", "end/0"])
 def test_what_a_stranger_writes_is_not_believed(key: str, junk: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into the store of launchers with a secret: whoever reads it ends in one line that says so."""
+    """An entry in the store of launchers with a secret: its reader ends in one line that says so."""
     monkeypatch.setenv(RUN_SECRET, SECRET)
     monkeypatch.setattr(module, "BEAT_S", 0.1)
     monkeypatch.setattr(module, "POLL_S", 0.02)
@@ -271,7 +250,7 @@ def test_what_a_stranger_writes_is_not_believed(key: str, junk: str, monkeypatch
     def follow(nodes: Nodes) -> None:
         assert is_spoiled.wait(DEADLINE_S)
         if key == "end/0":
-            nodes.tell("ended", "")
+            nodes.report("ended", "")
             nodes.cause()
         try:
             nodes.once_per_node(str, str)
@@ -314,15 +293,15 @@ def test_an_entry_that_no_launcher_writes_is_one_line() -> None:
 
 @pytest.mark.multirank
 def test_launchers_with_a_secret_run_ranks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's agent writes into the signed store too."""
+    """Ranks meet in the signed store too."""
     monkeypatch.setenv(RUN_SECRET, SECRET)
-    assert [told(process)[0] for process in start("user_error")] == [2, 2]
+    assert [ended(process)[0] for process in start("user_error")] == [2, 2]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_does_not_come(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "JOIN_S", 1.0)
-    line = "node 1 did not come within 1 s" if rank == 0 else "node 0 does not answer after 1 s"
+    line = "node 1 did not come within 1 s" if rank == 0 else "node 0 does not listen there after 1 s"
     with pytest.raises(UserError, match=line):
         meet_as(Place(num_nodes=2, node_rank=rank, port=free_port()), lambda nodes: None)()
 

@@ -46,7 +46,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Orchestrato
     return OrchestratorProcess
 
 
-def test_its_death_is_told_whoever_saw_it_first(process: type[OrchestratorProcess]) -> None:
+def test_its_death_is_the_cause_of_a_lost_link_and_of_lost_samples(process: type[OrchestratorProcess]) -> None:
     """A reader that lost its samples knows less."""
     line = r"^the orchestrator process was killed by SIGKILL .*\(log: o.log\)$"
     with pytest.raises(CutOffError, match=line), process('"kill"', log=Path("o.log"), timeout_s=60.0) as one:
@@ -81,7 +81,7 @@ def test_an_exit_code_of_its_own_is_told(process: type[OrchestratorProcess]) -> 
 def test_one_that_mopd_has_to_kill_is_no_failure_of_the_run(
     process: type[OrchestratorProcess], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the run did stands; nobody blames the kernel."""
+    """What the run did stands, and the kernel is not blamed."""
     monkeypatch.setattr(orchestrator, "END_S", 0.1)
     with process('"stop"', log=Path("o.log"), timeout_s=60.0) as one:
         assert one.link.next_command() == {"end": "asked"}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -16,8 +13,8 @@ from mopd.base.hardware import NODE_NAME
 from mopd.launch import reaching
 from mopd.launch.reaching import CURE, told_to_reach
 from tests.fixtures.networks import ADDRESSES, NETWORK, can_make_networks, two_networks
+from tests.unit.launch import launchers
 
-HERE = Path(__file__).parent
 PORT = 29_531
 DEADLINE_S = 150.0
 
@@ -26,19 +23,14 @@ def launched(folder: Path, networks: list[str], behaviour: str = "reach") -> lis
     """Exit code and errors of two nodes of one rank each."""
     started = []
     for node, network in enumerate(networks):
-        launcher = [str(HERE / "launch_script.py"), f"1,2,{node},{PORT},{ADDRESSES[0]}"]
-        command = [sys.executable, *launcher, str(HERE / "rank_script.py"), behaviour, str(folder)]
-        variables = {"PYTHONPATH": str(HERE.parents[2]), "GLOO_SOCKET_IFNAME": network, NETWORK: network}
-        variables[NODE_NAME] = f"node-{node}"
-        free = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started.append(subprocess.Popen(command, text=True, env=free | variables, cwd=folder, **pipes))  # type: ignore[call-overload]
+        command = [str(launchers.HERE / "launch_script.py"), f"1,2,{node},{PORT},{ADDRESSES[0]}"]
+        variables = {"GLOO_SOCKET_IFNAME": network, NETWORK: network, NODE_NAME: f"node-{node}"}
+        started.append(launchers.start(behaviour, folder, command, **variables))
     try:
-        told = [process.communicate(timeout=DEADLINE_S)[1] for process in started]
+        return [launchers.ended(process) for process in started]
     finally:
         for process in started:
             process.kill()
-    return [(process.returncode, errors) for process, errors in zip(started, told, strict=True)]
 
 
 @pytest.mark.multirank
@@ -69,20 +61,13 @@ def test_a_fast_node_keeps_its_connections_until_all_have_theirs(monkeypatch: py
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     own = TCPStore("127.0.0.1", store.port, is_master=False)
     monkeypatch.setattr(reaching, "agent_store", lambda prefix: own)
-    places = {
-        "RANK": 0,
-        "WORLD_SIZE": 2,
-        "LOCAL_RANK": 0,
-        "LOCAL_WORLD_SIZE": 1,
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 2,
-    }
-    for name, value in {**places, "GLOO_SOCKET_IFNAME": "lo"}.items():
-        monkeypatch.setenv(name, str(value))
+    places = "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=0 GROUP_WORLD_SIZE=2 GLOO_SOCKET_IFNAME=lo"
+    for place in places.split():
+        monkeypatch.setenv(*place.split("="))
     fast = threading.Thread(target=reaching.check_reach, args=(DEADLINE_S,), daemon=True)
     fast.start()
     store.add("here", 1)
-    store.set("all", "")
+    store.set("all here", "")
     slow = ProcessGroupGloo(PrefixStore("gloo", store), 1, 2, timedelta(seconds=DEADLINE_S))
     fast.join(3.0)
     assert fast.is_alive()

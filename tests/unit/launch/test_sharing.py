@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import multiprocessing
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from mopd.base.types import UserError
@@ -16,7 +14,6 @@ from mopd.launch import sharing
 from mopd.launch.failure import LAUNCH_DIR
 from mopd.launch.node import RUN_SECRET
 from mopd.weights.signing import read_signed, sign
-from tests.fixtures.ports import free_port
 
 RANKS = [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
 """Rank, machine, rank on the machine."""
@@ -54,9 +51,6 @@ def rank(
         except UserError as error:
             (folder / str(number)).write_text(str(error))
             return
-        if not agents_store:  # the ranks then meet in the same store
-            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-            dist.barrier()
         (folder / str(number)).write_text(text)
 
 
@@ -80,20 +74,17 @@ def test_one_rank_of_each_machine_makes_the_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("bad", "line"), [(0, "first of 0 is bad"), (2, "2 after first of 0 is bad")])
 def test_one_machines_error_is_every_ranks(bad: int, line: str, tmp_path: Path) -> None:
-    """Nobody goes on before all machines have their text."""
+    """No rank goes on before all machines have their text."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert texts_of_ranks(tmp_path, store.port, True, bad) == [line] * len(RANKS)
 
 
-@pytest.mark.parametrize("agents_store", [True, False])
-def test_with_a_secret_of_the_run(agents_store: bool, tmp_path: Path) -> None:
+def test_with_a_secret_of_the_run(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port if agents_store else free_port()
-    texts = texts_of_ranks(tmp_path, port, agents_store, -1, ("s3cret", "s3cret"))
+    texts = texts_of_ranks(tmp_path, store.port, True, -1, ("s3cret", "s3cret"))
     assert texts == ["first of 0", "first of 0", "2 after first of 0", "2 after first of 0"]
-    if agents_store:
-        told = read_signed("s3cret", "mopd/recipe/0/0", store.get("mopd/recipe/0/0"))
-        assert json.loads(told) == {"text": "first of 0"}
+    told = read_signed("s3cret", "recipe/0", store.get("mopd/start/0/recipe/0"))
+    assert json.loads(told) == {"text": "first of 0"}
 
 
 @pytest.mark.parametrize("secrets", [("s3cret", ""), ("", "s3cret"), ("s3cret", "another")])
@@ -114,7 +105,7 @@ STRANGERS = {
 @pytest.mark.parametrize("name", STRANGERS)
 def test_what_a_stranger_leaves_is_no_recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for key in ("mopd/recipe/0/0", "mopd/recipe/0/all"):
+    for key in ("mopd/start/0/recipe/0", "mopd/start/0/recipe/all"):
         store.set(key, STRANGERS[name])  # type: ignore[arg-type]  # bytes are allowed
     for variable, value in {
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
@@ -122,14 +113,13 @@ def test_what_a_stranger_leaves_is_no_recipe(name: str, monkeypatch: pytest.Monk
         "TORCHELASTIC_RESTART_COUNT": "0", RUN_SECRET: "s3cret",
     }.items():  # fmt: skip
         monkeypatch.setenv(variable, value)
-    with pytest.raises(UserError, match="'mopd/recipe/0/0' is not signed with this run's secret: set MOPD_RUN_SECRET"):
+    with pytest.raises(UserError, match="'recipe/0' is not signed with this run's secret: set MOPD_RUN_SECRET"):
         sharing.once_per_machine(lambda: "", lambda first: first)
 
 
-def test_without_the_agents_store_rank_0_holds_one(tmp_path: Path) -> None:
-    """And the ranks join in it."""
-    texts = texts_of_ranks(tmp_path, free_port(), False)
-    assert texts == ["first of 0", "first of 0", "2 after first of 0", "2 after first of 0"]
+def test_without_the_agents_store_is_one_line(tmp_path: Path) -> None:
+    for line in texts_of_ranks(tmp_path, 1, False):
+        assert "start the ranks with mopd train or torchrun" in line and "\n" not in line
 
 
 def test_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

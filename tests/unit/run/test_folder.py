@@ -197,12 +197,6 @@ def test_logs_that_ranks_began_after_the_end_are_discarded_while_empty(load: Loa
     assert (run.logs_here / "rank_1.log").is_file()
 
 
-def test_paths(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    assert run.checkpoint(50) == tmp_path / "checkpoints" / "step_00000050"
-    assert run.metrics == tmp_path / "metrics.jsonl"
-
-
 @pytest.fixture
 def places(load: Load) -> Load:
     """Things where a run folder cannot be."""
@@ -230,23 +224,15 @@ def in_rank_0(loaded: Loaded) -> None:
     [
         ("file", "'file' is a file"),
         ("file/below", "file', above 'file/below', is a file"),
-        ("file/far/below", "file', above 'file/far/below', is a file"),
         ("dangling", "'dangling' is a symbolic link that leads to no folder"),
-        ("dangling/below", "is a symbolic link that leads to no folder"),
         ("circle", "is a symbolic link that leads to no folder"),
-        ("circle/below", "is a symbolic link that leads to no folder"),
         ("x" * 256, "too long: a name may have 255 bytes"),
-        ("é" * 128, "too long: a name may have 255 bytes"),
         ("/".join(["y" * 200] * 20), "the whole path 3935: set a shorter run_dir"),
         ("a\0b", "not a possible name"),
         ("a\ud800b", "not a possible name"),
-        ("a\udcffb", "not a possible name"),
         ("/proc/run", "/proc"),
-        ("/proc/self/run", "/proc/self"),
-        ("/sys/run", "/sys"),
         ("/dev/null", "'/dev/null' is a file"),
         ("/dev/null/run", "above '/dev/null/run', is a file"),
-        ("/dev/full/run", "above '/dev/full/run', is a file"),
     ],
 )
 def test_no_folder_can_be_here(places: Load, path: str, problem: str, where: Callable[[Loaded], None]) -> None:
@@ -330,10 +316,7 @@ def test_folders_above_go_with_a_run_that_wrote_nothing(load: Load) -> None:
 def test_a_refused_write_says_how_the_run_goes_on(load: Load, begun: bool, how: str, error: Exception) -> None:
     if begun:
         begin(load())
-    with (
-        pytest.raises(CutOffError, match=f"No space left on device.*; {how}$"),
-        RunDir("runs/one").telling(),
-    ):
+    with pytest.raises(CutOffError, match=f"No space left on device.*; {how}$"), RunDir("runs/one").telling():
         raise error
 
 
@@ -345,7 +328,7 @@ def test_other_errors_pass(load: Load, error: BaseException) -> None:
 
 
 def test_a_stop_knows_a_run_by_its_lock_not_by_the_file(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which a process that was killed leaves. Whoever asks in a user's place says so."""
+    """A killed process leaves the file. A request with ``--by`` is not a user's."""
     loaded = load()
     path = begin(loaded)
     (path / ".lock").write_text("4242\n")

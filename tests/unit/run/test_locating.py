@@ -1,4 +1,4 @@
-"""Names of a recipe become local paths for the run, and stay names for whoever reads the recipe."""
+"""Names of a recipe become local paths for the run, and stay names where the recipe is shown."""
 
 from __future__ import annotations
 

@@ -14,14 +14,10 @@ from mopd.run.machine import describe_machine, kinds_of_gpus, package_versions
 OURS = [
     ("apex", "apex"),
     ("flash_attn", "flash-attn"),
-    ("flash_attn_3", "flash-attn-3"),
-    ("torchvision", "torchvision"),
     ("Pillow", "pillow"),
     ("transformer_engine_cu12", "transformer-engine-cu12"),
     ("nvidia_cudnn_cu12", "nvidia-cudnn-cu12"),
-    ("nvidia_cublas_cu12", "nvidia-cublas-cu12"),
     ("nvidia-cublas", "nvidia-cublas"),
-    ("nvidia_nccl_cu13", "nvidia-nccl-cu13"),
     ("grouped_gemm", "grouped-gemm"),
 ]
 """Name as it is written in an environment -> as it is told."""

@@ -88,14 +88,8 @@ def test_a_missing_wandb_is_one_line(load: Load, monkeypatch: pytest.MonkeyPatch
             "rollout.placement={type: local, python: train.jsonl}",
             "rollout.placement.python: 'train.jsonl' cannot be run: name a Python interpreter",
         ),
-        (
-            "rewards.math={type: custom, path: none.py, function: f}",
-            "rewards.math.path: file 'none.py' does not exist",
-        ),
-        (
-            "rewards.math={type: json_schema, path: none.json}",
-            "rewards.math.path: file 'none.json' does not exist",
-        ),
+        ("rewards.math={type: custom, path: none.py, function: f}", "rewards.math.path: file 'none.py' does not exist"),
+        ("rewards.math={type: json_schema, path: none.json}", "rewards.math.path: file 'none.json' does not exist"),
     ],
 )
 def test_missing_inputs_are_named(load: Load, override: str, line: str) -> None:

@@ -95,8 +95,7 @@ def test_a_layout_that_divides_nothing(check: Callable[[str], list[Check]]) -> N
     (found,) = failures(
         check(
             RECIPE.replace(
-                "{model: models/student}",
-                "{model: models/student, parallel: {tensor_model_parallel_size: 4}}",
+                "{model: models/student}", "{model: models/student, parallel: {tensor_model_parallel_size: 4}}"
             )
         )
     )

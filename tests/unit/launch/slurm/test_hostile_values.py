@@ -1,4 +1,4 @@
-"""Values that nobody means well, in every key that reaches the job's script: refused when read, or words and no more.
+"""Hostile values in every key that reaches the job's script: refused when read, or words and no more.
 
 The scripts run, with ``srun``, ``scontrol``, ``apptainer``, ``ray`` and ``mopd`` replaced by what writes down its
 arguments; what a value would run leaves a file named ``CANARY``. sbatch itself says which options it reads.
@@ -119,8 +119,8 @@ HARMLESS = dict.fromkeys(PLACES, "a") | {"setup": ":"}
 class Room:
     """Folders for one script, and what it called."""
 
-    def __init__(self, top: Path) -> None:
-        self.top = top
+    def __init__(self, top: Path, patch: pytest.MonkeyPatch) -> None:
+        self.top, self._patch = top, patch
         self.records, self.stubs = top / "records", top / "stubs"
         self.records.mkdir()
         self.stubs.mkdir()
@@ -129,7 +129,7 @@ class Room:
             (self.stubs / name).chmod(0o755)
         (top / "slurm.conf").write_text(SLURM_CONF)
 
-    def prepare(self, form: Form, values: Values, patch: pytest.MonkeyPatch) -> PreparedJob:
+    def prepare(self, form: Form, values: Values) -> PreparedJob:
         """The job, called for in a folder and by an interpreter with hostile names too.
 
         Raises:
@@ -141,8 +141,8 @@ class Room:
         for name, stub in (("python", "mopd"), ("ray", "ray")):
             if not (home / name).exists():
                 (home / name).symlink_to(self.stubs / stub)
-        patch.chdir(folder)
-        patch.setattr(sys, "executable", str(home / "python"))
+        self._patch.chdir(folder)
+        self._patch.setattr(sys, "executable", str(home / "python"))
         recipe = Path(f"recipe{values['recipe']}")
         recipe.write_text(json.dumps({**PARTS, "run_dir": values["run_dir"], **form(values)}))
         return prepare_job(load_recipe(recipe))
@@ -188,13 +188,13 @@ class Room:
 
 
 @pytest.fixture
-def rooms(tmp_path: Path) -> Callable[[], Room]:
+def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Room]:
     numbers = itertools.count()
 
     def make() -> Room:
         top = tmp_path / str(next(numbers))
         top.mkdir()
-        return Room(top)
+        return Room(top, monkeypatch)
 
     return make
 
@@ -215,7 +215,7 @@ def held_as_they_are(job: PreparedJob, values: Values, calls: list[list[str]], f
     commands = [call[2:] if call[:2] == ["-m", "mopd"] else call for call in calls]
     ours = [call for call in commands if call and call[0] in ("check", "serve", "train", "stop")]
     assert {call[0] for call in ours} >= {"check", "train"}
-    assert all(Path(call[1]) == job.recipe and not call[1].startswith("-") for call in ours)
+    assert all(Path(call[1]) == job.folder / "recipe.yaml" and not call[1].startswith("-") for call in ours)
     for call in ours if slurm.seeds else ():
         (override,) = [word for word in call if word.startswith("run_dir=")]
         given = read_overrides([override]).items["run_dir"].value  # type: ignore[union-attr]
@@ -234,7 +234,7 @@ def held_as_they_are(job: PreparedJob, values: Values, calls: list[list[str]], f
         assert inside and all(words == head for words in inside)
 
 
-def test_whatever_a_value_says_it_is_a_word(rooms: Callable[[], Room], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_a_value_says_it_is_a_word(rooms: Callable[[], Room]) -> None:
     """Each form with other texts in all of its places at once; what one place refuses is tried without that place."""
     counts = dict.fromkeys(("ran", "refused"), 0)
 
@@ -245,21 +245,21 @@ def test_whatever_a_value_says_it_is_a_word(rooms: Callable[[], Room], monkeypat
         values = {**HARMLESS, **values}
         room = rooms()
         try:
-            job = room.prepare(form, values, monkeypatch)
+            job = room.prepare(form, values)
         except UserError:
             for place in PLACES:
                 try:
-                    room.prepare(form, {**HARMLESS, place: values[place]}, monkeypatch)
+                    room.prepare(form, {**HARMLESS, place: values[place]})
                 except UserError as error:
                     assert "\n" not in str(error)
                     counts["refused"] += 1
                     values[place] = HARMLESS[place]
-            job = room.prepare(form, values, monkeypatch)
+            job = room.prepare(form, values)
         calls = room.run(job)
         assert room.canaries() == []
         held_as_they_are(job, values, calls, os.getcwd())
         if shutil.which("sbatch"):
-            plain = room.read_by_sbatch(room.prepare(form, {**HARMLESS, "folder": values["folder"]}, monkeypatch).text)
+            plain = room.read_by_sbatch(room.prepare(form, {**HARMLESS, "folder": values["folder"]}).text)
             read = room.read_by_sbatch(job.text)
             assert [word.split("=")[0] for word in read] == [word.split("=")[0] for word in plain]
             assert set(expected_options(job, os.getcwd())) <= set(read)
@@ -270,25 +270,21 @@ def test_whatever_a_value_says_it_is_a_word(rooms: Callable[[], Room], monkeypat
 
 
 @pytest.mark.parametrize("place", [*KEYS, "setup", "folder", "interpreter"])
-def test_control_characters_are_refused(
-    place: str, rooms: Callable[[], Room], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_control_characters_are_refused(place: str, rooms: Callable[[], Room]) -> None:
     """Wherever a value comes from: with them one line of a script becomes two."""
     room = rooms()
     form = components if place in ("mount", "image") else allocation
     for letter in CONTROLS:
         with pytest.raises(UserError) as caught:
-            room.prepare(form, {**HARMLESS, place: f"a{letter}touch CANARY{letter}"}, monkeypatch)
+            room.prepare(form, {**HARMLESS, place: f"a{letter}touch CANARY{letter}"})
         assert "holds a control character" in str(caught.value)
         assert str(caught.value).isprintable() and letter not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["partition", "account", "qos", "time", "components.rollout.partition"])
-def test_names_of_the_cluster_hold_nothing_that_means_something(
-    key: str, rooms: Callable[[], Room], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_the_cluster_hold_nothing_that_means_something(key: str, rooms: Callable[[], Room]) -> None:
     room = rooms()
-    room.prepare(components, HARMLESS, monkeypatch)
+    room.prepare(components, HARMLESS)
     for value in (*PIECES, *CONTROLS):
         if not re.fullmatch("[A-Za-z0-9_.,:@+-]+", value):
             with pytest.raises(UserError, match=key.rpartition(".")[2]):
@@ -298,15 +294,13 @@ def test_names_of_the_cluster_hold_nothing_that_means_something(
 @pytest.mark.parametrize(
     "line", [*PIECES, "cat <<EOF", "if true; then", "exit 3 #", "}", "done", "esac", ";;", "((", "[["]
 )
-def test_a_line_of_setup_changes_no_other(
-    line: str, rooms: Callable[[], Room], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_of_setup_changes_no_other(line: str, rooms: Callable[[], Room]) -> None:
     """It is a user's own, and runs; what it leaves open ends with it."""
     room = rooms()
-    job = room.prepare(allocation, {**HARMLESS, "setup": line}, monkeypatch)
+    job = room.prepare(allocation, {**HARMLESS, "setup": line})
     text = job.text.splitlines()
     first, last = text.index("set -e  # a line of slurm.setup that fails ends the job"), text.index("set +e")
-    harmless = room.prepare(allocation, HARMLESS, monkeypatch).text.splitlines()
+    harmless = room.prepare(allocation, HARMLESS).text.splitlines()
     assert text[:first] + text[last:] == harmless[:first] + harmless[harmless.index("set +e") :]
     script = "\n".join(text[first : last + 1]).replace("set -e", "echo() { :; }; set +e", 1)
     done = subprocess.run(
@@ -319,8 +313,8 @@ def test_a_line_of_setup_changes_no_other(
     assert "reached" in done.stdout or line.startswith("exit")
 
 
-def test_several_lines_of_setup_are_one_program(rooms: Callable[[], Room], monkeypatch: pytest.MonkeyPatch) -> None:
-    rooms().prepare(allocation, HARMLESS, monkeypatch)
+def test_several_lines_of_setup_are_one_program(rooms: Callable[[], Room]) -> None:
+    rooms().prepare(allocation, HARMLESS)
     lines = ["if true; then", "  value='it'\"'\"'s'", "fi", "false", "echo not reached"]
     text = prepare_job(load_recipe("recipea", [f"slurm.setup={json.dumps(lines)}"])).text
     begun = text[text.index("set -e") : text.index("set +e")]
@@ -330,12 +324,10 @@ def test_several_lines_of_setup_are_one_program(rooms: Callable[[], Room], monke
     assert (done.returncode, done.stdout, done.stderr) == (1, "it's\n", "")
 
 
-def test_every_text_that_reaches_the_script_is_tried_here(
-    rooms: Callable[[], Room], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_text_that_reaches_the_script_is_tried_here(rooms: Callable[[], Room]) -> None:
     """Each key of the schema that takes text, one after another: those that a script then shows are the ones above."""
     room = rooms()
-    room.prepare(allocation, HARMLESS, monkeypatch)
+    room.prepare(allocation, HARMLESS)
     mark, reaching, num_rendered = "Zq7", set(), 0
     for path, cls, name in fields():
         annotation = str(field_types(cls)[name])
@@ -376,11 +368,7 @@ def test_every_text_that_reaches_the_script_is_tried_here(
     ],
 )
 def test_what_slurm_or_a_container_would_read_otherwise(
-    form: Form,
-    values: dict[str, str],
-    says: str,
-    rooms: Callable[[], Room],
-    monkeypatch: pytest.MonkeyPatch,
+    form: Form, values: dict[str, str], says: str, rooms: Callable[[], Room]
 ) -> None:
     with pytest.raises(UserError, match=says):
-        rooms().prepare(form, {**HARMLESS, **values}, monkeypatch)
+        rooms().prepare(form, {**HARMLESS, **values})

@@ -106,11 +106,6 @@ def test_shellcheck_finds_nothing(script: tuple[str, str]) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_a_shell_reads_it(script: tuple[str, str]) -> None:
-    done = subprocess.run(["bash", "-n"], input=script[1], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_names_are_words_of_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a recipe says reaches mopd as it is, and nothing of it is run."""
     monkeypatch.chdir(tmp_path)

@@ -48,7 +48,7 @@ export -f on_gpus
 
 stopping=
 # shellcheck disable=SC2317,SC2329 # the trap calls it
-ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or somebody has called scancel
+ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or scancel was called
   local why="whose time is up"
   [ -z "$stopping" ] || return 0  # the first one's reason counts
   stopping=1
@@ -71,7 +71,7 @@ await() {  # PROCESS: its exit code; a signal's trap runs meanwhile
 finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
   case $1 in
     0 | 2) exit "$1" ;;                   # done, or a line has said what to change: it would come again
-    75) [ -n "$stopping" ] || exit 75 ;;  # whoever called `mopd stop` does not want it back
+    75) [ -n "$stopping" ] || exit 75 ;;  # `mopd stop` ends the job for good
   esac
   case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) in
     RUNNING*)  # and not being cancelled
