@@ -53,6 +53,15 @@ def test_answers_without_heavy_imports(recipe: str, arguments: list[str]) -> Non
     assert done.stderr.splitlines()[-1] == "[]"
 
 
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    for command in ("train", "check", "config", "eval", "serve", "report", "convert"):
+        assert f"  mopd {command} " in out
+
+
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_config_prints_what_loads_back(recipe: str, form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["--set", "seed=5", "--set", "loss.type=k2"]

@@ -187,3 +187,16 @@ def test_redundant_tensors_of_old_checkpoints_are_accepted(checkpoint: Path, mod
     edit(checkpoint, lambda t: t.update({HEAD: t[EMBEDDING].clone(), **redundant}))
     load(model, checkpoint, layout)
     assert HEAD not in export(model, read_dims(checkpoint), layout)
+
+
+def test_parameter_without_a_row_is_a_bug(checkpoint: Path, model: nn.Module, layout: parallel.Layout):
+    model.decoder.layers[0].register_parameter("novel", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(RuntimeError, match=r"decoder\.layers\.0\.novel"):
+        load(model, checkpoint, layout)
+
+
+def test_model_that_lacks_a_parameter_is_a_bug(checkpoint: Path, model: nn.Module, layout: parallel.Layout):
+    load(model, checkpoint, layout)
+    del model.decoder.final_layernorm
+    with pytest.raises(RuntimeError, match=r"no pipeline stage holds 'decoder\.final_layernorm\.weight'"):
+        export(model, read_dims(checkpoint), layout)
