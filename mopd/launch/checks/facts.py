@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.config.load import Loaded, flatten
 from mopd.config.machine.places import engine_groups, place_on_machine
-from mopd.config.reading.build import build_from_json
 from mopd.conversion.hf.manifest import make_manifest
 from mopd.data.hub.names import hub_model
 from mopd.launch.checks.inputs import check_inputs, check_machine, check_model_folder
@@ -56,11 +55,35 @@ class NodeFacts:
         Raises:
             UserError: a value of another type.
         """
-        names = {one.name for one in dataclasses.fields(cls)}
-        if isinstance(data, dict):
-            with suppress(UserError):
-                return build_from_json(cls, {name: value for name, value in data.items() if name in names}, "facts")
-        raise UserError("what a node told of itself cannot be read: start the same mopd on every node")
+        names = [one.name for one in dataclasses.fields(cls)]
+        given: dict[str, Any] = {name: data[name] for name in names if name in data} if isinstance(data, dict) else {}
+        if not isinstance(data, dict) or not all(_fits(value, _SHAPES[name]) for name, value in given.items()):
+            raise UserError("what a node told of itself cannot be read: start the same mopd on every node")
+        lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return cls(**{**given, **lists})
+
+
+_SHAPES: dict[str, Any] = {
+    "name": str,
+    "versions": {"": str},
+    "gpus": [str],
+    "recipe": {"": str},
+    "models": {"": {"": str}},
+    "start": {"": {"": str}},
+    "shm_bytes": int,
+    "problems": [str],
+    "is_complete": bool,
+}
+"""Field -> its type. ``[str]`` is a list of texts, ``{"": str}`` an object of texts. Unlike values of a recipe, those of a
+variable may be empty."""
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    if isinstance(shape, type):
+        return type(value) is shape
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_fits(item, shape[0]) for item in value)
+    return isinstance(value, dict) and all(_fits(item, shape[""]) for item in value.values())
 
 
 def facts_of_this_node(load: Callable[[], Loaded], *, num_nodes: int, node: int) -> tuple[NodeFacts, Loaded | None]:

@@ -141,7 +141,7 @@ def test_what_a_node_cannot_find_is_its_own_line() -> None:
 
 
 def test_an_account_comes_back_as_it_was_and_of_another_version_what_is_known() -> None:
-    facts = node("a", problems=("p",))
+    facts = node("a", problems=("p",), start={"environment": {"NCCL_EMPTY": "", "NCCL_ODD": "\x1b"}})
     sent = json.loads(json.dumps(dataclasses.asdict(facts)))
     assert NodeFacts.from_json(sent) == facts
     assert NodeFacts.from_json({"name": "a", "of_tomorrow": [1]}) == NodeFacts(name="a")
