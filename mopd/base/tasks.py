@@ -55,7 +55,7 @@ class Tasks:
             self._failure.set()
 
 
-class StopAsked(Exception):
+class StopRequested(Exception):
     """A request to end the run early; the message is the line for the user."""
 
     def __init__(self, by: str, line: str = "") -> None:
@@ -85,14 +85,15 @@ class Stop:
         return self._by is not None
 
     def check(self) -> None:
-        """Raise ``StopAsked`` if the end was requested so far."""
+        """Raise ``StopRequested`` if the end was requested so far."""
         by = self._by or self._look()
         if by is not None:
             self.ask(by)
-            raise StopAsked(by)
+            raise StopRequested(by)
 
-    async def unless_asked(self, work: Awaitable[T]) -> T:
-        """Await ``work``, or raise ``StopAsked`` as soon as the end is requested; work that is done by then counts."""
+    async def unless_stop_requested(self, work: Awaitable[T]) -> T:
+        """Await ``work``, or raise ``StopRequested`` as soon as the end is requested. Work that is done by then
+        counts."""
         async with _until(work, self._asked) as task:
             if not task.done():
                 self.check()

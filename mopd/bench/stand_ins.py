@@ -27,7 +27,7 @@ from mopd.config.student import StudentConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.stream import PromptStream
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import Generation, SamplingParams, Scores, Told
+from mopd.engines.interface import Generation, ResponseCallback, SamplingParams, Scores
 
 VOCAB_SIZE = 1024
 LOGPROB = -20.0
@@ -75,15 +75,21 @@ class SleepingGenerator:
         self._works.set()
 
     async def generate(
-        self, prompts: Any, sampling: SamplingParams, seeds: Sequence[int], *, told: Told | None = None, **_: Any
+        self,
+        prompts: Any,
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        on_response: ResponseCallback | None = None,
+        **_: Any,
     ) -> list[Generation]:
         came_at = asyncio.get_running_loop().time()
 
         async def one(i: int, seed: int) -> Generation:
             async with self._turns:
                 response = await self._respond(came_at, self._lengths.draw(seed, sampling.max_new_tokens))
-            if told is not None:
-                told(i, response)
+            if on_response is not None:
+                on_response(i, response)
             return response
 
         return await all_or_none(one(i, seed) for i, seed in enumerate(seeds))

@@ -59,7 +59,7 @@ from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from mopd.engines.replicas.transfer import TransferTargets
 from mopd.launch.link import LinkEnded, RankLink
-from mopd.launch.ranks import CommandChannel, facts_of, obey
+from mopd.launch.ranks import CommandChannel, run_commands, student_facts
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
 from mopd.placement.engine_file import rollout_file
@@ -348,7 +348,7 @@ class Hop:
     pid: int
     """Process id of rank 0."""
     facts: dict[str, Any]
-    """Facts of the student that a run's orchestrator receives (``facts_of``)."""
+    """Facts of the student that a run's orchestrator receives (``student_facts``)."""
 
     def student(self, recipe: Recipe, weights: GroupWeightSync) -> StudentGroup:
         """Return the student as a run's controller has it; its weights go as ``recipe.weight_sync`` says."""
@@ -379,10 +379,10 @@ async def hop(make: Callable[[Recipe], Any], recipe: Recipe) -> AsyncIterator[Ho
 
 
 def _follow(make: Callable[[Recipe], Any], recipe: Recipe, end: socket.socket) -> None:
-    """Run the child's process: build the worker and obey commands until the link ends."""
+    """Run the child's process: build the worker and run_commands commands until the link ends."""
     torch.set_num_threads(1)  # as beside as many busy engines
     worker, link = make(recipe), RankLink(end, "the benchmark")
     with suppress(LinkEnded):
         link.next_command()
-        link.answer(facts_of(recipe, worker))
-        obey(worker, CommandChannel(None), link)
+        link.answer(student_facts(recipe, worker))
+        run_commands(worker, CommandChannel(None), link)

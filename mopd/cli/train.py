@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from mopd.base.hardware import node_name
-from mopd.base.tasks import StopAsked
+from mopd.base.tasks import StopRequested
 from mopd.base.types import UserError
 from mopd.cli.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, load_recipe
@@ -70,14 +70,14 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
                 from mopd.launch.launch import ended_by_others
 
                 return ended_by_others(nodes).code
-    except StopAsked as asked:
+    except StopRequested as asked:
         print(f"mopd: {asked}", file=sys.stderr)
         return STOPPED_CODE
 
 
 def _stop_now() -> None:
     """End the command: no rank has been started yet."""
-    raise StopAsked("SIGTERM")
+    raise StopRequested("SIGTERM")
 
 
 def _launch(args: argparse.Namespace, arguments: Sequence[str], nodes: Nodes) -> Ended:

@@ -122,7 +122,7 @@ def load_prompts(
     with Renderer(cfg, tokenizer) as renderer:
         reading = _Reading(cfg=cfg, tokenizer=tokenizer, renderer=renderer, vision=vision, images=images)
         rows = [row for i, file in enumerate(cfg.files(entries)) for row in _load_file(file, i, reading, unseen)]
-    check_student_sees_images(unseen)
+    require_vision_student(unseen)
     return _limit_length(rows, cfg, images)
 
 
@@ -173,7 +173,7 @@ def check_domains_have_teachers(
     ]
 
 
-def check_student_sees_images(unseen: Mapping[str, int]) -> None:
+def require_vision_student(unseen: Mapping[str, int]) -> None:
     """Raise ``UserError`` with the counts if there are rows with images that the student cannot see."""
     if unseen:
         raise UserError(
@@ -182,9 +182,7 @@ def check_student_sees_images(unseen: Mapping[str, int]) -> None:
         )
 
 
-def check_teachers_see_images(
-    image_counts: Mapping[str, int], assignment: Assignment, sighted: Collection[str]
-) -> None:
+def require_vision_teachers(image_counts: Mapping[str, int], assignment: Assignment, sighted: Collection[str]) -> None:
     """Raise ``UserError`` with the counts if a teacher of rows with images is not among the ``sighted`` ones."""
     blind: dict[str, dict[str, int]] = defaultdict(dict)
     for domain, count in image_counts.items():

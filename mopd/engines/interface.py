@@ -146,8 +146,8 @@ class Generation:
 Images = Sequence[Sequence[PromptImage]] | None
 """The images of each sequence of a request, in the order of their places in it; ``None``: no sequence has one."""
 
-Told = Callable[[int, Generation], None]
-"""Callback of ``Generator.generate``: ``told(i, generation)`` is called when response i of the call is complete."""
+ResponseCallback = Callable[[int, Generation], None]
+"""Callback of ``Generator.generate``: ``on_response(i, generation)`` is called when response i is complete."""
 
 OnRunning = Literal["finish", "continue"]
 """Policy for responses in progress when new weights arrive: ``finish`` them under the old weights, or ``continue`` them
@@ -180,14 +180,14 @@ class Generator(Protocol):
         sampling: SamplingParams,
         seeds: Sequence[int],
         *,
-        told: Told | None = None,
+        on_response: ResponseCallback | None = None,
         images: Images = None,
     ) -> list[Generation]:
         """Draw one response per prompt. A response depends on its prompt, its seed and the weights, not on its
         neighbours' seeds. ``seeds`` are non-negative and below 2**63.
 
-        ``told`` is called on the caller's event loop for each response as soon as it is complete, at most once each; an
-        engine that knows a response only at the end never calls it. The returned list holds all responses.
+        ``on_response`` is called on the caller's event loop for each response as soon as it is complete, at most once
+        each; an engine that knows a response only at the end never calls it. The returned list holds all responses.
 
         A prompt holds one placeholder for each token of its ``images``. ``EngineRejected`` for images that the engine
         cannot see. Placeholders and other tokens that only an image may stand for are never drawn.

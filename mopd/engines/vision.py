@@ -21,7 +21,7 @@ from mopd.engines.interface import Images
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSight:
+class EngineVision:
     """Vision dimensions and image processing of a model that sees images."""
 
     dims: VisionDims
@@ -38,7 +38,7 @@ class EngineSight:
         )
 
 
-def read_sight(folder: Path, max_pixels: int | None) -> EngineSight | None:
+def read_vision(folder: Path, max_pixels: int | None) -> EngineVision | None:
     """Read the vision side of a Hugging Face folder; ``None`` for a text model. ``max_pixels`` as in
     ``read_image_processing``.
 
@@ -49,10 +49,10 @@ def read_sight(folder: Path, max_pixels: int | None) -> EngineSight | None:
         return None
     dims = read_dims(folder).vision
     assert dims is not None
-    return EngineSight(dims=dims, processing=read_image_processing(folder, max_pixels))
+    return EngineVision(dims=dims, processing=read_image_processing(folder, max_pixels))
 
 
-def check_images(sight: EngineSight | None, tokens: Sequence[Any], images: Images, *, name: str) -> None:
+def check_images(sight: EngineVision | None, tokens: Sequence[Any], images: Images, *, name: str) -> None:
     """Raise unless every image has its placeholders and every placeholder its image.
 
     Raises:

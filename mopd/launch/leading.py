@@ -24,7 +24,7 @@ from mopd.launch.heartbeat import LeaderWatch
 from mopd.launch.orchestrator import OrchestratorProcess
 from mopd.launch.preparing import task_of
 from mopd.launch.rank_log import rank_log
-from mopd.launch.ranks import CommandChannel, facts_of, follow, obey
+from mopd.launch.ranks import CommandChannel, follow, run_commands, student_facts
 from mopd.launch.reaching import check_reach, told_to_reach
 from mopd.launch.signals import ending_in_order
 from mopd.placement.gpus import local_rank
@@ -75,8 +75,8 @@ def start_orchestrator(
         joining = first["kwargs"]
         reader = open_reader(joining["data_plane"], timeout_s=timeout_s)
         with joined(recipe, (joining, reader), logs) as (worker, channel):
-            orchestrator.link.answer(facts_of(recipe, worker))
-            channel.stopped = obey(worker, channel, orchestrator.link)
+            orchestrator.link.answer(student_facts(recipe, worker))
+            channel.stopped = run_commands(worker, channel, orchestrator.link)
         reader.close()
         return channel.stopped
 

@@ -31,7 +31,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from mopd.base.hardware import node_name
-from mopd.base.tasks import StopAsked
+from mopd.base.tasks import StopRequested
 from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.launch.failure import ERROR_CODE, STOPPED_CODE, USER_ERROR_CODE
@@ -135,7 +135,7 @@ class Nodes:
     def _report_error(self, error: BaseException) -> None:
         if isinstance(error, UserError):
             self.report("user_error", one_line(error), code=USER_ERROR_CODE)
-        elif isinstance(error, StopAsked):
+        elif isinstance(error, StopRequested):
             self.report("signal", one_line(error), code=STOPPED_CODE)
         else:
             self.report("error", one_line(error))

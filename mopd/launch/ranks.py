@@ -141,7 +141,7 @@ def _bytes(row: Tensor) -> memoryview:
     return row.contiguous().numpy().view("uint8").data
 
 
-def facts_of(recipe: Recipe, worker: StudentWorker) -> dict[str, Any]:
+def student_facts(recipe: Recipe, worker: StudentWorker) -> dict[str, Any]:
     """Return what the orchestrator needs to know of the student once it is built, as JSON."""
     return {
         "is_on_gpu": worker.layout.device.type == "cuda",
@@ -150,7 +150,7 @@ def facts_of(recipe: Recipe, worker: StudentWorker) -> dict[str, Any]:
     }
 
 
-def obey(worker: StudentWorker, channel: CommandChannel, link: RankLink) -> str | None:
+def run_commands(worker: StudentWorker, channel: CommandChannel, link: RankLink) -> str | None:
     """Execute the orchestrator's commands, on rank 0, with the other ranks until the run ends. Returns the line of a
     run that was asked to stop.
 

@@ -32,7 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mopd.base.metrics import StepMetrics, StepTimer, age_metrics, merge_step
-from mopd.base.tasks import Stop, StopAsked, Tasks
+from mopd.base.tasks import Stop, StopRequested, Tasks
 from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta, UserError
 from mopd.config.schema import Recipe
 from mopd.data.packing import PackingRules, pack, plan_metrics
@@ -210,7 +210,7 @@ class Controller:
         with self.timer("wait_batch"):
             for slot in self.ledger.stale():
                 self._tasks.start(self._redraw(slot, slot.samples))
-            slots = await self.stop.unless_asked(self.ledger.take(timeout_s=self.schedule.wait_timeout_s))
+            slots = await self.stop.unless_stop_requested(self.ledger.take(timeout_s=self.schedule.wait_timeout_s))
             ids = [sample.sample_id for slot in slots for sample in slot.samples]
             batch = await self.plane.claim(ids, self.recipe.loss_fields)
         with self.timer("pack"):
@@ -254,8 +254,8 @@ class Controller:
 
     async def _sent(self) -> None:
         if self._sending is not None:
-            with contextlib.suppress(StopAsked):  # the step that these weights come from counts all the same
-                await self.stop.unless_asked(self._sending)
+            with contextlib.suppress(StopRequested):  # the step that these weights come from counts all the same
+                await self.stop.unless_stop_requested(self._sending)
 
     def _batch_metrics(self, batch: Batch, slots: Sequence[Slot]) -> dict[str, float]:
         """Return the ages of the batch's samples, and what was drawn and discarded since the last one, by domain: 0 for
@@ -275,8 +275,8 @@ class Controller:
         """Train until ``schedule.steps`` optimizer steps are done.
 
         Raises:
-            StopAsked: the end was requested; the steps that are done are saved, the one whose batch was missing is not
-                begun.
+            StopRequested: the end was requested; the steps that are done are saved, the one whose batch was missing
+                is not begun.
         """
         self.timer.begin()
         state: Mapping[str, Any] | None = None
@@ -294,7 +294,7 @@ class Controller:
                     if not self.schedule.max_staleness:
                         self.ledger.publish(self.weight_version)
                     self.timer.begin()
-        except StopAsked:
+        except StopRequested:
             if state is not None:
                 await self.observer.on_stop(self.weight_version, state)
             raise

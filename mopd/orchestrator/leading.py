@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mopd.base.tasks import Stop, StopAsked, Tasks
+from mopd.base.tasks import Stop, StopRequested, Tasks
 from mopd.base.types import UserError
 from mopd.config.load import Loaded
 from mopd.conversion.models.reading import read_dims
@@ -75,7 +75,7 @@ class Orchestrator:
         of its own."""
         try:
             yield
-        except StopAsked:
+        except StopRequested:
             raise
         except Exception as error:
             self.report(error)
@@ -118,7 +118,7 @@ class Orchestrator:
             joining = asyncio.ensure_future(join(ranks, list(inputs.train.domain_counts), plane))
             try:
                 async with self.reporting():
-                    await stop.unless_asked(groups.start())
+                    await stop.unless_stop_requested(groups.start())
                     facts = await joining
                     vocab_size = read_dims(Path(recipe.student.model)).vocab_size
                     workers = await build_workers(recipe, inputs, plane, groups, vocab_size=vocab_size)
@@ -127,7 +127,7 @@ class Orchestrator:
                         await work(RunParts(workers=workers, student=student, stop=stop))
                     except SampleFailed as error:
                         raise UserError(f"{error}: see the replicas' logs") from error
-            except StopAsked as asked:
+            except StopRequested as asked:
                 await ranks.settle()
                 return str(asked)
             finally:

@@ -10,7 +10,7 @@ import torch
 
 from mopd.base.text import encodable, named_samples, one_line
 from mopd.base.types import Prompt, SampleMeta, UserError
-from mopd.data.image_refs import refs_to_tensor
+from mopd.data.image_refs import image_refs_to_tensor
 from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
@@ -35,7 +35,7 @@ class RolloutWorker:
         self, prompts: Sequence[Prompt], *, ended: Callable[[Prompt, int], None] | None = None
     ) -> list[SampleMeta]:
         """Draw responses, put ``ROLLOUT_FIELDS`` and ``token_versions`` [R] int32, and return the samples, prompt after
-        prompt. For a student that sees images also put ``images`` (``refs_to_tensor``).
+        prompt. For a student that sees images also put ``images`` (``image_refs_to_tensor``).
 
         Response j of a prompt has sample id ``prompt.sample_id * samples_per_prompt + j`` and a seed derived from it.
         ``ended(prompt, weight_version)`` is called once for each response, with the weights of its newest token: as
@@ -68,7 +68,7 @@ class RolloutWorker:
             "token_versions": [response.token_versions for response in responses],
         }
         if self.dataset.images is not None:
-            fields["images"] = [refs_to_tensor(self.dataset.row(prompt.row).images) for prompt in repeated]
+            fields["images"] = [image_refs_to_tensor(self.dataset.row(prompt.row).images) for prompt in repeated]
         await self.plane.put(metas, fields)
         return metas
 
@@ -91,7 +91,7 @@ class RolloutWorker:
         seeds = [self._seed(prompt, sample_id, 0) for prompt, sample_id in zip(prompts, sample_ids, strict=True)]
         images = self.dataset.images_of([prompt.row for prompt in prompts])
         tokens = [self._tokens(prompt) for prompt in prompts]
-        drawn = await self.generator.generate(tokens, self.sampling, seeds, told=note_end, images=images)
+        drawn = await self.generator.generate(tokens, self.sampling, seeds, on_response=note_end, images=images)
         return await all_or_none(complete(index, part) for index, part in enumerate(drawn))
 
     async def _finished(self, prompt: Prompt, sample_id: int, part: Generation) -> Generation:

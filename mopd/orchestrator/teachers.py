@@ -17,7 +17,7 @@ from torch import Tensor
 from mopd.base.text import named_samples, one_line
 from mopd.base.types import FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment
-from mopd.data.image_refs import refs_from_tensor
+from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.images import ImageStore
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
@@ -116,7 +116,7 @@ class TeacherWorker:
         store = self._images if group.sees_images else None
         fields = await self._plane.get(ids, ["tokens"] if store is None else ["tokens", "images"])
         if store is not None:
-            images = [[store.prompt_image(ref) for ref in refs_from_tensor(own)] for own in fields["images"]]
+            images = [[store.prompt_image(ref) for ref in image_refs_from_tensor(own)] for own in fields["images"]]
         try:
             scores = await group.score(
                 fields["tokens"],

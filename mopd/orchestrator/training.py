@@ -14,7 +14,7 @@ from typing import Any
 
 from mopd.base.files.writing import write_json
 from mopd.base.metrics import StepMetrics, truncate_jsonl
-from mopd.base.tasks import StopAsked
+from mopd.base.tasks import StopRequested
 from mopd.base.text import json_lines
 from mopd.base.types import SampleMeta, UserError
 from mopd.config.load import Loaded
@@ -164,7 +164,7 @@ async def begin(training: Training, loaded: Loaded, manifests: Mapping[str, Mani
 
     Raises:
         UserError: the first check that failed; nothing was written.
-        StopAsked: the end was requested meanwhile.
+        StopRequested: the end was requested meanwhile.
     """
     run, stop = training.run, training.parts.stop
     preflight = Preflight(
@@ -175,7 +175,7 @@ async def begin(training: Training, loaded: Loaded, manifests: Mapping[str, Mani
         is_fresh=is_fresh,
         fingerprints={} if is_fresh else read_fingerprints(run.manifest),
     )
-    failure = await stop.unless_asked(preflight.find_failure())
+    failure = await stop.unless_stop_requested(preflight.find_failure())
     if failure is not None:
         raise UserError(failure)
     run.write_recipe(loaded)
@@ -198,7 +198,7 @@ async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: 
     the JSON of ``report.json``, in which case the progress goes to standard error.
 
     Raises:
-        StopAsked: the end was requested; says what is saved.
+        StopRequested: the end was requested; says what is saved.
     """
     recipe, run, workers = training.recipe, training.run, training.parts.workers
     resume_step = None if is_fresh else ledger.step
@@ -224,8 +224,8 @@ async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: 
                 stop=training.parts.stop,
                 unit=recipe.prompts_together,
             ).run()
-        except StopAsked as asked:
-            raise StopAsked(asked.by, _stopped(run, recipe, asked.by)) from asked
+        except StopRequested as asked:
+            raise StopRequested(asked.by, _stopped(run, recipe, asked.by)) from asked
     finally:
         sinks.close()
     await _export(recipe, run, training.parts.student, observer.best)
@@ -307,7 +307,7 @@ class RunObserver:
     async def _validate(self, step: int) -> None:
         validator = self.workers.validator
         assert validator is not None, "nothing is due without a validation section"
-        record = await self.stop.unless_asked(validator.record(self.workers.generator, step))
+        record = await self.stop.unless_stop_requested(validator.record(self.workers.generator, step))
         append_record(self.run.validation, record)
         self.sinks.log_validation(step, record["rewards"])
         reward = mean(record["rewards"])

@@ -26,7 +26,7 @@ from mopd.engines.replicas.transfer import TransferTargets
 from mopd.weights.buckets import from_json
 from mopd.weights.group import GroupOrder, GroupStore
 from mopd.weights.mapped import mapped_bytes
-from mopd.weights.stages import Words
+from mopd.weights.stages import SenderSignals
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class Transfer:
             memory=await self._share_memory(num_receivers),
             shares=self._shares,
         )
-        words, told = Words(order, store), asdict(order)
+        words, told = SenderSignals(order, store), asdict(order)
         joining = asyncio.ensure_future(self._ask("join_weights", order=told, tensors=self._tensors))
         failures: dict[str, str] | None = None
         try:

@@ -14,7 +14,7 @@ from mopd.base.types import UserError
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig
 from mopd.data.image_processing import sees_images
-from mopd.data.prompts import PromptDataset, check_domains_have_teachers, check_teachers_see_images, load_prompts
+from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts, require_vision_teachers
 from mopd.data.tokenizer import load_tokenizer
 from mopd.data.vision_prompts import VisionPrompts, read_vision
 from mopd.data_plane.interface import Storage
@@ -116,7 +116,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
     sighted = [name for name, teacher in recipe.teachers.items() if vision is not None and sees_images(teacher.model)]
     for dataset in (train, validation):
         if dataset is not None:
-            check_teachers_see_images(dataset.image_counts, assignment, sighted)
+            require_vision_teachers(dataset.image_counts, assignment, sighted)
     if rewards is not None:
         for dataset in (train if recipe.needs_task_advantage else None, validation):
             if dataset is not None:

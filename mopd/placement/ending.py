@@ -33,7 +33,7 @@ MARGIN_S = 5.0
 END_S = GROUPS_CLOSE_S + THREAD_END_S + REWARDS_END_S + MARGIN_S
 """Seconds for the orchestrator to end its engine servers, the data plane and the rewards, in this order."""
 TERMINATE_TIMEOUT_S = math.ceil(END_S + MARGIN_S)
-"""Whole seconds between the signal and SIGKILL when torchrun's agent ends ranks after a failure. Rank 0 waits for the
+"""Whole seconds between the signal and SIGKILL when the launcher ends ranks after a failure. Rank 0 waits for the
 orchestrator meanwhile."""
 EXIT_S = 2.0 * TERMINATE_TIMEOUT_S
 """Seconds for the other nodes' ranks to end, once this node's have ended well: rank 0 may be on another node, and be

@@ -40,7 +40,7 @@ class Checkpointer:
 
     With ``async_save`` a checkpoint is written while later steps go on, one at a time. Its completion is looked for at
     the end of each step; the next save, the last step and a request to stop wait for it. Until then nothing older is
-    removed. An error that ends the run waits for it on every rank (``Background``).
+    removed. An error that ends the run waits for it on every rank (``CheckpointThread``).
     """
 
     run: RunDir

@@ -35,8 +35,8 @@ from mopd.engines.interface import (
     EngineRejected,
     EngineUnavailable,
     Generation,
+    ResponseCallback,
     SamplingParams,
-    Told,
     WeightsLost,
 )
 from mopd.engines.wire.images import MAX_BODY_BYTES as MAX_IMAGES_BODY_BYTES
@@ -219,10 +219,10 @@ class EngineServer:
         prompts = [prompt.tolist() for prompt in np.split(message.tokens, split_points(message.lengths))]
         images = self.images.of(message.images, prompts)
 
-        async def draw(told: Told) -> list[Generation]:
+        async def draw(on_response: ResponseCallback) -> list[Generation]:
             with self.admission.running():
                 seeds = message.seeds.tolist()
-                call = self.served.host.work.generate(prompts, sampling, seeds, told=told, images=images)
+                call = self.served.host.work.generate(prompts, sampling, seeds, on_response=on_response, images=images)
                 return await self._engine_call(call)
 
         reservation = self.admission.admit(len(message.tokens), num_sequences=len(prompts))

@@ -22,12 +22,12 @@ from mopd.engines.interface import (
     Generator,
     Images,
     Incoming,
+    ResponseCallback,
     SamplingParams,
     Scorer,
     Scores,
-    Told,
 )
-from mopd.engines.vision import EngineSight
+from mopd.engines.vision import EngineVision
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Work(Scorer, Generator, Protocol):
 class HostedEngine(Work, Described, Protocol):
     """The interface of an engine that a server needs."""
 
-    sight: EngineSight | None
+    sight: EngineVision | None
     """Vision side of its model; ``None`` for a text model."""
     incoming: Incoming
     """Its receiver of weights over a process group."""
@@ -51,7 +51,7 @@ class HostedEngine(Work, Described, Protocol):
         """Places of the weights by ``hf_name``, for their shapes and dtypes."""
         ...
 
-    def prepared_weights(
+    def prepare_weights(
         self, weights: Collection[tuple[str, Tensor]], *, kept: Set[str]
     ) -> AbstractAsyncContextManager[Any]:
         """Do everything about new weights that can be done while the engine works, and yield the argument of
@@ -198,18 +198,18 @@ class ThreadHost(EngineHost):
         sampling: SamplingParams,
         seeds: Sequence[int],
         *,
-        told: Told | None = None,
+        on_response: ResponseCallback | None = None,
         images: Images = None,
     ) -> list[Generation]:
         """Draw responses in the engine's thread (``Generator.generate``), joined as those of ``score``."""
 
-        async def call(items: list[Item[Sequence[int]]], tell: Told) -> list[Generation]:
+        async def call(items: list[Item[Sequence[int]]], tell: ResponseCallback) -> list[Generation]:
             texts, numbers, own = split(items)
-            return await self.engine.generate(texts, sampling, numbers, told=tell, images=own)
+            return await self.engine.generate(texts, sampling, numbers, on_response=tell, images=own)
 
         items = join(prompts, seeds, images)
         num_tokens = sum(map(len, prompts)) + len(prompts) * sampling.max_new_tokens
-        return await self._submit(("generate", sampling), items, num_tokens, call, told)
+        return await self._submit(("generate", sampling), items, num_tokens, call, on_response)
 
     async def between_calls(self, change: Callable[[], Coroutine[Any, Any, T]], *, interrupt: bool) -> T:
         """Run ``change`` in the engine's thread as the very next call: waiting requests are done after it."""
@@ -231,13 +231,13 @@ class ThreadHost(EngineHost):
         items: list[Any],
         num_tokens: int,
         call: Any,
-        told: Callable[[int, Any], None] | None = None,
+        on_response: Callable[[int, Any], None] | None = None,
         *,
         is_next: bool = False,
     ) -> list[Any]:
         if self._worker is None or self._worker.done():
             raise RuntimeError("the engine's host is not running")
-        job = _Job(key, items, num_tokens, call, asyncio.get_running_loop().create_future(), told)
+        job = _Job(key, items, num_tokens, call, asyncio.get_running_loop().create_future(), on_response)
         if is_next:
             self._waiting.appendleft(job)
         else:

@@ -16,7 +16,7 @@ from mopd.base.text import one_line
 from mopd.base.types import PromptImage, UserError
 from mopd.engines.images import NO_VISION
 from mopd.engines.interface import EngineRejected, Images
-from mopd.engines.vision import EngineSight, check_images
+from mopd.engines.vision import EngineVision, check_images
 from mopd.engines.wire.image_table import Array, from_table
 from mopd.serving.errors import Refusal, bad_request
 
@@ -30,7 +30,7 @@ _CachedImage = tuple[bytes, int, int]
 class ImageCache:
     """Kept images of one server. Not thread-safe: use from one event loop."""
 
-    def __init__(self, sight: EngineSight | None, name: str, *, max_bytes: int = MAX_KEPT_BYTES) -> None:
+    def __init__(self, sight: EngineVision | None, name: str, *, max_bytes: int = MAX_KEPT_BYTES) -> None:
         """``sight`` is the engine's, ``name`` its model's."""
         self._vision, self._name, self._max_bytes = sight, name, max_bytes
         self._files: OrderedDict[bytes, _CachedImage] = OrderedDict()

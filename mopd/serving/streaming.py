@@ -2,7 +2,7 @@
 
 ::
 
-    engine ── told(i, response) ──> queue ──> frame ──> client        before the first frame: an HTTP status
+    engine ── on_response(i, response) ──> queue ──> frame ──> client        before the first frame: an HTTP status
        └── error ─────────────────────> status, or after the first frame another one that says why the rest is missing
 """
 
@@ -18,7 +18,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mopd.engines.interface import Generation, Told
+from mopd.engines.interface import Generation, ResponseCallback
 from mopd.engines.wire.frames import frame
 from mopd.engines.wire.limits import CONTENT_TYPE
 from mopd.engines.wire.messages import GenerateAnswer, GenerateFailure, GenerateRequest, encode
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 async def frames_of(
     message: GenerateRequest,
-    draw: Callable[[Told], Awaitable[list[Generation]]],
+    draw: Callable[[ResponseCallback], Awaitable[list[Generation]]],
     *,
     request: Request,
     deadline: float,
@@ -52,14 +52,14 @@ async def frames_of(
     done: asyncio.Queue[tuple[int, Generation] | None] = asyncio.Queue()
     known: set[int] = set()
 
-    def told(i: int, generation: Generation) -> None:
+    def on_response(i: int, generation: Generation) -> None:
         known.add(i)
         done.put_nowait((i, generation))
 
     async def work() -> None:
-        for i, generation in enumerate(await draw(told)):
+        for i, generation in enumerate(await draw(on_response)):
             if i not in known:
-                told(i, generation)
+                on_response(i, generation)
 
     try:
         async with working(request, work()) as (task, gone):

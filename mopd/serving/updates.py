@@ -151,7 +151,7 @@ class WeightUpdates:
         self._is_loading = True
         try:
             async with (
-                self._host.engine.prepared_weights(tensors.items(), kept=update.staging.kept) as prepared,
+                self._host.engine.prepare_weights(tensors.items(), kept=update.staging.kept) as prepared,
                 self._ready_to_swap(update.weight_version, message.on_running),
             ):
                 await self._swap(prepared, update, interrupt=message.on_running == CONTINUE)

@@ -13,7 +13,7 @@ from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import VisionDims
 from mopd.data.image_processing import read_image_processing
 from mopd.data.image_processor import ImageProcessor
-from mopd.data.image_refs import refs_from_tensor
+from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.images import ImageStore
 from mopd.data.mrope import image_starts, mrope_positions
 from mopd.student.token_layout import TokenLayout
@@ -47,7 +47,7 @@ class StudentImages:
         """
         positions = texts.repeat(3, 1)
         for i, (tokens, images) in enumerate(samples):
-            grids = [ref.grid for ref in refs_from_tensor(images)]
+            grids = [ref.grid for ref in image_refs_from_tensor(images)]
             own = mrope_positions(tokens.numpy(), grids, **self._ids)
             positions[:, token_layout.rows(i, 0, len(tokens))] = torch.from_numpy(own)
         return positions
@@ -65,7 +65,7 @@ class StudentImages:
         offsets: dict[tuple[bytes, tuple[int, int, int]], int] = {}
         files, rows, sources, total = [], [], [], 0
         for i, (tokens, images) in enumerate(samples):
-            refs = refs_from_tensor(images)
+            refs = image_refs_from_tensor(images)
             starts = image_starts(tokens.numpy(), [ref.grid for ref in refs], **self._ids)
             for ref, start in zip(refs, starts, strict=True):
                 _, height, width = ref.grid

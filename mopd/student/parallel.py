@@ -162,7 +162,8 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float, seed: int, local_r
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
         control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
         samples_group=_samples_group(timeout_s),
-        # ``Background.finish`` sets the deadline of these waits, which include disks; a rank that dies ends them too.
+        # ``CheckpointThread.finish`` sets the deadline of these waits, which include disks; a rank that dies ends
+        # them too.
         checkpoint_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=MAX_SECONDS)),
     )
     return _layout

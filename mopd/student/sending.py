@@ -25,7 +25,7 @@ from mopd.weights.group import GroupOrder, TransferFailed, TransferGroup
 from mopd.weights.mapped import send_mapped
 from mopd.weights.memory import SharedMemory
 from mopd.weights.sending import send
-from mopd.weights.stages import Words, of_sender
+from mopd.weights.stages import SenderSignals, of_sender
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class StageSender:
         self._worker, self._longest_s = worker, longest_s
         self._memory: SharedMemory | None = None
         self._group: TransferGroup | None = None
-        self._words: Words | None = None
+        self._words: SenderSignals | None = None
         self._metas: Sequence[TensorMeta] = ()
         self._order: GroupOrder | None = None
 
@@ -77,7 +77,7 @@ class StageSender:
             metas, mine = metas[start : start + whole.shares[layout.pp_rank]], of_sender(whole, layout.pp_rank)
         self._metas = metas
         try:
-            self._words = Words(whole)
+            self._words = SenderSignals(whole)
             # Of signals where engines map the memory.
             device = torch.device("cpu") if whole.memory else layout.device
             self._group = TransferGroup(mine, 0, given_up=self._words, device=device)
@@ -137,7 +137,7 @@ class StageSender:
             return trained
         return itertools.chain(constants, trained)
 
-    def _pass_on(self, words: Words, order: GroupOrder, update: int, *, is_good: bool) -> bool:
+    def _pass_on(self, words: SenderSignals, order: GroupOrder, update: int, *, is_good: bool) -> bool:
         """Give the turn to the next of several senders; after a good share wait on the first rank until the senders
         behind it are through. Returns ``False`` if whoever orders the update is gone, or one of them failed."""
         try:

@@ -25,7 +25,7 @@ from mopd.student import cpu_shim, parallel
 from mopd.student.batch import MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
 from mopd.student.images import StudentImages
-from mopd.student.memory.lending import Lending
+from mopd.student.memory.lending import GpuMemoryLease
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
 from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
@@ -99,9 +99,11 @@ class StudentWorker:
             lm_head_memory_budget_mib=student.lm_head_memory_budget_mib,
         )
         self._plan: MicroBatchPlan | None = None
-        self.saving = checkpoint.Background(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
+        self.saving = checkpoint.CheckpointThread(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
         """Writer of asynchronous checkpoints. Enter it around all use of the student."""
-        self._lending = Lending(self._chunks, self._optimizer, self.layout.device) if recipe.shares_gpus else None
+        self._lending = (
+            GpuMemoryLease(self._chunks, self._optimizer, self.layout.device) if recipe.shares_gpus else None
+        )
 
     @property
     def dp_size(self) -> int:
@@ -224,7 +226,7 @@ class StudentWorker:
         return list(hf_stages(self._chunks, self.dims, self.layout))
 
     def lend(self) -> None:
-        """Free the device memory that the rollout may use, on every rank; between two steps (see ``Lending``)."""
+        """Free the device memory that the rollout may use, on every rank, between two steps (``GpuMemoryLease``)."""
         assert self._lending is not None
         self._lending.lend()
         dist.barrier(group=self.layout.control_group)  # the rollout may be on any rank's GPU
@@ -291,7 +293,7 @@ class StudentWorker:
 
     def memory(self) -> dict[str, float]:
         """Return this rank's peak memory so far in GiB: device memory with CUDA, else resident memory. If memory is
-        lent to the rollout, also ``Lending.numbers``."""
+        lent to the rollout, also ``GpuMemoryLease.numbers``."""
         lent = {} if self._lending is None else self._lending.numbers
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else kib / 2**20

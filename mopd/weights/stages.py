@@ -37,7 +37,7 @@ def of_sender(order: GroupOrder, sender: int) -> GroupOrder:
     return dataclasses.replace(order, group_id=f"{order.group_id}.{sender}", shares=())
 
 
-class Words:
+class SenderSignals:
     """Words that the senders of one order leave for one another."""
 
     def __init__(self, order: GroupOrder, store: GroupStore | None = None) -> None:

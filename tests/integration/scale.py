@@ -46,7 +46,7 @@ from mopd.bench.weights import write_student
 from mopd.config.schema import Recipe
 from mopd.data_plane.reading import open_reader
 from mopd.launch.link import LinkEnded, RankLink
-from mopd.launch.ranks import CommandChannel, facts_of, follow, obey
+from mopd.launch.ranks import CommandChannel, follow, run_commands, student_facts
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.ranks import Ranks
@@ -105,8 +105,8 @@ def rank_life(rank: int, num_ranks: int, store: str, recipe: Recipe, end: Any) -
         joining = link.next_command()["kwargs"]
         channel.send(joining)
         worker = stub(recipe, joining, rank)
-        link.answer(facts_of(recipe, worker))
-        obey(worker, channel, link)
+        link.answer(student_facts(recipe, worker))
+        run_commands(worker, channel, link)
     channel.send({"call": "stop", "kwargs": {"is_asked": False}})
 
 

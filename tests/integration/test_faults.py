@@ -237,7 +237,7 @@ def test_a_replica_killed_in_mid_response_loses_and_doubles_none_of_many_callers
             async def caller(i: int) -> list[Generation]:
                 own = [2 * i, 2 * i + 1]
                 return await router.generate(
-                    [prompts[j] for j in own], sampling, own, told=lambda k, given: hear(own[k])
+                    [prompts[j] for j in own], sampling, own, on_response=lambda k, given: hear(own[k])
                 )
 
             callers = [asyncio.create_task(caller(i)) for i in range(80)]

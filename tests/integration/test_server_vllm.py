@@ -152,7 +152,7 @@ async def update_in_mid_response(
 
     assert (await remote.info()).limits.max_sequences == 32
     assert (await remote.info()).limits.max_running_tokens == 32 * 2**20 // BYTES_PER_TOKEN
-    running = asyncio.create_task(remote.generate(MANY, LONG, range(24), told=hear))
+    running = asyncio.create_task(remote.generate(MANY, LONG, range(24), on_response=hear))
     staged = stage_updates(models[new].weight_slots.items(), new)
     await first_of(running, first)
     metrics = await asyncio.to_thread(httpx.get, f"{remote.url}/metrics", trust_env=False, verify=False)
@@ -161,7 +161,7 @@ async def update_in_mid_response(
     await remote.push("begin", encode(staged.begin))
     await remote.push("chunk", staged.bodies[0])
     core.resume()
-    (aside,) = await remote.generate([[9, 9]], SAMPLING, [3], told=lambda *_: core.suspend())
+    (aside,) = await remote.generate([[9, 9]], SAMPLING, [3], on_response=lambda *_: core.suspend())
     assert aside.token_versions.unique().tolist() == [old]
     await update_what_runs(remote, staged, core, temporary)
     drawn = await running
@@ -284,7 +284,7 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path], core: p
             core.suspend()
         first.set()
 
-    drawing = remote.generate(prompts * 6, sampling, range(many), images=images * 6, told=hear)
+    drawing = remote.generate(prompts * 6, sampling, range(many), images=images * 6, on_response=hear)
     running = asyncio.create_task(drawing)
     await first_of(running, first)
     before = remote.bytes_sent

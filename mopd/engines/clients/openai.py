@@ -22,7 +22,15 @@ from mopd.engines.checks import check_scoring
 from mopd.engines.clients.http import HttpClient
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.images import refuse_images
-from mopd.engines.interface import EngineInfo, EngineRejected, Generation, Images, SamplingParams, Scores, Told
+from mopd.engines.interface import (
+    EngineInfo,
+    EngineRejected,
+    Generation,
+    Images,
+    ResponseCallback,
+    SamplingParams,
+    Scores,
+)
 
 MAX_BYTES_PER_ENTRY = 256
 """Limit of one log-prob's JSON: ``"151935":{"logprob":-12.345678901234567,"rank":151936,"decoded_token":"…"},``."""
@@ -144,7 +152,7 @@ class OpenAIScorer:
         sampling: SamplingParams,
         seeds: Sequence[int],
         *,
-        told: Told | None = None,
+        on_response: ResponseCallback | None = None,
         images: Images = None,
     ) -> list[Generation]:
         """Draw greedy responses, one HTTP request each; ``ValueError`` for any other temperature, since the server's

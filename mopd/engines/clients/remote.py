@@ -29,10 +29,10 @@ from mopd.engines.interface import (
     Generation,
     Images,
     OnRunning,
+    ResponseCallback,
     SamplingParams,
     Scores,
     StaleWeights,
-    Told,
 )
 from mopd.engines.wire.frames import FrameReader
 from mopd.engines.wire.image_table import to_table
@@ -137,7 +137,7 @@ class RemoteEngine:
         sampling: SamplingParams,
         seeds: Sequence[int],
         *,
-        told: Told | None = None,
+        on_response: ResponseCallback | None = None,
         images: Images = None,
     ) -> list[Generation]:
         """Draw the responses with one HTTP request; ``StaleWeights`` for weights older than ``self.weight_version``."""
@@ -155,7 +155,7 @@ class RemoteEngine:
             weight_version=self.weight_version,
         )
         request.check()
-        responses = _Responses(request, self._http, newest=lambda: self._newest_version, told=told)
+        responses = _Responses(request, self._http, newest=lambda: self._newest_version, on_response=on_response)
         body = await encode_aside(request)
 
         async def ask() -> None:
@@ -268,10 +268,15 @@ class _Responses:
     """Collects the responses to one request as they arrive; each is checked against the request."""
 
     def __init__(
-        self, request: GenerateRequest, http: HttpClient, *, newest: Callable[[], int], told: Told | None
+        self,
+        request: GenerateRequest,
+        http: HttpClient,
+        *,
+        newest: Callable[[], int],
+        on_response: ResponseCallback | None,
     ) -> None:
         """Keep the request. ``newest()`` returns the newest version that can answer now."""
-        self._request, self._http, self._newest, self._told = request, http, newest, told
+        self._request, self._http, self._newest, self._on_response = request, http, newest, on_response
         self._checksum = request.checksum
         one = 12 * request.max_new_tokens + ANSWER_HEAD_BYTES
         self.longest = len(request.lengths) * one + ANSWER_HEAD_BYTES
@@ -321,8 +326,8 @@ class _Responses:
             token_versions=torch.from_numpy(answer.token_versions),
         )
         self._done[answer.index] = generation
-        if self._told is not None:
-            self._told(answer.index, generation)
+        if self._on_response is not None:
+            self._on_response(answer.index, generation)
 
 
 def to_scores(answer: ScoreAnswer) -> list[Scores]:

@@ -26,7 +26,7 @@ from mopd.engines.interface import (
     EngineUnreachable,
     StaleWeights,
 )
-from mopd.engines.replicas.members import Member, Room, Want
+from mopd.engines.replicas.members import Member, Room, WorkRequest
 from mopd.engines.replicas.pool import Pool
 from mopd.engines.replicas.work import Generating, Scoring
 
@@ -41,14 +41,14 @@ class Call(Generic[R]):
 
     work: Scoring | Generating
     items: Sequence[Any]
-    told: Callable[[int, R], None] | None = None
+    on_response: Callable[[int, R], None] | None = None
     """Called with the position of an item and its result as soon as that is there."""
     answers: dict[int, R] = field(default_factory=dict)
     """Results by position."""
 
 
 @dataclass(kw_only=True, eq=False)
-class Part(Want, Generic[R]):
+class Part(WorkRequest, Generic[R]):
     """Some samples of one call that travel together, and their state."""
 
     call: Call[R]
@@ -177,8 +177,8 @@ class Request(Generic[R]):
 
     async def _ask(self) -> Sequence[R]:
         name, timeout_s = self._member.name, self._routing.request_timeout_s
-        told = self._told if self._member.tells else None
-        call = asyncio.ensure_future(self._work.ask(self._member.engine, self._items, told))
+        on_response = self._take if self._member.tells else None
+        call = asyncio.ensure_future(self._work.ask(self._member.engine, self._items, on_response))
         try:
             ends: set[asyncio.Future[Any]] = {call, self._broken}
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -195,7 +195,7 @@ class Request(Generic[R]):
             raise EngineUnavailable(f"{name}: {len(results)} answers for {len(self._items)} samples")
         return results
 
-    def _told(self, index: int, result: R) -> None:
+    def _take(self, index: int, result: R) -> None:
         """Take one answer before the others (``Generator.generate``); a corrupt one ends the request."""
         # an answer after the deadline or after a corrupt one is dropped: its room may be released already
         if self._is_over or self._broken.done():
@@ -247,8 +247,8 @@ class Request(Generic[R]):
         part.call.answers[position] = result
         if not part.missing:
             part.came_back.set_result(None)
-        if part.call.told is not None:
-            part.call.told(position, result)
+        if part.call.on_response is not None:
+            part.call.on_response(position, result)
 
     def _judge(self, error: EngineError) -> None:
         """Update the replica's breaker, pause and counters after a failure."""

@@ -101,7 +101,7 @@ NO_ROOM = Room(0, 0, 0)
 
 
 @dataclass(kw_only=True, eq=False)
-class Want:
+class WorkRequest:
     """Requirements of one caller's samples on a replica."""
 
     order: tuple[int, ...]

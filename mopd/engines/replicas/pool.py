@@ -19,21 +19,21 @@ from typing import Generic, TypeVar
 from mopd.base.types import UserError
 from mopd.config.groups import RoutingConfig
 from mopd.engines.replicas.interface import Kind, NoReplica, Replica, RouterLimits
-from mopd.engines.replicas.members import NO_ROOM, BreakerState, Member, Room, Want
+from mopd.engines.replicas.members import NO_ROOM, BreakerState, Member, Room, WorkRequest
 from mopd.engines.replicas.statistics import BusyTime, GroupNumbers, ReplicaCounters
 
-WantT = TypeVar("WantT", bound=Want)
+WorkRequestT = TypeVar("WorkRequestT", bound=WorkRequest)
 Demand = tuple[int | None, frozenset[str]]
 """Weight version and replicas to avoid. Wants of one demand have the same choice of replicas."""
 
 
-class _Waiter(Generic[WantT]):
-    def __init__(self, want: WantT, sent: asyncio.Future[None]) -> None:
+class _Waiter(Generic[WorkRequestT]):
+    def __init__(self, want: WorkRequestT, sent: asyncio.Future[None]) -> None:
         self.want, self.sent = want, sent
         self.demand: Demand = (want.version, frozenset(want.failed_on))
 
 
-class Pool(Generic[WantT]):
+class Pool(Generic[WorkRequestT]):
     """The replicas of one group and the wants that wait for them. Not thread-safe: use from one event loop, whose clock
     gives all times."""
 
@@ -42,14 +42,14 @@ class Pool(Generic[WantT]):
         routing: RoutingConfig,
         limits: RouterLimits,
         replicas: Sequence[Replica],
-        send: Callable[[Member, Sequence[WantT]], None],
+        send: Callable[[Member, Sequence[WorkRequestT]], None],
     ) -> None:
         """Start with ``replicas``. ``send`` is called with wants that travel to a replica as one request; each holds
         its room there until ``ended``."""
         self._routing, self._limits, self._send = routing, limits, send
         self._counters: dict[str, ReplicaCounters] = {}
         self._members: dict[str, Member] = {}
-        self._waiters: list[_Waiter[WantT]] = []
+        self._waiters: list[_Waiter[WorkRequestT]] = []
         self._demands: Counter[Demand] = Counter()
         self._look: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -96,12 +96,12 @@ class Pool(Generic[WantT]):
         self._failure = error
         self._end_waits(lambda waiter: error)
 
-    def _end_waits(self, error_of: Callable[[_Waiter[WantT]], Exception]) -> None:
+    def _end_waits(self, error_of: Callable[[_Waiter[WorkRequestT]], Exception]) -> None:
         for waiter in self._waiters:
             if not waiter.sent.done():
                 waiter.sent.set_exception(error_of(waiter))
 
-    async def acquire(self, want: WantT) -> None:
+    async def acquire(self, want: WorkRequestT) -> None:
         """Wait until ``want`` has been sent to a replica with room.
 
         ``NoReplica`` when none is left, or when nothing has moved in the whole group (nothing sent, nothing come back)
@@ -136,13 +136,13 @@ class Pool(Generic[WantT]):
         if self._waiters and self._look is None:
             self._look = asyncio.get_running_loop().call_soon(self._give_room)
 
-    def freed(self, member: Member, want: WantT, room: Room) -> None:
+    def freed(self, member: Member, want: WorkRequestT, room: Room) -> None:
         """Release part of the room that ``want`` holds at a replica."""
         self._give_back(member, want, room)
         self._moved_at = self.now()
         self.look_again()
 
-    def ended(self, member: Member, want: WantT) -> None:
+    def ended(self, member: Member, want: WorkRequestT) -> None:
         """Release all room of ``want``. Its outcome has been reported to breaker and counters already."""
         now = self.now()
         self._give_back(member, want, want.lent)
@@ -194,7 +194,7 @@ class Pool(Generic[WantT]):
         choices, names = self._choices(now)
         # `kept`: replicas that take no more in this pass: busy enough, or reserved by a want that did not fit
         kept = {member.name for member in self._members.values() if not member.is_short_of_work}
-        joint = _JointRequests[WantT]()
+        joint = _JointRequests[WorkRequestT]()
         place = 0
         while place < len(self._waiters) and not names <= kept:
             waiter = self._waiters[place]
@@ -224,13 +224,13 @@ class Pool(Generic[WantT]):
             choices[version, avoided] = [member for member in up if member.name not in avoided] or up
         return choices, {member.name for members in choices.values() for member in members}
 
-    def _place(self, want: WantT) -> int:
+    def _place(self, want: WorkRequestT) -> int:
         return bisect_left(self._waiters, want.order, key=lambda waiter: waiter.want.order)
 
     def _forget(self, place: int) -> None:
         self._count_waiting(self._waiters.pop(place), -1)
 
-    def _count_waiting(self, waiter: _Waiter[WantT], change: int) -> None:
+    def _count_waiting(self, waiter: _Waiter[WorkRequestT], change: int) -> None:
         self._demands[waiter.demand] += change
         if not self._demands[waiter.demand]:
             del self._demands[waiter.demand]
@@ -238,7 +238,7 @@ class Pool(Generic[WantT]):
             self._num_waiting += change
             self._waiting_tokens += change * waiter.want.room.load
 
-    def _lend(self, member: Member, want: WantT, now: float) -> None:
+    def _lend(self, member: Member, want: WorkRequestT, now: float) -> None:
         want.lent = want.room
         member.in_flight += want.room
         member.breaker.sent()
@@ -247,7 +247,7 @@ class Pool(Generic[WantT]):
             self._busy.begin(now)
         self._moved_at = now
 
-    def _give_back(self, member: Member, want: WantT, room: Room) -> None:
+    def _give_back(self, member: Member, want: WorkRequestT, room: Room) -> None:
         want.lent -= room
         member.in_flight -= room
         if want.is_counted:
@@ -296,24 +296,24 @@ def _choose(members: Sequence[Member], room: Room, kept: set[str]) -> Member | N
 
 
 @dataclass
-class _JointRequest(Generic[WantT]):
+class _JointRequest(Generic[WorkRequestT]):
     """Wants that travel to one replica together."""
 
     member: Member
-    by_caller: dict[int, WantT] = field(default_factory=dict)
+    by_caller: dict[int, WorkRequestT] = field(default_factory=dict)
     tokens: int = 0
 
 
-class _JointRequests(Generic[WantT]):
+class _JointRequests(Generic[WorkRequestT]):
     """Requests made of wants in the order in which they got room. Each want joins the first request to its replica that
     has room and none of the same caller. A request that was too full for one is full for all."""
 
     def __init__(self) -> None:
-        self.requests: list[_JointRequest[WantT]] = []
-        self._open: dict[Hashable, list[_JointRequest[WantT]]] = defaultdict(list)
+        self.requests: list[_JointRequest[WorkRequestT]] = []
+        self._open: dict[Hashable, list[_JointRequest[WorkRequestT]]] = defaultdict(list)
         """Requests of one key to one replica that are not full."""
 
-    def add(self, member: Member, want: WantT) -> None:
+    def add(self, member: Member, want: WorkRequestT) -> None:
         """Add one want to a request to ``member``, or start a new request."""
         caller = id(want.caller)
         key = id(want) if want.key is None else (member.name, want.key, want.is_counted)

@@ -36,10 +36,10 @@ from mopd.engines.interface import (
     Generation,
     Generator,
     Images,
+    ResponseCallback,
     SamplingParams,
     Scorer,
     Scores,
-    Told,
 )
 from mopd.engines.replicas.delivery import Call, Part, Request
 from mopd.engines.replicas.interface import LIMITS, NO_LIMITS, Kind, NoReplica, Replica, RouterLimits, SampleFailed
@@ -106,13 +106,13 @@ class Router:
         sampling: SamplingParams,
         seeds: Sequence[int],
         *,
-        told: Told | None = None,
+        on_response: ResponseCallback | None = None,
         images: Images = None,
     ) -> list[Generation]:
         """Draw one response per prompt, with the weights of ``weight_version`` or newer ones. The first
         ``SampleFailed`` is raised."""
         work = Generating(sampling=sampling, vocab_size=self.vocab_size)
-        call = Call[Generation](work=work, items=join(prompts, seeds, images), told=told)
+        call = Call[Generation](work=work, items=join(prompts, seeds, images), on_response=on_response)
         return cast("list[Generation]", await self._run(call, stop_at_failure=True))
 
     def set_weight_version(self, weight_version: int) -> None:

@@ -22,9 +22,9 @@ class Scoring:
     vocab_size: int | None
 
     async def ask(
-        self, engine: Scorer, items: Sequence[Item[Tensor]], told: Callable[[int, Scores], None] | None
+        self, engine: Scorer, items: Sequence[Item[Tensor]], on_response: Callable[[int, Scores], None] | None
     ) -> Sequence[Scores]:
-        """Score the items. Scorers answer for all at once, so ``told`` is not called."""
+        """Score the items. Scorers answer for all at once, so ``on_response`` is not called."""
         tokens, starts, images = split(items)
         return await engine.score(tokens, starts, top_k=self.top_k, temperature=self.temperature, images=images)
 
@@ -50,11 +50,14 @@ class Generating:
     vocab_size: int | None
 
     async def ask(
-        self, engine: Generator, items: Sequence[Item[Sequence[int]]], told: Callable[[int, Generation], None] | None
+        self,
+        engine: Generator,
+        items: Sequence[Item[Sequence[int]]],
+        on_response: Callable[[int, Generation], None] | None,
     ) -> Sequence[Generation]:
         """Draw the items' responses."""
         prompts, seeds, images = split(items)
-        return await engine.generate(prompts, self.sampling, seeds, told=told, images=images)
+        return await engine.generate(prompts, self.sampling, seeds, on_response=on_response, images=images)
 
     def check(self, items: Sequence[Item[Sequence[int]]], results: Sequence[Generation]) -> None:
         """Raise ``ValueError`` for responses that cannot have been drawn."""

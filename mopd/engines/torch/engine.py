@@ -30,15 +30,15 @@ from mopd.engines.interface import (
     Generation,
     Images,
     Reception,
+    ResponseCallback,
     SamplingParams,
     Scores,
-    Told,
     WeightsLost,
 )
 from mopd.engines.staging import hold_weights
 from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
-from mopd.engines.vision import EngineSight, check_images, read_sight
+from mopd.engines.vision import EngineVision, check_images, read_vision
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 from mopd.weights.buckets import TensorMeta
 from mopd.weights.group import GroupOrder, TransferFailed
@@ -46,7 +46,7 @@ from mopd.weights.mapped import Receiver, open_receiver
 from mopd.weights.receiving import check_fit
 
 if TYPE_CHECKING:
-    from mopd.engines.torch.sight import Eyes
+    from mopd.engines.torch.sight import VisionFeatures
 
 
 LENGTH_KEY = "max_position_embeddings"
@@ -65,7 +65,7 @@ class TorchEngine:
         name: str,
         stop_ids: Sequence[int],
         has_weights: bool,
-        sight: EngineSight | None = None,
+        sight: EngineVision | None = None,
     ) -> None:
         """Wrap ``model``. ``name`` (the checkpoint folder) stands in error messages."""
         self.model = model.eval().requires_grad_(False)
@@ -82,11 +82,13 @@ class TorchEngine:
         self._interrupted = threading.Event()
         self.incoming = TorchIncoming(self)
         self.sight = sight
-        self._eyes: Eyes | None = None
+        self._eyes: VisionFeatures | None = None
         if sight is not None:
-            from mopd.engines.torch.sight import Eyes  # and with it what reads images, which models of text never need
+            from mopd.engines.torch.sight import (
+                VisionFeatures,  # and with it what reads images, which models of text never need
+            )
 
-            self._eyes = Eyes(self.model, sight)
+            self._eyes = VisionFeatures(self.model, sight)
         self.max_sequence = self.max_positions
         """Longest expected sequence in tokens; decides how many sequences ``info`` says a batch holds."""
 
@@ -101,7 +103,7 @@ class TorchEngine:
         has_weights: bool = True,
     ) -> TorchEngine:
         """Load a local Hugging Face folder with safetensors. Without ``has_weights`` build its architecture alone,
-        whose weights arrive by ``load_weights``. ``max_pixels`` as in ``read_sight``.
+        whose weights arrive by ``load_weights``. ``max_pixels`` as in ``read_vision``.
 
         Raises:
             UserError: anything in the folder is missing or unreadable.
@@ -114,7 +116,7 @@ class TorchEngine:
             name=str(folder),
             stop_ids=read_stop_ids(path, model.config),
             has_weights=has_weights,
-            sight=read_sight(path, max_pixels),
+            sight=read_vision(path, max_pixels),
         )
 
     @classmethod
@@ -161,7 +163,7 @@ class TorchEngine:
         sampling: SamplingParams,
         seeds: Sequence[int],
         *,
-        told: Told | None = None,
+        on_response: ResponseCallback | None = None,
         images: Images = None,
     ) -> list[Generation]:
         """Draw one response per prompt. ``UserError`` for a prompt that does not fit with its response."""
@@ -180,8 +182,8 @@ class TorchEngine:
                     finish_reason=reason,
                     token_versions=torch.full((len(tokens),), self.weight_version, dtype=torch.int32),
                 )
-                if told is not None:
-                    told(i, results[i])
+                if on_response is not None:
+                    on_response(i, results[i])
 
         lengths = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
         stop_ids = torch.tensor(self.stop_ids, device=self.model.device)
@@ -242,7 +244,7 @@ class TorchEngine:
         await self.swap_weights(hold_weights(weights, self.weight_slots, kept=kept, name=self.name), weight_version)
 
     @asynccontextmanager
-    async def prepared_weights(
+    async def prepare_weights(
         self, weights: Collection[tuple[str, Tensor]], *, kept: Set[str] = frozenset()
     ) -> AsyncIterator[Collection[tuple[str, Tensor]]]:
         """Check the weights in another thread and yield them for ``swap_weights``. Raises as ``load_weights``."""

@@ -20,7 +20,7 @@ from mopd.base.types import PromptImage
 from mopd.data.image_processor import ImageProcessor
 from mopd.data.mrope import mrope_positions
 from mopd.engines.torch.decoding import SeenBatch
-from mopd.engines.vision import EngineSight
+from mopd.engines.vision import EngineVision
 
 MAX_KEPT_BYTES = 2**28
 """Bytes of features kept for later requests about the same images."""
@@ -37,11 +37,11 @@ class _Features:
     """Features of each DeepStack layer."""
 
 
-class Eyes:
+class VisionFeatures:
     """Vision tower of one model, with a cache of features. An image's features depend only on the image and the
     weights: each is computed alone, and kept until the weights change."""
 
-    def __init__(self, model: PreTrainedModel, sight: EngineSight) -> None:
+    def __init__(self, model: PreTrainedModel, sight: EngineVision) -> None:
         self._model, self._sight = model, sight
         self._processor = ImageProcessor(sight.processing)
         self._kept: OrderedDict[_Key, tuple[Tensor, ...]] = OrderedDict()

@@ -30,14 +30,14 @@ from mopd.engines.interface import (
     EngineUnavailable,
     Generation,
     Images,
+    ResponseCallback,
     SamplingParams,
     Scores,
-    Told,
     WeightsLost,
 )
 from mopd.engines.staging import StagedFiles, stage_weights
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
-from mopd.engines.vision import EngineSight, check_images, read_sight
+from mopd.engines.vision import EngineVision, check_images, read_vision
 from mopd.engines.vllm.incoming import VllmIncoming
 from mopd.engines.vllm.prompts import (
     drawing_params,
@@ -79,7 +79,7 @@ class VllmEngine:
         folder: Path,
         cfg: VllmEngineConfig,
         *,
-        sight: EngineSight | None,
+        sight: EngineVision | None,
         max_sequence: int,
         fixed: bool,
     ) -> None:
@@ -123,7 +123,7 @@ class VllmEngine:
         Raises:
             UserError: the folder or the configuration cannot work, or the engine did not start in time.
         """
-        sight = read_sight(Path(folder), max_pixels)
+        sight = read_vision(Path(folder), max_pixels)
         options = {
             "max_logprobs": max_logprobs,
             "logprobs_mode": "processed_logprobs",
@@ -147,7 +147,7 @@ class VllmEngine:
 
         ``sampling`` is that of most requests: it decides which log-probs vLLM reports (``generate``).
         """
-        cuts, sight = has_cut(sampling), read_sight(Path(folder), max_pixels)
+        cuts, sight = has_cut(sampling), read_vision(Path(folder), max_pixels)
         check_temperature(sampling, before_cut=cuts or sight is not None, sees=sight is not None)
         options = {
             "logprobs_mode": "raw_logprobs" if cuts else "processed_logprobs",
@@ -164,7 +164,7 @@ class VllmEngine:
         cfg: VllmEngineConfig,
         options: dict[str, Any],
         startup_timeout_s: float,
-        sight: EngineSight | None,
+        sight: EngineVision | None,
         *,
         fixed: bool,
     ) -> VllmEngine:
@@ -277,7 +277,7 @@ class VllmEngine:
         sampling: SamplingParams,
         seeds: Sequence[int],
         *,
-        told: Told | None = None,
+        on_response: ResponseCallback | None = None,
         images: Images = None,
     ) -> list[Generation]:
         """Draw one response per prompt. vLLM's rounding depends on the batch: responses repeat up to ties within
@@ -300,8 +300,8 @@ class VllmEngine:
             params = drawing_params(sampling, seed, self.stop_ids, self.sight)
             output = await self._request(list(prompt), own, params)
             generation = read_generation(output, self.stop_ids, name=self.name)
-            if told is not None:
-                told(i, generation)
+            if on_response is not None:
+                on_response(i, generation)
             return generation
 
         return await all_or_none(generate_one(i, *item) for i, item in enumerate(join(prompts, seeds, images)))
@@ -314,13 +314,13 @@ class VllmEngine:
         self._require_idle("load_weights")
         self._num_running += 1  # counts as a running call: `sleep` refuses meanwhile
         try:
-            async with self.prepared_weights(weights, kept=kept) as prepared:
+            async with self.prepare_weights(weights, kept=kept) as prepared:
                 await self.swap_weights(prepared, weight_version)
         finally:
             self._num_running -= 1
 
     @asynccontextmanager
-    async def prepared_weights(
+    async def prepare_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, kept: Set[str] = frozenset()
     ) -> AsyncIterator[StagedFiles]:
         """Check the weights and write them to files while the engine works; yield the files for ``swap_weights``.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mopd.base.types import PromptImage
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams, Scores
-from mopd.engines.vision import EngineSight
+from mopd.engines.vision import EngineVision
 from mopd.engines.vllm.start import (
     EngineGenerateError,
     FlatLogprobs,
@@ -35,7 +35,7 @@ BARRED_BIAS = -100.0
 """Value added to the logits of ids that are never drawn; the lowest that vLLM takes."""
 
 
-def sight_options(sight: EngineSight) -> dict[str, Any]:
+def sight_options(sight: EngineVision) -> dict[str, Any]:
     """Return vLLM's arguments for a model that sees images."""
     edges = {"shortest_edge": sight.processing.min_pixels, "longest_edge": sight.processing.max_pixels}
     return {
@@ -62,7 +62,7 @@ def scoring_params(top_k: int) -> VllmSamplingParams:
 
 
 def drawing_params(
-    sampling: SamplingParams, seed: int, stop_ids: Sequence[int], sight: EngineSight | None
+    sampling: SamplingParams, seed: int, stop_ids: Sequence[int], sight: EngineVision | None
 ) -> VllmSamplingParams:
     """Return the parameters of a request for a response."""
     cuts = sampling if sampling.temperature else SamplingParams(max_new_tokens=1)  # no cut matters to greedy
@@ -82,7 +82,7 @@ def drawing_params(
     )
 
 
-async def make_prompt(tokens: list[int], images: Sequence[PromptImage], sight: EngineSight | None) -> Any:
+async def make_prompt(tokens: list[int], images: Sequence[PromptImage], sight: EngineVision | None) -> Any:
     """Return the argument of vLLM's ``generate``. ``UserError`` for an image that cannot be read."""
     if not images or sight is None:
         return tokens_input(tokens)
@@ -99,7 +99,7 @@ async def make_prompt(tokens: list[int], images: Sequence[PromptImage], sight: E
     )
 
 
-def collapsed(tokens: list[int], images: Sequence[PromptImage], sight: EngineSight) -> list[int]:
+def collapsed(tokens: list[int], images: Sequence[PromptImage], sight: EngineVision) -> list[int]:
     """Return ``tokens`` with one placeholder per image; ``ValueError`` if placeholders and ``images`` do not fit."""
     kept, done = list[int](), 0
     for start, image in zip(sight.starts(tokens, images), images, strict=True):

@@ -74,8 +74,8 @@ _SHAPES: dict[str, Any] = {
     "problems": [str],
     "is_complete": bool,
 }
-"""Field -> its type. ``[str]`` is a list of texts, ``{"": str}`` an object of texts. Unlike values of a recipe, those of a
-variable may be empty."""
+"""Field -> its type. ``[str]`` is a list of texts, ``{"": str}`` an object of texts. Unlike values of a recipe, those
+of a variable may be empty."""
 
 
 def _fits(value: Any, shape: Any) -> bool:

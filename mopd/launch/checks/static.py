@@ -20,7 +20,7 @@ from mopd.data.columns import survey
 from mopd.data.files import quoted
 from mopd.data.hub.names import hub_data, hub_model
 from mopd.data.image_processing import read_image_processing, sees_images
-from mopd.data.prompts import check_domains_have_teachers, check_student_sees_images, check_teachers_see_images
+from mopd.data.prompts import check_domains_have_teachers, require_vision_student, require_vision_teachers
 from mopd.launch.checks.inputs import Check, check_data_file, check_machine, check_model_folder, file_checks
 from mopd.launch.preparing import check_student_layout, settled
 from mopd.rewards.domains import build_rewards
@@ -135,10 +135,10 @@ class StaticChecks:
     def _images(self) -> str:
         """Check that the student and the teachers of domains with images see them."""
         if not self._student_sees:
-            check_student_sees_images(self._with_images)
+            require_vision_student(self._with_images)
         teachers = self._recipe.teachers.items()
         sighted = [name for name, teacher in teachers if sees_images(teacher.model)]
-        check_teachers_see_images(self._with_images, self._recipe.assignment, sighted)
+        require_vision_teachers(self._with_images, self._recipe.assignment, sighted)
         read_image_processing(self._recipe.student.model, self._recipe.data.max_pixels)
         return f"student and {len(sighted)} of {len(teachers)} teachers see them"
 

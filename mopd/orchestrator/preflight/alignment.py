@@ -29,7 +29,7 @@ from mopd.base.types import PromptImage
 from mopd.data.image_files import digest_of
 from mopd.engines.interface import Generation, Images, SamplingParams, Scores
 from mopd.engines.replicas.interface import SampleFailed
-from mopd.engines.vision import EngineSight
+from mopd.engines.vision import EngineVision
 from mopd.orchestrator.teachers import TeacherGroup
 
 NUM_TOKENS = 8
@@ -111,7 +111,7 @@ class AlignmentCheck:
         longest: int,
         limit: float,
         dtype: str,
-        sight: EngineSight | None = None,
+        sight: EngineVision | None = None,
     ) -> None:
         """Set up. ``longest`` is the longest sequence that a replica need take, ``limit`` the largest mean difference
         between the log-probs of scoring and generating, ``dtype`` the engine's, ``sight`` the teacher's where probes

@@ -19,7 +19,7 @@ from torch import Tensor
 from mopd.base.types import PromptImage
 from mopd.data.image_processor import ImageProcessor
 from mopd.engines.torch.loading import load_model
-from mopd.engines.vision import read_sight
+from mopd.engines.vision import read_vision
 from mopd.losses.api import parallel_topk_distill
 
 MAX_PROBE_POSITIONS = 8
@@ -63,7 +63,7 @@ class Reference:
         an image as in ``read_image_processing``. ``UserError`` if it cannot be loaded."""
         chosen = dtype if dtype in REFERENCE_DTYPES else "float32"
         self._model = load_model(Path(folder), chosen, torch.device("cpu")).eval()
-        self._sight = read_sight(Path(folder), max_pixels)
+        self._sight = read_vision(Path(folder), max_pixels)
 
     def logits(self, tokens: Tensor, images: Sequence[PromptImage] = ()) -> Tensor:
         """Return the logits [V] fp32 of what follows ``tokens`` [L], which hold the placeholders of ``images``."""

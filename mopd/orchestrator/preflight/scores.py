@@ -18,10 +18,10 @@ from mopd.base.types import PromptImage, SampleMeta
 from mopd.config.machine.auto import compares_with_transformers
 from mopd.config.schema import Recipe
 from mopd.conversion.models.families import FAMILIES
-from mopd.data.image_refs import refs_from_tensor
+from mopd.data.image_refs import image_refs_from_tensor
 from mopd.engines.replicas.interface import SampleFailed
 from mopd.engines.torch.loading import read_config
-from mopd.engines.vision import read_sight
+from mopd.engines.vision import read_vision
 from mopd.launch.checks.inputs import Check
 from mopd.launch.preparing import weights_bytes
 from mopd.orchestrator.preflight.alignment import AlignmentCheck, Text
@@ -89,7 +89,7 @@ class ScoresCheck:
             longest=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
             limit=recipe.preflight.logprob_limit(self._dtype),
             dtype=self._dtype,
-            sight=None if self._images is None else read_sight(folder, recipe.data.max_pixels),
+            sight=None if self._images is None else read_vision(folder, recipe.data.max_pixels),
         )
         try:
             found = await check.run(texts, has_rotary_positions=read_config(folder).model_type in FAMILIES)
@@ -132,4 +132,4 @@ class ScoresCheck:
     def _images_of(self, fields: Mapping[str, Sequence[Tensor]], i: int) -> tuple[PromptImage, ...]:
         """Return the images of sample ``i``, as far as the teacher sees them."""
         store = self._images
-        return () if store is None else tuple(map(store.prompt_image, refs_from_tensor(fields["images"][i])))
+        return () if store is None else tuple(map(store.prompt_image, image_refs_from_tensor(fields["images"][i])))

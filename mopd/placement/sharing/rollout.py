@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager
 from mopd.base.types import UserError
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import cancel
-from mopd.engines.interface import EngineUnavailable, Generation, Generator, Images, SamplingParams, Told
+from mopd.engines.interface import EngineUnavailable, Generation, Generator, Images, ResponseCallback, SamplingParams
 from mopd.placement.server_group import ServerGroup
 from mopd.placement.weights import GroupWeightSync
 
@@ -74,13 +74,15 @@ class TurnsGenerator:
         sampling: SamplingParams,
         seeds: Sequence[int],
         *,
-        told: Told | None = None,
+        on_response: ResponseCallback | None = None,
         images: Images = None,
     ) -> list[Generation]:
         """Wait for the turn, then generate. ``UserError`` after ``stop``."""
         async with self._kept_awake():
             self._require_going()
-            call = asyncio.ensure_future(self._generator.generate(prompts, sampling, seeds, told=told, images=images))
+            call = asyncio.ensure_future(
+                self._generator.generate(prompts, sampling, seeds, on_response=on_response, images=images)
+            )
             self._calls.add(call)
             try:
                 await asyncio.wait({call})

@@ -61,7 +61,7 @@ _KEPT_OPTIONS = ("max_lr", "min_lr", "betas", "eps")
 """Options of a parameter group that come from the recipe, not from the checkpoint."""
 
 
-class Background:
+class CheckpointThread:
     """Runner of one piece of work at a time in a thread. Not in a process: a rank has threads, and a fork of a process
     with threads is unsafe; Megatron's ``AsyncCallsQueue`` forks, or hands tensors to a process that outlives a killed
     rank.
@@ -105,7 +105,7 @@ class Background:
             )
         work.result()
 
-    def __enter__(self) -> Background:
+    def __enter__(self) -> CheckpointThread:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
@@ -129,7 +129,7 @@ def save(
     layout: Layout,
     *,
     state: Mapping[str, Any],
-    background: Background | None = None,
+    background: CheckpointThread | None = None,
 ) -> None:
     """Write a complete checkpoint into ``folder``, which is created; replace what an interrupted save left there.
     Collective.

@@ -29,7 +29,7 @@ SLAB_BYTES = 2**28
 """Size of one piece of pinned host memory. torch rounds each piece up to a power of two, which this is."""
 
 
-class Lending:
+class GpuMemoryLease:
     """Memory of one rank that is lent to the rollout. On a CPU rank it goes back to the system's allocator."""
 
     def __init__(

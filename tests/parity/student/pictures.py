@@ -16,7 +16,7 @@ from mopd.base.types import ImageRef, SampleMeta
 from mopd.data.image_files import digest_of
 from mopd.data.image_processing import read_image_processing
 from mopd.data.image_processor import ImageProcessor
-from mopd.data.image_refs import refs_from_tensor, refs_to_tensor
+from mopd.data.image_refs import image_refs_from_tensor, image_refs_to_tensor
 from tests.fixtures.vision import IMAGE_TOKEN_ID, TOKEN_IDS, image_bytes
 from tests.parity.student.samples import make_samples
 
@@ -59,7 +59,7 @@ def make_seen_samples(num: int, model: Path, data: Path, *, with_images: bool = 
             prompt += [START, *[IMAGE_TOKEN_ID] * processing.num_tokens(grid), END, *text]
         own = fields["tokens"][i]
         fields["tokens"][i] = torch.cat([torch.tensor(prompt), own[1:]])
-        fields["images"].append(refs_to_tensor(refs))
+        fields["images"].append(image_refs_to_tensor(refs))
         metas[i] = dataclasses.replace(meta, prompt_length=meta.prompt_length + len(prompt) - 1)
     return metas, fields
 
@@ -73,7 +73,7 @@ class Seen:
 
     def log_softmax(self, tokens: Tensor, images: Tensor) -> Tensor:
         """[L, V] of one sample."""
-        files = [(self._data.parent / f"{r.row}_{r.number}.png").read_bytes() for r in refs_from_tensor(images)]
+        files = [(self._data.parent / f"{r.row}_{r.number}.png").read_bytes() for r in image_refs_from_tensor(images)]
         options: dict[str, Any] = {}
         if files:
             patches, grids = self._processor.patches(files)

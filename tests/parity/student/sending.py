@@ -31,7 +31,7 @@ from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import unpacked_weights
 from mopd.launch.link import RankLink, error_head
-from mopd.launch.ranks import CommandChannel, facts_of, follow, obey
+from mopd.launch.ranks import CommandChannel, follow, run_commands, student_facts
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
 from mopd.placement.weights import GroupWeightSync
@@ -84,7 +84,7 @@ def run_sends(
                 raise
 
         driving = stack.enter_context(ThreadPoolExecutor(1)).submit(drive)
-        obey(worker, channel, RankLink(ours, "the orchestrator"))
+        run_commands(worker, channel, RankLink(ours, "the orchestrator"))
         found = driving.result()
         found["num_constants"] = len(worker.constants)
         channel.send({"call": "stop", "kwargs": {"is_asked": False}})
@@ -163,7 +163,7 @@ class Sender:
         return StudentGroup(recipe, ranks, self._facts(recipe), GroupWeightSync(router, targets=targets))
 
     def _facts(self, recipe: Recipe) -> dict[str, Any]:
-        return facts_of(recipe, self._worker)
+        return student_facts(recipe, self._worker)
 
     async def _said(self, student: StudentGroup, found: dict[str, Any]) -> list[Tensor]:
         """[R] log-probs of the same responses by each engine; how far they are from what the student says."""

@@ -24,9 +24,9 @@ from mopd.config.groups import Assignment, TeacherConfig
 from mopd.data.image_files import digest_of, image_size, read_rgb
 from mopd.data.image_processing import read_image_processing
 from mopd.data.image_processor import ImageProcessor
-from mopd.data.image_refs import refs_from_tensor, refs_to_tensor
+from mopd.data.image_refs import image_refs_from_tensor, image_refs_to_tensor
 from mopd.data.images import ImageStore
-from mopd.data.prompts import PromptDataset, check_teachers_see_images, load_prompts
+from mopd.data.prompts import PromptDataset, load_prompts, require_vision_teachers
 from mopd.data.tokenizer import load_tokenizer
 from mopd.data.vision_prompts import read_vision
 from tests.fixtures.vision import (
@@ -162,8 +162,8 @@ def test_references_survive_the_data_plane() -> None:
     refs = [
         ImageRef(file=i, row=2**40 + i, number=i, digest=numbers.randbytes(16), grid=(1, 2 * i, 4)) for i in range(9)
     ]
-    assert list(refs_from_tensor(refs_to_tensor(refs))) == refs
-    assert refs_to_tensor(()).shape == (0, 8) and refs_from_tensor(refs_to_tensor(())) == ()
+    assert list(image_refs_from_tensor(image_refs_to_tensor(refs))) == refs
+    assert image_refs_to_tensor(()).shape == (0, 8) and image_refs_from_tensor(image_refs_to_tensor(())) == ()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -345,7 +345,7 @@ def test_who_sees_no_images_is_told_how_many_there_are(load: Load) -> None:
         "two": TeacherConfig(model="b", domains=("name", "sort")),
     }
     counts = load(rows).image_counts
-    check_teachers_see_images(counts, Assignment(teachers), ["one", "two"])
+    require_vision_teachers(counts, Assignment(teachers), ["one", "two"])
     with pytest.raises(UserError, match=r"sees none: teachers\.two for domain 'name' \(3 rows\): give"):
-        check_teachers_see_images(counts, Assignment(teachers), ["one"])
-    check_teachers_see_images({"read": 3}, Assignment(teachers), ["one"])
+        require_vision_teachers(counts, Assignment(teachers), ["one"])
+    require_vision_teachers({"read": 3}, Assignment(teachers), ["one"])

@@ -10,7 +10,7 @@ from mopd.engines.staging import StagedFiles
 from mopd.engines.vllm.weights import VllmWorkers
 
 
-class Told:
+class ResponseCallback:
     """Notes what an ``AsyncLLM`` is told."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Told:
 
 def test_weights_come_between_the_two_halves_of_waking() -> None:
     async def work() -> None:
-        llm = Told()
+        llm = ResponseCallback()
         workers, files = VllmWorkers(llm), StagedFiles(paths=["one"], num_tensors=1)
         await workers.sleep(keeps_weights=False)
         await workers.wake_up(weights_only=True)

@@ -15,7 +15,7 @@ import torch
 from mopd.base.types import ROLLOUT_FIELDS, TEACHER_FIELDS, Prompt
 from mopd.config.data import DataConfig
 from mopd.config.groups import Assignment, TeacherConfig, TorchEngineConfig
-from mopd.data.image_refs import refs_from_tensor
+from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.prompts import PromptDataset, load_prompts
 from mopd.data.tokenizer import load_tokenizer
 from mopd.data.vision_prompts import read_vision
@@ -82,7 +82,7 @@ def test_teachers_see_what_the_student_saw(models: Path, tmp_path: Path) -> None
         worker = TeacherWorker(groups, assignment, plane, top_k=TOP_K, temperature=1.0, images=dataset.images)
         assert await worker.score(metas) == []
         fields = await plane.get([0, 1, 2], (*ROLLOUT_FIELDS, "images", *TEACHER_FIELDS))
-        assert [refs_from_tensor(own) for own in fields["images"]] == [row.images for row in dataset.rows]
+        assert [image_refs_from_tensor(own) for own in fields["images"]] == [row.images for row in dataset.rows]
         assert [own.nbytes for own in fields["images"]] == [128, 0, 64]
         starts = [meta.prompt_length for meta in metas]
         own, wrong = [

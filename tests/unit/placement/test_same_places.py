@@ -108,7 +108,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> Hardware:
     """What every way to look at the machine says."""
     hardware = machine_of(num_gpus)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    for module in ("commands.plan", "preflight.nodes.facts"):
+    for module in ("cli.plan", "launch.checks.facts"):
         monkeypatch.setattr(f"mopd.{module}.this_hardware", lambda: hardware)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
     return hardware

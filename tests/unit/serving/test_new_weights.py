@@ -13,7 +13,7 @@ import torch
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine, push_staged
-from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, Images, SamplingParams, Told
+from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, Images, ResponseCallback, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import stage_updates
 from tests.fixtures.servers import WAIT_S, RunningServer, running_server
@@ -78,7 +78,7 @@ def own_logprobs(model: TorchEngine, prompt: Sequence[int], tokens: torch.Tensor
 
 async def hear(remote: RemoteEngine) -> tuple[dict[int, Generation], asyncio.Task[list[Generation]]]:
     told: dict[int, Generation] = {}
-    task = asyncio.create_task(remote.generate(PROMPTS, SAMPLING, SEEDS, told=told.__setitem__))
+    task = asyncio.create_task(remote.generate(PROMPTS, SAMPLING, SEEDS, on_response=told.__setitem__))
     return told, task
 
 
@@ -165,8 +165,8 @@ def test_a_client_that_goes_away_in_mid_stream(rollout: RunningServer, models: l
 def test_a_failure_after_the_first_response_is_told_in_the_stream(
     rollout: RunningServer, models: list[TorchEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def break_off(*_: object, told: Told, images: Images) -> list[Generation]:
-        told(3, drawn)
+    async def break_off(*_: object, on_response: ResponseCallback, images: Images) -> list[Generation]:
+        on_response(3, drawn)
         raise EngineUnavailable("the core process ended")
 
     async def work(remote: RemoteEngine) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mopd.base.types import UserError
-from mopd.student.checkpoints.checkpoint import Background
+from mopd.student.checkpoints.checkpoint import CheckpointThread
 from mopd.student.worker import StudentWorker
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_work_goes_on_beside_and_its_error_is_told_once() -> None:
         assert may_end.wait(60)
         refuse()
 
-    with Background(CPU, timeout_s=60) as background:
+    with CheckpointThread(CPU, timeout_s=60) as background:
         background.finish()  # of nothing
         assert not background.is_busy
         background.start(work)
@@ -53,7 +53,7 @@ def test_an_error_waits_for_what_was_begun() -> None:
         ended.set()
         refuse()
 
-    background = Background(CPU, timeout_s=60)
+    background = CheckpointThread(CPU, timeout_s=60)
     background.start(work)
     threading.Timer(0.05, may_end.set).start()
     with pytest.raises(ZeroDivisionError), background:
@@ -62,7 +62,7 @@ def test_an_error_waits_for_what_was_begun() -> None:
 
 
 def test_the_end_of_the_block_tells_of_the_last_one() -> None:
-    with pytest.raises(UserError, match="no space"), Background(CPU, timeout_s=60) as background:
+    with pytest.raises(UserError, match="no space"), CheckpointThread(CPU, timeout_s=60) as background:
         background.start(refuse)
 
 
@@ -72,7 +72,7 @@ def test_the_wait_has_a_deadline() -> None:
     def work() -> None:
         assert may_end.wait(60)
 
-    background = Background(CPU, timeout_s=0.05)
+    background = CheckpointThread(CPU, timeout_s=0.05)
     background.start(work)
     with pytest.raises(UserError, match=r"schedule\.wait_timeout_s: a checkpoint was not written within 0\.05 s"):
         background.finish()
@@ -82,7 +82,7 @@ def test_the_wait_has_a_deadline() -> None:
 def finishing(number: int, folder: str, may_end: Event, end: Connection) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=timedelta(seconds=300))
-    with Background(CPU, timeout_s=300) as saving:
+    with CheckpointThread(CPU, timeout_s=300) as saving:
         layout = SimpleNamespace(control_group=dist.group.WORLD)
         worker: Any = SimpleNamespace(saving=saving, layout=layout)
         saving.start(lambda: None if number == 0 else _require(may_end.wait(300)))

@@ -14,7 +14,7 @@ from mopd.base.types import ImageRef, SampleMeta, UserError
 from mopd.config.load import load_recipe
 from mopd.conversion.models.reading import read_dims
 from mopd.data.image_files import digest_of
-from mopd.data.image_refs import refs_to_tensor
+from mopd.data.image_refs import image_refs_to_tensor
 from mopd.data.packing import PackingRules
 from mopd.student.images import StudentImages
 from mopd.student.token_layout import TokenLayout, choose_token_layout
@@ -49,7 +49,7 @@ def _images(folder: Path, *, has_tower: bool) -> StudentImages:
 
 def _refs(*numbers: int) -> Tensor:
     digests = [digest_of(content) for content in FILES.values()]
-    return refs_to_tensor([ImageRef(file=0, row=0, number=n, digest=digests[n], grid=GRIDS[n]) for n in numbers])
+    return image_refs_to_tensor([ImageRef(file=0, row=0, number=n, digest=digests[n], grid=GRIDS[n]) for n in numbers])
 
 
 def _tokens(*numbers: int) -> Tensor:
@@ -138,6 +138,8 @@ def test_other_tokens_and_changed_files_are_refused(folder: Path) -> None:
     changed[0, 3] += 1  # of the digest
     with pytest.raises(UserError, match=r"rows.jsonl: row 0: image 0 has changed"):
         images.read([(_tokens(0), changed)], token_layout)
-    other_grid = refs_to_tensor([ImageRef(file=0, row=0, number=0, digest=digest_of(FILES["a.png"]), grid=GRIDS[1])])
+    other_grid = image_refs_to_tensor(
+        [ImageRef(file=0, row=0, number=0, digest=digest_of(FILES["a.png"]), grid=GRIDS[1])]
+    )
     with pytest.raises(RuntimeError, match="the processor makes grids"):
         images.read([(_tokens(1), other_grid)], token_layout)

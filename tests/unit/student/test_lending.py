@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mopd.config.student import OptimizerConfig, StudentConfig
 from mopd.student import cpu_shim
-from mopd.student.memory.lending import Lending
+from mopd.student.memory.lending import GpuMemoryLease
 from mopd.student.model.gpt import build_model
 from mopd.student.optimizer import build_optimizer, guarded_step, wrap_data_parallel
 from mopd.student.parallel import Layout
@@ -31,7 +31,7 @@ class Built:
             (self.model,) = wrap_data_parallel([model], use_distributed_optimizer=distributed, overlap=False)
             config = OptimizerConfig(lr=0.1, use_distributed_optimizer=distributed)
             self.optimizer, _ = build_optimizer(config, [self.model], num_steps=8)
-        self.lending = Lending([self.model], self.optimizer, CPU)
+        self.lending = GpuMemoryLease([self.model], self.optimizer, CPU)
         self.step(1)
 
     @cpu_shim.activate()

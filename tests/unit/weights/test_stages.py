@@ -20,7 +20,7 @@ from mopd.weights.buckets import TensorMeta, to_json
 from mopd.weights.group import GroupOrder, GroupStore, TransferFailed, TransferGroup
 from mopd.weights.mapped import open_receiver
 from mopd.weights.sending import send
-from mopd.weights.stages import Words, of_sender
+from mopd.weights.stages import SenderSignals, of_sender
 
 BUCKET = 2**20
 DEADLINE_S = 900.0
@@ -65,7 +65,7 @@ class Run:
             secret="s",
             shares=(1, 3),
         )
-        self.words = Words(self.order, store)
+        self.words = SenderSignals(self.order, store)
         self.sender = StageSender(self.stage)
         joined = pool.submit(self.sender.join, dataclasses.asdict(self.order), to_json(self.metas).decode())
         entered = pool.submit(open_receiver, self.order, 1, self.metas, keeps_views=True)
@@ -152,7 +152,7 @@ def test_a_meeting_that_is_called_off_ends_for_the_other_senders() -> None:
     order = GroupOrder(
         group_id="g", port=store.port, world_size=2, bucket_bytes=1, timeout_s=DEADLINE_S, secret="s", shares=(1, 1)
     )
-    words, stage = Words(order, store), Stage(1, {"b": torch.zeros(2)})
+    words, stage = SenderSignals(order, store), Stage(1, {"b": torch.zeros(2)})
     sender, metas = StageSender(stage), [TensorMeta(name, torch.float32, (2,)) for name in "ab"]
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(sender.join, dataclasses.asdict(order), to_json(metas).decode())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mopd.config.groups import RoutingConfig
-from mopd.engines.interface import EngineLimits, Generation, Images, SamplingParams, Scores, Told
+from mopd.engines.interface import EngineLimits, Generation, Images, ResponseCallback, SamplingParams, Scores
 from mopd.engines.replicas.interface import Replica, RouterLimits
 from mopd.engines.replicas.router import Router
 from tests.fixtures.token_clock import run_on_token_clock
@@ -63,7 +63,7 @@ class StandIn:
         sampling: SamplingParams,
         seeds: Sequence[int],
         *,
-        told: Told | None = None,
+        on_response: ResponseCallback | None = None,
         images: Images = None,
     ) -> list[Generation]:
         await self._work([prompt[0] for prompt in prompts], sum(map(len, prompts)) + sampling.max_new_tokens)
@@ -162,7 +162,7 @@ class Teller(StandIn):
         sampling: SamplingParams,
         seeds: Sequence[int],
         *,
-        told: Told | None = None,
+        on_response: ResponseCallback | None = None,
         images: Images = None,
     ) -> list[Generation]:
         trouble = self.plan(len(self.calls))
@@ -182,8 +182,8 @@ class Teller(StandIn):
                 left -= 1
                 self.running -= 1
                 self.told.append(prompts[i][0])
-                if told is not None:
-                    told(i, drawn[i])
+                if on_response is not None:
+                    on_response(i, drawn[i])
         finally:
             self.running -= left
         return drawn
@@ -220,11 +220,14 @@ def make_rollout(
 
 
 async def generate(
-    router: Router, prompts: Sequence[Prompt], sampling: SamplingParams = SAMPLING, told: Told | None = None
+    router: Router,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams = SAMPLING,
+    on_response: ResponseCallback | None = None,
 ) -> list[Generation]:
     """One caller; its answers are its own."""
     seeds = [7 * who for who, _ in prompts]
-    drawn = await router.generate(prompts, sampling, seeds, told=told)  # type: ignore[arg-type]
+    drawn = await router.generate(prompts, sampling, seeds, on_response=on_response)  # type: ignore[arg-type]
     assert [int(given.tokens[0]) for given in drawn] == [8 * who for who, _ in prompts]
     assert all(float(given.logprobs[0]) == -sampling.temperature for given in drawn)
     return drawn

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd.base.metrics import apart, is_counted
-from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, Images, SamplingParams, Told
+from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, Images, ResponseCallback, SamplingParams
 from mopd.engines.replicas.members import NO_ROOM
 from tests.unit.engines.replicas.stand_in import (
     StandIn,
@@ -35,16 +35,22 @@ class Held(Teller):
 
     def __init__(self) -> None:
         super().__init__()
-        self.requests: list[tuple[Told, list[Generation], asyncio.Future[None]]] = []
+        self.requests: list[tuple[ResponseCallback, list[Generation], asyncio.Future[None]]] = []
         self.are_counted: list[bool] = []
 
     async def generate(
-        self, prompts: Any, sampling: Any, seeds: Any, *, told: Told | None = None, images: Images = None
+        self,
+        prompts: Any,
+        sampling: Any,
+        seeds: Any,
+        *,
+        on_response: ResponseCallback | None = None,
+        images: Images = None,
     ) -> list[Generation]:
-        assert told is not None
+        assert on_response is not None
         self.are_counted.append(is_counted())
         drawn = [self._draw(prompt, sampling, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-        self.requests.append((told, drawn, asyncio.get_running_loop().create_future()))
+        self.requests.append((on_response, drawn, asyncio.get_running_loop().create_future()))
         await self.requests[-1][2]
         return drawn
 
@@ -58,12 +64,12 @@ def test_an_answer_in_the_moment_of_a_cancellation_harms_nobody(num_ticks: int) 
     async def work() -> None:
         gone, stays = callers(router, [(1, 1.0)], [(2, 1.0)])
         await asyncio.sleep(1)
-        ((told, drawn, end),) = engine.requests
+        ((on_response, drawn, end),) = engine.requests
         gone.cancel()
         for _ in range(num_ticks):
             await asyncio.sleep(0)
-        told(0, drawn[0])
-        told(1, drawn[1])
+        on_response(0, drawn[0])
+        on_response(1, drawn[1])
         await stays
         end.set_result(None)
         assert (await asyncio.gather(gone, return_exceptions=True))[0].__class__ is asyncio.CancelledError
@@ -106,9 +112,9 @@ def test_a_request_is_its_own_callers_whoever_made_the_room() -> None:
         await asyncio.sleep(1)
         assert engine.are_counted == [False]
         with apart():
-            for told, drawn, end in engine.requests:
+            for on_response, drawn, end in engine.requests:
                 for i, one in enumerate(drawn):
-                    told(i, one)
+                    on_response(i, one)
                 end.set_result(None)
         await asyncio.sleep(1)
         assert engine.are_counted == [False, True]
@@ -157,7 +163,7 @@ def test_whatever_happens_every_caller_gets_its_own_answers_once(
         sampling = SamplingParams(max_new_tokens=5, temperature=0.0 if greedy else 1.0)
         await asyncio.sleep(start)
         task = asyncio.create_task(
-            generate(router, prompts[number], sampling, told=lambda i, given: heard[number].append(i))
+            generate(router, prompts[number], sampling, on_response=lambda i, given: heard[number].append(i))
         )
         if cancelled is not None:
             await asyncio.sleep(cancelled)
@@ -186,7 +192,13 @@ class Silent:
         self.weight_version = 0
 
     async def generate(
-        self, prompts: Any, sampling: Any, seeds: Any, *, told: Told | None = None, images: Images = None
+        self,
+        prompts: Any,
+        sampling: Any,
+        seeds: Any,
+        *,
+        on_response: ResponseCallback | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         return await self.engine.generate(prompts, sampling, seeds)
 

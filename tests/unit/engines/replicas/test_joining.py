@@ -18,9 +18,9 @@ from mopd.engines.interface import (
     EngineUnavailable,
     Generation,
     Images,
+    ResponseCallback,
     SamplingParams,
     Scores,
-    Told,
 )
 from mopd.engines.replicas.interface import Replica, SampleFailed
 from mopd.engines.replicas.members import NO_ROOM
@@ -80,7 +80,7 @@ def test_each_response_is_its_callers_as_soon_as_it_is_told() -> None:
 
     async def one(who: int, *seconds: float) -> None:
         told = (lambda i, given: heard.append((i, now()))) if who == 3 else None
-        await generate(router, [(who, s) for s in seconds], told=told)
+        await generate(router, [(who, s) for s in seconds], on_response=told)
         ended[who] = now()
 
     async def work() -> None:
@@ -148,12 +148,18 @@ class Refuser(Teller):
         self.error = error
 
     async def generate(
-        self, prompts: Any, sampling: Any, seeds: Any, *, told: Told | None = None, images: Images = None
+        self,
+        prompts: Any,
+        sampling: Any,
+        seeds: Any,
+        *,
+        on_response: ResponseCallback | None = None,
+        images: Images = None,
     ) -> list[Generation]:
         if any(prompt[0] == 13 for prompt in prompts):
             self.calls.append([prompt[0] for prompt in prompts])
             raise self.error
-        return await super().generate(prompts, sampling, seeds, told=told)
+        return await super().generate(prompts, sampling, seeds, on_response=on_response)
 
 
 @pytest.mark.parametrize("error", [EngineRejected("longer than the model"), ZeroDivisionError("a bug")], ids=repr)

@@ -11,7 +11,7 @@ import pytest
 from mopd.config.groups import RoutingConfig
 from mopd.engines.interface import EngineLimits
 from mopd.engines.replicas.interface import LIMITS, NO_LIMITS, NoReplica, Replica
-from mopd.engines.replicas.members import Member, Room, Want
+from mopd.engines.replicas.members import Member, Room, WorkRequest
 from mopd.engines.replicas.pool import Pool
 from tests.fixtures.effort import measured_effort
 from tests.unit.engines.replicas.stand_in import StandIn, run
@@ -23,26 +23,26 @@ class Sent:
     """A pool whose requests are noted and end when they are told to."""
 
     def __init__(self, names: str = "ab", routing: RoutingConfig = ROUTING, limits: EngineLimits = NO_LIMITS) -> None:
-        self.requests: list[tuple[str, list[Want]]] = []
+        self.requests: list[tuple[str, list[WorkRequest]]] = []
         replicas = [Replica(name=name, engine=StandIn(), limits=limits) for name in names]
-        self.pool: Pool[Want] = Pool(routing, LIMITS, replicas, self._note)
+        self.pool: Pool[WorkRequest] = Pool(routing, LIMITS, replicas, self._note)
         self._where: dict[int, Member] = {}
 
-    def _note(self, member: Member, wants: Sequence[Want]) -> None:
+    def _note(self, member: Member, wants: Sequence[WorkRequest]) -> None:
         self.requests.append((member.name, list(wants)))
         self._where |= {id(want): member for want in wants}
 
-    async def acquire(self, want: Want) -> str:
+    async def acquire(self, want: WorkRequest) -> str:
         """The name of the replica that it was sent to."""
         await self.pool.acquire(want)
         return self._where[id(want)].name
 
-    def end(self, want: Want) -> None:
+    def end(self, want: WorkRequest) -> None:
         self.pool.ended(self._where[id(want)], want)
 
 
-def want(order: int, tokens: int, *, sequences: int = 0, **keys: Any) -> Want:
-    return Want(order=(order,), room=Room(tokens, sequences, tokens), **keys)
+def want(order: int, tokens: int, *, sequences: int = 0, **keys: Any) -> WorkRequest:
+    return WorkRequest(order=(order,), room=Room(tokens, sequences, tokens), **keys)
 
 
 def test_room_is_kept_for_a_request_that_has_nowhere_else_to_go() -> None:
@@ -112,7 +112,7 @@ def test_a_wait_lasts_while_something_moves_and_no_longer() -> None:
     run(work)
 
 
-async def joined(sent: Sent, wants: Sequence[Want]) -> list[tuple[str, list[int]]]:
+async def joined(sent: Sent, wants: Sequence[WorkRequest]) -> list[tuple[str, list[int]]]:
     """Requests in which wants travel that ask at one moment."""
     await asyncio.gather(*(sent.acquire(one) for one in wants))
     return [(name, [one.order[0] for one in together]) for name, together in sent.requests]
@@ -184,7 +184,7 @@ def test_prompts_count_by_what_the_engine_says_it_holds() -> None:
         sent = Sent("a", limits=EngineLimits(max_running_tokens=80))
         wants = [want(i, 10, sequences=sequences) for i in range(20)]
 
-        async def work(sent: Sent = sent, wants: Sequence[Want] = wants) -> int:
+        async def work(sent: Sent = sent, wants: Sequence[WorkRequest] = wants) -> int:
             tasks = [asyncio.create_task(sent.acquire(one)) for one in wants]
             await asyncio.sleep(1)
             for task in tasks:

@@ -15,8 +15,8 @@ import torch
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.schema import PreflightConfig
 from mopd.engines.torch.engine import TorchEngine
-from mopd.engines.torch.sight import Eyes
-from mopd.engines.vision import read_sight
+from mopd.engines.torch.sight import VisionFeatures
+from mopd.engines.vision import read_vision
 from mopd.orchestrator.preflight.alignment import Alignment, AlignmentCheck, Text
 from tests.fixtures.misreadings import PROMPTS, SHIFTS, Misread
 from tests.fixtures.seen import placeholders, prompt_image, prompts_with_images
@@ -138,14 +138,16 @@ def test_a_teacher_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def run() -> Alignment:
         group = teacher_of("t", engine, vocab_size=VISION_VOCAB_SIZE, sees_images=True)
-        options = {"limit": PreflightConfig().logprob_limit("float32"), "sight": read_sight(folder, None)}
+        options = {"limit": PreflightConfig().logprob_limit("float32"), "sight": read_vision(folder, None)}
         check = AlignmentCheck(group, top_k=8, longest=64, dtype="float32", **options)
         return asyncio.run(check.run([*texts, text], has_rotary_positions=True))
 
     right = run()
     assert right.problem == "" and right.nearest > 100 * right.difference
-    features = Eyes._features
-    monkeypatch.setattr(Eyes, "_features", lambda self, image: tuple(map(torch.zeros_like, features(self, image))))
+    features = VisionFeatures._features
+    monkeypatch.setattr(
+        VisionFeatures, "_features", lambda self, image: tuple(map(torch.zeros_like, features(self, image)))
+    )
     assert "another image does not change them" in run().problem
     monkeypatch.undo()
     score, wrong = engine.score, image_bytes(56, 84, 5)
