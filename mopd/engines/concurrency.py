@@ -60,7 +60,10 @@ async def cancel(tasks: Sequence[asyncio.Future[Any]], *, grace_s: float = CANCE
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return all results in order. The first error, or a cancellation from outside, ends the other coroutines before it
     is raised. The coroutines have deadlines of their own."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
+    coroutines = [*work]
+    if len(coroutines) == 1:  # as of most prompts: a task of its own would cost more than it does
+        return [await coroutines[0]]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     if not tasks:
         return []
     try:

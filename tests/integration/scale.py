@@ -48,6 +48,7 @@ from mopd.data_plane.reading import open_reader
 from mopd.launch.link import LinkEnded, RankLink
 from mopd.launch.ranks import CommandChannel, follow, run_commands, student_facts
 from mopd.orchestrator.controller import Controller
+from mopd.orchestrator.leading import collect_rarely
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
@@ -205,6 +206,7 @@ def _run(num_ranks: int, recipe: Recipe, scenario: Scenario, profile: int) -> di
 
     async def work(link: RankLink) -> dict[str, Any]:
         workers = await make_workers(recipe, scenario)
+        collect_rarely()
         workers.plane.serve(host=None)
         try:
             return await measure(link, recipe, scenario, workers)
