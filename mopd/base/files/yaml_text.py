@@ -145,10 +145,11 @@ def dump_inline(value: Any, *, only_ascii: bool = False) -> str:
     if value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and _is_word(value)):
         text: str = _REPRESENTER.represent_data(value).value  # safe_dump's result, in a fraction of its time
         return text
-    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    form: dict[str, Any] = {"default_flow_style": True, "width": math.inf, "sort_keys": False}
+    text = yaml.safe_dump(value, allow_unicode=True, **form)
     text = text.removesuffix("\n").removesuffix("\n...")
     if _REFUSED.search(text) or "\n" in text or (only_ascii and not text.isascii()):
-        text = yaml.dump(value, Dumper=_Quoting, default_flow_style=True, width=math.inf).removesuffix("\n")
+        text = yaml.dump(value, Dumper=_Quoting, **form).removesuffix("\n")
     return text
 
 

@@ -49,7 +49,9 @@ def test_a_file_is_read_as_plain_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [*TEXTS, *SCALARS, [], {}, [TEXTS], {"a": {"b": SCALARS}}], ids=lambda v: ascii(v)[:20]
+    "value",
+    [*TEXTS, *SCALARS, [], {}, [TEXTS], {"a": {"b": SCALARS}}, [{"yes": 1, "No": 2, "\x85": 3}]],
+    ids=lambda v: ascii(v)[:20],
 )
 def test_scalars_read_back(value: object) -> None:
     """By our own reader as a value and as a key, and by anybody else's."""
