@@ -220,7 +220,10 @@ class SleepingStudent:
 
     async def stage(self, weight_version: int) -> None:
         await asyncio.sleep(self._scenario.stage_s)
-        self._staged = await asyncio.to_thread(stage_updates, self._weights.items(), weight_version)
+        if self._weights:
+            self._staged = await asyncio.to_thread(stage_updates, self._weights.items(), weight_version)
+        else:
+            self._staged = stage_updates([], weight_version)
 
     async def send(self) -> None:
         staged = self._staged  # the next version may be staged while this one travels

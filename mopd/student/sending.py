@@ -173,10 +173,11 @@ def announced(recipe: Recipe, worker: StudentWorker, *, is_one_node: bool) -> di
         TensorMeta(name, smaller if dtype == student else dtype, shape)
         for name, dtype, shape in hf_tensors(worker.dims, student)
     ]
-    stages = dict(zip([meta.name for meta in metas], worker.weight_stages(), strict=True))
+    names = [meta.name for meta in metas]
     metas.sort(key=lambda meta: meta.name not in worker.constants)
     shares: list[int] = []
     if isinstance(cfg, CollectiveConfig) and worker.layout.pp_size > 1 and is_one_node:
+        stages = dict(zip(names, worker.weight_stages(), strict=True))
         metas.sort(key=lambda meta: stages[meta.name])
         shares = [list(stages.values()).count(stage) for stage in range(worker.layout.pp_size)]
     return {

@@ -164,8 +164,11 @@ async def check_kills(plane: QueuePlane, process: subprocess.Popen[str]) -> None
     line = await asyncio.to_thread(process.stdout.readline)
     assert line.startswith("data plane: TransferQueue's storage unit") and "has ended" in line
     assert time.monotonic() - started < 20
-    for actor in actor_processes().values():
+    actors = [*actor_processes().values()]
+    for actor in actors:
         actor.kill()
+    gone, _ = psutil.wait_procs(actors, timeout=60)  # until then its port still takes connections
+    assert len(gone) == len(actors)
     with pytest.raises(UserError, match=r"TransferQueue's controller .* has ended"):
         await plane.claim([1], ["tokens"])
 

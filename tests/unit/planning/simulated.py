@@ -31,6 +31,7 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineLimits, SamplingParams
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
+from mopd.engines.wire.weights import stage_updates
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.rollout import RolloutWorker
@@ -145,7 +146,7 @@ def step_s(world: World, gpus: int, replicas: Mapping[str, int]) -> float:
         members = [Replica(name=f"rollout.{i}", engine=engine, limits=limits) for i, engine in enumerate(engines)]
         rollout = Router("rollout", members, recipe.rollout.routing, kind="rollout")
         sync = UnpackedWeights(rollout, recipe, {})
-        await sync.ask_for(0)
+        await sync.send(stage_updates([], 0))
         groups = {}
         for domain in SHARES:
             scorers = [SleepingScorer(s_per_token=world.score_s[domain]) for _ in range(replicas[f"teachers/{domain}"])]

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from mopd.weights.backends import open_gloo
 from mopd.weights.group import GroupOrder, GroupStore, TransferFailed, TransferGroup, _prove
 from mopd.weights.signing import ForgedEntry
-from mopd.weights.stages import Words
+from mopd.weights.stages import SenderSignals
 from mopd.weights.store import SignedStore
 
 DEADLINE_S = 30.0
@@ -109,7 +109,7 @@ def test_members_that_know_it_meet() -> None:
 @pytest.mark.parametrize("junk", JUNK)
 def test_a_word_of_a_stranger_is_no_turn(junk: bytes) -> None:
     store = GroupStore(DEADLINE_S)
-    words = Words(order_of(store), store)
+    words = SenderSignals(order_of(store), store)
     for word in ("1.1", "off"):
         stranger(store).set(f"g.words/{word}", junk)  # type: ignore[arg-type]
     fails(lambda: words.wait(1, 1, DEADLINE_S), r"entry 'g\.words/1\.1' is not signed")
