@@ -138,14 +138,14 @@ def test_what_is_refused_leaves_nothing(
     assert not run_dir.exists() and nodes.jobs() == []
 
 
-def test_a_fault_of_node2_is_named_and_nothing_is_left(nodes: slurm.Cluster, models: World, tmp_path: Path) -> None:
+def test_a_fault_of_node2_is_named_and_nothing_is_left(nodes: slurm.Cluster, world: World, tmp_path: Path) -> None:
     """The job checks its nodes before anything starts; ``test_check_nodes.py`` tries all faults. The node's slurmd runs
     in a mount namespace of its own, in which a teacher's folder is empty."""
     private_mounts(tmp_path)
-    hide = f'mount -t tmpfs tmpfs {models.teachers["right"]} && exec "$@"'
+    hide = f'mount -t tmpfs tmpfs {world.teachers["right"]} && exec "$@"'
     nodes.restart_node("node2", ["unshare", "--mount", "sh", "-c", hide, "sh"])
     run_dir = tmp_path / "run"
-    recipe = models.write_recipe(run_dir, slurm={"nodes": 2, "student_nodes": 2, "time": "10"})
+    recipe = world.write_recipe(run_dir, slurm={"nodes": 2, "student_nodes": 2, "time": "10"})
     code, output, errors = ended(command(nodes, "slurm", recipe, "--wait"))
     nodes.restart_node("node2", [])
     assert code == 2, output + errors + job_logs(run_dir)
