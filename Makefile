@@ -61,7 +61,7 @@ disk-full: $(STAMP)  ## 30 runs on a disk that fills up at random moments (make 
 kills: $(ENGINES_STAMP)  ## an asynchronous run, killed 20 times at random moments and places; every schedule (make test: once)
 	MOPD_KILLS=20 $(BIN)/python -m pytest tests/integration/test_async.py tests/integration/test_async_lengths.py tests/integration/test_resume.py --timeout=3600 -s
 
-kills-weights: $(ENGINES_STAMP)  ## updates of the rollout's weights, struck 30 times in every phase (make test: a few)
+kills-weights: $(ENGINES_STAMP)  ## updates of the rollout's weights, struck 30 times in every phase, half of them on two networks (make test: a few)
 	MOPD_WEIGHT_KILLS=30 $(BIN)/python -m pytest tests/integration/test_weight_faults.py --timeout=3600 -s
 
 SOAK_MINUTES ?= 20
@@ -71,8 +71,9 @@ soak: $(ENGINES_STAMP)  ## an asynchronous run with TransferQueue for so long: w
 scale: $(STAMP)  ## one orchestrator over 64 ranks and 10,048 prompts a step, with stand-ins for Megatron and engines
 	$(BIN)/python -m tests.integration.scale
 
-weights: $(ENGINES_STAMP)  ## updates of every family from every layout to torch and vLLM engines (make test: a few to torch)
+weights: $(ENGINES_STAMP)  ## updates of every family from every layout to torch and vLLM engines, and from one network to another (make test: a few to torch)
 	MOPD_WEIGHTS=all $(BIN)/python -m pytest tests/parity/student/test_weights.py -k "on_" --timeout=900 -s
+	MOPD_WEIGHTS=all $(BIN)/python -m pytest tests/integration/test_weight_networks.py tests/integration/test_weight_network_faults.py --timeout=900 -s -rs
 
 slurm: $(ENGINES_STAMP)  ## jobs of every form on four nodes of this machine, interrupted and lost (make test: one job)
 	MOPD_SLURM=all $(BIN)/python -m pytest tests/integration/test_slurm.py --timeout=1200 -rs -s
@@ -96,7 +97,7 @@ lint: $(STAMP)  ## ruff, mypy, import contracts, Dockerfiles, scripts of jobs
 	$(BIN)/lint-imports
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.gpu
 	$(BIN)/shellcheck docker/*.sh
-	$(BIN)/shellcheck --exclude=SC2016 tests/unit/slurm/scripts/*.sh  # names of recipes may have dollars
+	$(BIN)/shellcheck --exclude=SC2016 tests/unit/launch/slurm/scripts/*.sh  # names of recipes may have dollars
 
 clean:  ## the environment; runs are left alone
 	rm -rf $(VENV)

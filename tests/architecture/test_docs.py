@@ -193,3 +193,11 @@ def test_metrics() -> None:
     assert len(named) > 40
     parts = {part for name in named for part in name.split("/") if re.fullmatch("[a-z_0-9]+", part)}
     assert sorted(parts - words_of_the_package() - METRICS_OF_OTHERS) == []
+
+
+def test_paths_of_the_makefile_exist() -> None:
+    """A rule that names files which have moved fails only where somebody runs it."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w./$(-])(?:mopd|docs|recipes|tools|tests|docker)/[\w./*-]*", text))
+    assert len(named) > 20
+    assert not [name for name in named if not any(ROOT.glob(name))]
