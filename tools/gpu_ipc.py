@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -53,22 +54,26 @@ def measure(device_name: str, work: Path) -> dict[str, Any]:
     """Updates of a model shaped as Qwen3-1.7B (CPU: smaller), in bf16."""
     import torch
 
+    from mopd.weights.carrying import MappedParts, part_memory_bytes
     from mopd.weights.group import GroupOrder, GroupStore, TransferGroup
-    from mopd.weights.mapped import mapped_bytes, send_mapped
     from mopd.weights.memory import SharedMemory
+    from mopd.weights.sending import send
 
     device = torch.device(device_name)
     metas = _metas(device_name, work)
     weights = {meta.name: torch.randint(-99, 99, meta.shape, device=device).to(meta.dtype) for meta in metas}
     bucket_bytes = BUCKET_MIB[device_name] * 2**20
     before = _used_bytes(device)
-    memory = SharedMemory(mapped_bytes(metas, bucket_bytes), device)
-    store = GroupStore(DEADLINE_S)
+    memory = SharedMemory(part_memory_bytes(metas, bucket_bytes), device)
+    store = GroupStore("127.0.0.1", DEADLINE_S)
     order = GroupOrder(
         group_id="ipc",
+        host=store.host,
         port=store.port,
-        world_size=2,
+        num_senders=1,
+        num_receivers=1,
         bucket_bytes=bucket_bytes,
+        large_bytes=bucket_bytes,
         timeout_s=DEADLINE_S,
         secret=secrets.token_hex(16),
         memory=memory.handles(1),
@@ -77,13 +82,16 @@ def measure(device_name: str, work: Path) -> dict[str, Any]:
     here, there = context.Pipe()
     child = context.Process(target=_receive, args=(there, order, metas, device_name), daemon=True)
     child.start()
-    group = TransferGroup(order, 0, store)
+    deciding = threading.Thread(target=store.decide, args=(order,))
+    deciding.start()
+    carrier = MappedParts(TransferGroup(order, 0), memory.buffer, device)
+    deciding.join()
     seconds = []
     for i in range(NUM_UPDATES):
         weights["model.norm.weight"].fill_(i + 1)
         here.recv()  # it waits for the first bucket
         began = time.perf_counter()
-        send_mapped(group, memory, metas, iter(weights.items()), bucket_bytes=bucket_bytes, verify=i == 0)
+        send(carrier, metas, weights.items(), verify=i == 0)
         seconds.append(time.perf_counter() - began)
     sums = here.recv()
     child.join(DEADLINE_S)
@@ -104,7 +112,7 @@ def _metas(device_name: str, work: Path) -> list[Any]:
     from mopd.bench.models import SIZES
     from mopd.conversion.models.reading import read_dims
     from mopd.student.weights import hf_tensors
-    from mopd.weights.buckets import TensorMeta
+    from mopd.weights.parts import TensorMeta
 
     (work / "config.json").write_text(
         json.dumps({**SIZES["qwen3-1.7b"], **SHAPE[device_name], "max_position_embeddings": 2048})
@@ -116,11 +124,11 @@ def _receive(pipe: Connection, order: Any, metas: Sequence[Any], device_name: st
     """The engine's side: slots, into which each update is copied."""
     import torch
 
-    from mopd.weights.mapped import open_receiver
+    from mopd.weights.receiving import Receiver
 
     device = torch.device(device_name)
     slots = {meta.name: torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in metas}
-    receiver = open_receiver(order, 1, metas, keeps_views=False, slots=slots, device=device)
+    receiver = Receiver(order, 1, metas, keeps_views=False, slots=slots, device=device)
     for i in range(NUM_UPDATES):
         pipe.send("ready")
         for name, tensor in receiver.tensors(verify=i == 0, patience_s=DEADLINE_S):
@@ -133,7 +141,7 @@ def _sums(weights: dict[str, Any]) -> list[int]:
     """Of each tensor's bytes and their places, on its device."""
     import torch
 
-    from mopd.weights.buckets import digest
+    from mopd.weights.parts import digest
 
     return [int(digest(tensor.contiguous().view(-1).view(torch.uint8))) for tensor in weights.values()]
 

@@ -110,7 +110,7 @@ class UnpackedWeights(GroupWeightSync):
         await super().send(stage_updates([], staged.weight_version))
 
     def _unpack(self, staged: StagedWeights) -> None:
-        staging = Staging(self._slots, staged.begin)
+        staging = Staging(self._slots, staged.update_id)
         for body in staged.bodies:
             staging.add(decode(body, WeightChunk))
         staging.finish(staged.commit("continue"))

@@ -21,6 +21,7 @@ import torch
 
 from mopd.base.types import UserError
 from mopd.bench.harness import own_busy_s
+from mopd.bench.networks import ADDRESSES, inside
 from mopd.placement.engine_file import EngineFile
 from mopd.placement.process import ServerCommand, ServerProcess
 
@@ -77,18 +78,20 @@ def received(end: Connection, who: str) -> bytes:
 
 @asynccontextmanager
 async def servers(
-    folder: Path, engine_file: EngineFile, environments: Sequence[Mapping[str, str]] = ({},)
+    folder: Path, engine_file: EngineFile, environments: Sequence[Mapping[str, str]] = ({},), *, network: str = ""
 ) -> AsyncIterator[dict[str, int]]:
-    """Run ``mopd serve`` as a run's ``local`` placement does, once for each of ``environments``. Yields URLs of servers
-    that answer, with their processes' ids.
+    """Run ``mopd serve`` as a run's ``local`` placement does, once for each of ``environments``, in the second of two
+    networks if its name is given. Yields URLs of servers that answer, with their processes' ids.
 
     Raises:
         UserError: a server did not start.
     """
     text, started = json.dumps(engine_file.to_json()), []
-    for number, environment in enumerate(environments):
-        command = ServerCommand(engine_file=text, token=TOKEN, host="127.0.0.1", environment=environment)
-        started.append(ServerProcess(command, folder=folder / f"server.{number}", log=folder / f"{number}.log"))
+    with inside(network) if network else contextlib.nullcontext():
+        for number, environment in enumerate(environments):
+            host = ADDRESSES[1] if network else "127.0.0.1"
+            command = ServerCommand(engine_file=text, token=TOKEN, host=host, environment=environment)
+            started.append(ServerProcess(command, folder=folder / f"server.{number}", log=folder / f"{number}.log"))
     try:
         yield dict([await _ready(server) for server in started])
     finally:

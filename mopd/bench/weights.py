@@ -1,5 +1,5 @@
 """``mopd bench weights``: a student's weights to servers of torch engines: by a collective, by HTTP, and as a bare
-broadcast, in turns.
+broadcast, in turns; or from one network to another, beside the rate of the link between them.
 
 ::
 
@@ -23,8 +23,9 @@ import statistics
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,12 +33,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
 
 from mopd.base.files.temporary import TemporaryFolder
 from mopd.base.tasks import Tasks
 from mopd.base.types import UserError
 from mopd.bench.harness import BenchReport, Comparison, Goals, Others, at_least, at_most, ratio, rounds, rows, say
 from mopd.bench.models import make_recipe, qwen3, write_model
+from mopd.bench.networks import can_make_networks, inside, two_networks
 from mopd.bench.processes import (
     TIMEOUT_S,
     TOKEN,
@@ -66,19 +69,20 @@ from mopd.placement.engine_file import rollout_file
 from mopd.placement.weights import GroupWeightSync
 from mopd.student import cpu_shim, parallel
 from mopd.student.model.gpt import build_model
-from mopd.student.weights import hf_tensors, iter_hf_weights
+from mopd.student.weights import hf_senders, hf_tensors, iter_hf_weights, iter_sender_weights
 from mopd.student.worker import WeightPart
-from mopd.weights.group import GroupOrder, GroupStore, Pending, TransferGroup
+from mopd.weights.backends import open_gloo, open_nccl
+from mopd.weights.group import GroupStore
 
 MIB = 2**20
-BARE, HTTP = "bare broadcast", "http"
+BARE, LINK, HTTP = "bare broadcast", "link", "http"
 WAYS: dict[str, type[CollectiveConfig] | type[IpcConfig]] = {"collective": CollectiveConfig, "ipc": IpcConfig}
 """Ways that can be measured beside the bare broadcast and HTTP; one at a time, as an engine is in one group."""
 LEAST_OF_BARE, LEAST_OVER_HTTP = 0.7, 3.0
-"""Goals relative to the bare broadcast's rate, and to HTTP's."""
+"""Goals relative to the rate of the bare broadcast, or of the link, and to HTTP's."""
 MOST_BUCKETS = 2.0
 """Largest allowed memory beyond the models' in any process, in buckets."""
-LIMITS = {"mb": 100_000, "replicas": 64, "bucket_mib": MAX_BUCKET_MIB, "rounds": 1000}
+LIMITS = {"mb": 100_000, "replicas": 64, "bucket_mib": MAX_BUCKET_MIB, "rounds": 1000, "link": 1_000_000}
 SMALL_BYTES = 2**27
 """Size below which a student has narrow layers, so that there are several."""
 VOCAB_SIZE, STD = 4096, 0.02
@@ -95,7 +99,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     for name, most in LIMITS.items():
         given = getattr(args, name)
         for value in given if isinstance(given, list) else [given]:
-            if not 1 <= value <= most:
+            if value is not None and not 1 <= value <= most:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: set 1 to {most}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and (args.way == "ipc" or torch.cuda.device_count() <= max(args.replicas)):
@@ -105,15 +109,50 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             "tools/gpu_student.py --stages ipc)"
         )
     report = BenchReport(benchmark="weights", arguments=arguments, as_json=args.json, device=device)
-    for mb, replicas in itertools.product(args.mb, args.replicas):
-        asyncio.run(measure(report, mb * 10**6, replicas, args.way, args.bucket_mib, args.rounds))
+    with ExitStack() as stack:
+        link = None if args.link is None else stack.enter_context(_linked(args.link, args.way, device))
+        for mb, replicas in itertools.product(args.mb, args.replicas):
+            asyncio.run(measure(report, mb * 10**6, replicas, args.way, args.bucket_mib, args.rounds, link))
     return report.finish()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Link to the network of the engines."""
+
+    mbit: int
+    """Rate in Mbit/s."""
+    far: str
+    """Name of that network."""
+
+    def ideal_s(self, num_bytes: int) -> float:
+        """Return the seconds that so many bytes take at the link's rate."""
+        return num_bytes * 8 / (self.mbit * 1e6)
+
+
+@contextmanager
+def _linked(mbit: int, way: str, device: torch.device) -> Iterator[Link]:
+    """Be in the student's network, which is linked to that of the engines.
+
+    Raises:
+        UserError: there can be no such networks here.
+    """
+    if way != "collective" or device.type == "cuda":
+        raise UserError(
+            "--link has engines on another machine, without GPUs: set --way collective, CUDA_VISIBLE_DEVICES="
+        )
+    if not can_make_networks("tc"):
+        raise UserError("--link makes two networks and the link between them: run it as root, with `ip` and `tc`")
+    with two_networks(mbit=mbit) as (near, far), inside(near):
+        yield Link(mbit=mbit, far=far)
+
+
 async def measure(
-    report: BenchReport, num_bytes: int, num_replicas: int, way: str, bucket_mib: int, count: int
+    report: BenchReport, num_bytes: int, num_replicas: int, way: str, bucket_mib: int, count: int, link: Link | None
 ) -> None:
-    """Take a warm-up, then ``count`` rounds of the bare broadcast, ``way`` (of ``WAYS``) and HTTP."""
+    """Take a warm-up, then ``count`` rounds of the bare broadcast, ``way`` (of ``WAYS``) and HTTP. In the place of the
+    bare broadcast over a ``link``: what its rate says."""
+    reference = BARE if link is None else LINK
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryFolder("mopd-bench-")))
         size = write_student(folder / "model", num_bytes)
@@ -123,24 +162,29 @@ async def measure(
         is_cuda: bool = through.facts["is_on_gpu"]
         gpus = [{"CUDA_VISIBLE_DEVICES": str(1 + i)} if is_cuda else {} for i in range(num_replicas)]
         environments = [{"OMP_NUM_THREADS": "1", **gpu} for gpu in gpus]
-        pids = await stack.enter_async_context(servers(folder, rollout_file(recipe), environments))
-        device = torch.device("cuda:0" if is_cuda else "cpu")
-        bare = stack.enter_context(bare_broadcast(size, bucket_mib * MIB, num_replicas, device))
+        pids = await stack.enter_async_context(
+            servers(folder, rollout_file(recipe), environments, network=link.far if link else "")
+        )
+        if link is None:
+            device = torch.device("cuda:0" if is_cuda else "cpu")
+            bare = stack.enter_context(bare_broadcast(size, bucket_mib * MIB, num_replicas, device))
+        else:
+            bare = partial(link.ideal_s, size)
         say(f"weights: {size / 1e9:.2f} GB, {num_replicas} replicas, warming up")
         updates = Updates(through, recipe, pids)
         stack.push_async_callback(updates.close)
         await updates.begin()
         await asyncio.to_thread(bare)
-        seconds: dict[str, list[float]] = {name: [] for name in (BARE, way, HTTP)}
+        seconds: dict[str, list[float]] = {name: [] for name in (reference, way, HTTP)}
         others = Others(family_busy_s)
         for order in rounds(seconds, count):
             for name in order:
-                seconds[name].append(await (asyncio.to_thread(bare) if name == BARE else updates.publish(name)))
+                seconds[name].append(await (asyncio.to_thread(bare) if name == reference else updates.publish(name)))
             await updates.end_round()
             say(", ".join(f"{name} {times[-1]:.2f} s" for name, times in seconds.items()))
         report.others_cores = cores = others.cores()
     sizes = {"num_bytes": size, "num_replicas": num_replicas, "bucket_bytes": bucket_mib * MIB}
-    facts = {"way": way, **sizes, "others_cores": cores}
+    facts = {"way": way, **sizes, "link_mbit": link.mbit if link else None, "others_cores": cores}
     report.add(*result(seconds, facts, updates))
 
 
@@ -149,22 +193,27 @@ def result(
 ) -> tuple[Comparison, Goals]:
     """Make the table and the goals of one student and one number of replicas."""
     way, size, taken = facts["way"], facts["num_bytes"], updates.extra_bytes
+    reference, short = (LINK, "link") if LINK in seconds else (BARE, "bare")
 
     def figures(name: str, median_s: float) -> dict[str, Any]:
         return {"gb_per_s": size / 1e9 / median_s, **{side: most / MIB for side, most in taken.get(name, {}).items()}}
 
-    columns = {"s": "median_s:.2f", "GB/s": "gb_per_s:.2f", "x bare": "ratio:.2f"}
+    columns = {"s": "median_s:.2f", "GB/s": "gb_per_s:.2f", f"x {short}": "ratio:.2f"}
     columns |= {f"{side} MiB": f"{side}:,.0f" for side in taken[way]}
     phases = {key: statistics.median(phase[key] for phase in updates.phases) for key in updates.phases[0]}
     title = f"{size / 1e9:.2f} GB to {facts['num_replicas']}"
+    title += f" at {facts['link_mbit']} Mbit/s" if reference == LINK else ""
     goals = {
-        "of_bare_broadcast": at_least(ratio(seconds, BARE, way), LEAST_OF_BARE),
-        "over_http": at_least(ratio(seconds, HTTP, way), LEAST_OVER_HTTP),
+        f"of_{reference.replace(' ', '_')}": at_least(ratio(seconds, reference, way), LEAST_OF_BARE),
+        # to one replica both ways can reach the rate of a link
+        **({"over_http": at_least(ratio(seconds, HTTP, way), LEAST_OVER_HTTP)} if reference == BARE else {}),
         "extra_buckets": at_most(max(taken[way].values()) / facts["bucket_bytes"], MOST_BUCKETS),
     }
     facts = {**facts, "phases": phases, "extra_bytes": taken}
     remarks = [", ".join(f"{key.removeprefix('timing/')} {value:.2f}" for key, value in phases.items())]
-    part = Comparison(title=title, columns=columns, rows=rows(seconds, BARE, figures), facts=facts, remarks=remarks)
+    part = Comparison(
+        title=title, columns=columns, rows=rows(seconds, reference, figures), facts=facts, remarks=remarks
+    )
     return part, {f"{title}/{name}": goal for name, goal in goals.items()}
 
 
@@ -184,7 +233,7 @@ class Updates:
         ]
         replicas = [Replica(name=one.name, engine=one) for one in self._engines]
         self._router = Router("bench", replicas, RoutingConfig(), kind="rollout")
-        targets = TransferTargets(self._router, num_workers=1, on_running="finish", drain_s=TIMEOUT_S)
+        targets = TransferTargets(self._router, on_running="finish", drain_s=TIMEOUT_S)
         by_http = replace(recipe, weight_sync=HttpConfig(type="http"))
         self._students = {
             self._way: through.student(recipe, GroupWeightSync(self._router, targets=targets)),
@@ -264,11 +313,17 @@ class BenchStudent:
         """Return no metrics."""
         return {}
 
-    def weights(
-        self, part: WeightPart, *, in_place: bool = False, by_stage: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, part: WeightPart = "all", *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Return all weights as ``StudentWorker.weights`` does."""
-        return iter_hf_weights([self._model], self.dims, self.layout, in_place=in_place, by_stage=by_stage)
+        return iter_hf_weights([self._model], self.dims, self.layout, in_place=in_place)
+
+    def sender_weights(self, part: WeightPart) -> Iterator[tuple[str, Tensor | None]]:
+        """Return all weights as ``StudentWorker.sender_weights`` does."""
+        return iter_sender_weights([self._model], self.dims, self.layout, takes=lambda placed: True)
+
+    def weight_senders(self) -> list[int]:
+        """Return the one sender of each tensor."""
+        return list(hf_senders([self._model], self.dims, self.layout))
 
 
 def write_student(folder: Path, num_bytes: int) -> int:
@@ -281,62 +336,80 @@ def write_student(folder: Path, num_bytes: int) -> int:
     return sum(4 * prod(shape) for _, _, shape in hf_tensors(read_dims(folder), torch.float32))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bare:
+    """A process group of torch's own backend, without anything of ours."""
+
+    port: int
+    size: int
+    num_bytes: int
+    bucket_bytes: int
+    kind: str
+    """Type of the devices."""
+
+    def run(self, rank: int, store: TCPStore) -> Iterator[None]:
+        """Broadcast ``num_bytes`` from rank 0 each time that another item is asked for, from and into two buckets that
+        were allocated and written before."""
+        device = torch.device(f"cuda:{rank}" if self.kind == "cuda" else self.kind)
+        inner = PrefixStore("bare", store)
+        if self.kind == "cuda":
+            group = open_nccl(inner, rank, self.size, device)
+        else:
+            group = open_gloo(inner, rank, self.size, TIMEOUT_S, LOOPBACK)
+        # filled, so that their memory pages exist
+        buckets = [torch.full((self.bucket_bytes,), i, dtype=torch.uint8, device=device) for i in range(2)]
+        while True:
+            flying = deque[Any]()
+            for number, start in enumerate(range(0, self.num_bytes, self.bucket_bytes)):
+                if len(flying) == 2:
+                    flying.popleft().wait()
+                flying.append(group.broadcast([buckets[number % 2][: self.num_bytes - start]]))
+            for work in flying:
+                work.wait()
+            if self.kind == "cuda":
+                torch.cuda.synchronize(device)
+            yield
+
+
 @contextmanager
 def bare_broadcast(
     num_bytes: int, bucket_bytes: int, num_receivers: int, device: torch.device
 ) -> Iterator[Callable[[], float]]:
-    """Seconds until all of so many processes have received so many bytes, from and into two buckets that every process
-    allocated and wrote before the time begins."""
-    store = GroupStore(TIMEOUT_S)
-    common: dict[str, Any] = {"bucket_bytes": bucket_bytes, "timeout_s": TIMEOUT_S, "secret": "bench"}
-    order = GroupOrder(group_id="bare", port=store.port, world_size=1 + num_receivers, **common)
-    members = [(order, rank, num_bytes, device.type) for rank in range(1, order.world_size)]
-    with children(_receive, members) as ends:
-        group = TransferGroup(order, 0, store, device=device)
-        buckets = _buckets(group, bucket_bytes)
+    """Seconds until all of so many processes have received so many bytes, over a group of torch's own."""
+    store = GroupStore(LOOPBACK, TIMEOUT_S)  # which, unlike TCPStore alone, listens there only
+    bare = Bare(
+        port=store.port,
+        size=1 + num_receivers,
+        num_bytes=num_bytes,
+        bucket_bytes=bucket_bytes,
+        kind=device.type,
+    )
+    with children(_receive, [(bare, rank) for rank in range(1, bare.size)]) as ends:
+        sending = bare.run(0, store.store)
 
         def send() -> float:
             started = time.perf_counter()
             for end in ends:
                 end.send_bytes(b"go")
-            _broadcast(group, num_bytes, buckets)
+            next(sending)
             for end in ends:
                 received(end, "a receiver of the bare broadcast")
             return time.perf_counter() - started
 
-        try:
-            yield send
-        finally:
-            group.close()
+        yield send
 
 
-def _receive(end: Connection, order: GroupOrder, rank: int, num_bytes: int, kind: str) -> None:
+def _receive(end: Connection, bare: Bare, rank: int) -> None:
     """Run a receiver's process: one broadcast for each message."""
     torch.set_num_threads(1)
-    group = TransferGroup(order, rank, device=torch.device(f"cuda:{rank}" if kind == "cuda" else kind))
-    buckets = _buckets(group, order.bucket_bytes)
+    receiving = bare.run(rank, TCPStore(LOOPBACK, bare.port, is_master=False))
     while True:
         end.recv_bytes()
-        _broadcast(group, num_bytes, buckets)
+        next(receiving)
         end.send_bytes(b"done")
 
 
-def _buckets(group: TransferGroup, bucket_bytes: int) -> list[Tensor]:
-    """Return two buffers of [bucket_bytes] uint8 whose memory pages exist already."""
-    return [torch.full((bucket_bytes,), number, dtype=torch.uint8, device=group.device) for number in range(2)]
-
-
-def _broadcast(group: TransferGroup, num_bytes: int, buckets: Sequence[Tensor]) -> None:
-    """Broadcast ``num_bytes``, with two buckets on their way at a time."""
-    flying = deque[Pending]()
-    for number, start in enumerate(range(0, num_bytes, len(buckets[0]))):
-        if len(flying) == 2:
-            flying.popleft().wait()
-        flying.append(group.broadcast(buckets[number % 2][: num_bytes - start]))
-    for pending in flying:
-        pending.wait()
-
-
+LOOPBACK = "127.0.0.1"
 END_S = 20.0
 
 

@@ -5,17 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mopd.config.placements import AutoPlacementConfig, LocalConfig, Placement
+from mopd.config.placements import AutoPlacementConfig, InProcessConfig, LocalConfig, Placement
 from mopd.config.values import Checked, Count, Seconds, at_least
 
 MAX_BUCKET_MIB = 2**14
+MAX_INTERFACE_CHARACTERS = 15
+"""Linux's limit (IFNAMSIZ)."""
+
+
+def check_interface(name: str, value: str) -> None:
+    """``ValueError`` unless ``value`` may name a network interface."""
+    is_name = value.isascii() and value.isprintable() and not set(value) & set(" /:")
+    if not (is_name and 1 <= len(value) <= MAX_INTERFACE_CHARACTERS):
+        raise ValueError(
+            f"{name} is {value!r}: set it to a network interface's name, as `ip link` lists them, of at most "
+            f"{MAX_INTERFACE_CHARACTERS} characters"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoSyncConfig:
-    """``http``, but where the rollout is ``local`` and nothing computes on GPUs ``ipc`` with ``share_gpus_with``, else
-    ``collective``, unless the student would wait for responses under way (``max_staleness`` above 0 and
-    ``on_new_weights: finish``)."""
+    """``collective``, and HTTP where no engine can join (``or_http``). Replicas on the student's own GPUs: ``ipc`` on a
+    CPU or with a student of one rank, else ``http``. ``http`` also where the student would wait for responses under way
+    (``max_staleness`` above 0 and ``on_new_weights: finish``)."""
 
     type: Literal["auto"] = "auto"
     """The way's name."""
@@ -41,16 +53,22 @@ class BucketsConfig(Checked):
     """Updates from one whose buckets are compared by their digests to the next; the first one is."""
     timeout_s: Seconds = 60.0
     """Longest that one side waits for the other, for a bucket, or for engines to come into the group."""
+    interface: Annotated[str, check_interface] | None = None
+    """Network interface on which student and engines listen for one another, by the same name on all machines; absent:
+    on each machine the one that leads to the orchestrator's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveConfig(BucketsConfig):
-    """Broadcast from the student's rank 0 into the memory of all rollout engines at once, in buckets, without a copy of
-    the model anywhere; student and engines wait for it (docs/weights.md). Over gloo on a CPU, over NCCL on CUDA, which
-    has not been run; where ``rollout.placement`` is ``local``."""
+    """From the student's ranks into the memory of all rollout engines at once, on any machine, in buckets, without a
+    copy of the model anywhere; student and engines wait for it (docs/weights.md). Over gloo on a CPU, over NCCL on
+    CUDA."""
 
     type: Literal["collective"]
     """The way's name."""
+    or_http: bool = False
+    """Whether the weights go by HTTP for the rest of the run if no engine can come into a group with the student;
+    else the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +91,13 @@ def check_weight_sync(way: WeightSync, placement: Placement) -> None:
             "weight_sync.type is 'collective', but rollout.placement.share_gpus_with puts two processes on one GPU, "
             "which NCCL refuses: set weight_sync.type: ipc"
         )
-    if isinstance(way, BucketsConfig) and not isinstance(placement, (LocalConfig, AutoPlacementConfig)):
+    if isinstance(way, BucketsConfig) and isinstance(placement, InProcessConfig):
         raise ValueError(
-            f"weight_sync.type is {way.type!r}, but rollout.placement.type is {placement.type!r}: the engines must be "
-            "processes of rank 0's machine: set placement.type: local, or weight_sync.type: http"
+            f"weight_sync.type is {way.type!r}, but rollout.placement.type is 'in_process', whose engine is given the "
+            "weights directly: set placement.type: local, or leave weight_sync out"
+        )
+    if isinstance(way, IpcConfig) and not isinstance(placement, (LocalConfig, AutoPlacementConfig)):
+        raise ValueError(
+            f"weight_sync.type is 'ipc', but rollout.placement.type is {placement.type!r}: engines that map the "
+            "student's memory are processes of its machine: set placement.type: local, or weight_sync.type: collective"
         )

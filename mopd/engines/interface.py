@@ -8,15 +8,15 @@ Shapes: R response tokens of one sample, K = top-k.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from mopd.base.types import PromptImage
-from mopd.weights.buckets import TensorMeta
 from mopd.weights.group import GroupOrder
+from mopd.weights.parts import TensorMeta
 
 DEFAULT_RETRY_AFTER_S = 1.0
 """Pause in seconds after a full queue that names none, or an invalid one."""
@@ -110,6 +110,8 @@ class EngineInfo:
     """Largest ``top_k`` of ``score``; ``None``: the size of the vocabulary."""
     image_processing: str | None = None
     """``ImageProcessing.fingerprint`` of the way it turns images into patches; ``None``: it sees no images."""
+    num_workers: int = 1
+    """Processes that hold its weights, each a member of a transfer group."""
     limits: EngineLimits = EngineLimits()
 
 
@@ -201,11 +203,8 @@ class TakesWeights(Protocol):
     weight_version: int
     """Version given to the last ``load_weights``."""
 
-    async def load_weights(
-        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
-    ) -> None:
-        """Replace all weights by ``(hf_name, tensor)`` pairs, except those named in ``kept``, which an engine that has
-        weights keeps.
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        """Replace all weights by ``(hf_name, tensor)`` pairs.
 
         All checks precede the first replacement; after an error the old weights answer on.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,23 +23,19 @@ _FILE_BYTES = 2**28
 
 
 def checked_weights(
-    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, kept: Set[str] = frozenset(), name: str
+    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, name: str
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights unchanged, each one checked as it passes.
 
     Args:
         slots: the model's weights, for their names, shapes and dtypes.
-        kept: names of the weights that stay as they are and must not arrive.
         name: the model's, for messages.
 
     Raises:
-        ValueError: the stream is not exactly the weights of ``slots`` without ``kept``; a missing one is known at its
-            end.
+        ValueError: the stream is not exactly the weights of ``slots``; a missing one is known at its end.
         NonFiniteError: a value is NaN or infinite, or becomes so in the slot's dtype: every answer would be NaN.
     """
-    if kept - slots.keys():
-        raise ValueError(f"weight {min(kept - slots.keys())!r} cannot be kept: it does not exist in {name}")
-    fit = Fit(slots, name=name, kept=kept)
+    fit = Fit(slots, name=name)
     for weight, tensor in weights:
         fit.take(weight, tensor.dtype, tensor.shape)
         _require_finite(weight, tensor.detach(), slots[weight].dtype, name)
@@ -49,14 +45,14 @@ def checked_weights(
 
 
 def hold_weights(
-    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, kept: Set[str] = frozenset(), name: str
+    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, name: str
 ) -> Collection[tuple[str, Tensor]]:
-    """Return all checked weights except the ``kept`` ones.
+    """Return all checked weights.
 
     A stream is copied into the slots' dtypes, since its sender may reuse the memory. A collection, whose tensors all
     exist, is only checked. Raises as ``checked_weights``.
     """
-    checked = checked_weights(weights, slots, kept=kept, name=name)
+    checked = checked_weights(weights, slots, name=name)
     if isinstance(weights, Collection):
         for _ in checked:
             pass
@@ -72,7 +68,7 @@ class StagedFiles(NamedTuple):
 
 
 async def stage_weights(
-    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], folder: Path, *, kept: Set[str], name: str
+    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], folder: Path, *, name: str
 ) -> StagedFiles:
     """Write checked ``weights`` into ``folder`` as files of about 256 MiB, for an engine whose model lives in other
     processes. Raises as ``checked_weights``."""
@@ -85,7 +81,7 @@ async def stage_weights(
             await asyncio.to_thread(save_file, part, paths[-1])
         part.clear()
 
-    checked = checked_weights(weights, slots, kept=kept, name=name)
+    checked = checked_weights(weights, slots, name=name)
     while passed := await asyncio.to_thread(lambda: list(itertools.islice(checked, 1))):
         ((weight, tensor),) = passed
         # a copy: the file format refuses tensors that share memory, and the sender may reuse its buffer
@@ -94,7 +90,7 @@ async def stage_weights(
             await write()
     if part:
         await write()
-    return StagedFiles(paths, len(slots) - len(kept))
+    return StagedFiles(paths, len(slots))
 
 
 def _require_finite(weight: str, tensor: Tensor, dtype: torch.dtype, name: str) -> None:

@@ -20,12 +20,11 @@ from torch import Tensor
 from mopd.base.types import MicroBatchPlan, SampleMeta, UserError
 from mopd.config.schema import Recipe
 from mopd.engines.wire.weights import WeightPacker
-from mopd.launch.failure import num_groups
 from mopd.launch.heartbeat import LeaderWatch
 from mopd.launch.link import Frames, RankLink
 from mopd.launch.rank_log import StallWatch
-from mopd.student.sending import StageSender, announced
-from mopd.student.worker import StudentWorker, WeightPart
+from mopd.student.sending import WeightSender, announced
+from mopd.student.worker import StudentWorker
 
 
 class CommandChannel:
@@ -75,7 +74,7 @@ class Rank:
     def __init__(self, worker: StudentWorker, link: RankLink | None = None) -> None:
         """``link`` is that of rank 0, which answers."""
         self._worker, self._link = worker, link
-        self._sender = StageSender(worker, longest_s=worker.recipe.schedule.wait_timeout_s)
+        self._sender = WeightSender(worker, longest_s=worker.recipe.schedule.wait_timeout_s)
 
     def execute(self, name: str, kwargs: dict[str, Any]) -> tuple[Any, Frames]:
         """Run one command on this rank. Returns its value, as JSON, and frames beside it, for rank 0's answer."""
@@ -91,7 +90,7 @@ class Rank:
                 samples = [SampleMeta(**meta) for meta in kwargs["samples"]]
                 return None, [_bytes(row) for row in worker.logprobs(samples, temperature=kwargs["temperature"])]
             case "weights":
-                return self._weights(kwargs["part"]), ()
+                return self._weights(), ()
             case "save":
                 worker.save(Path(kwargs["folder"]), kwargs["state"], is_async=kwargs["is_async"])
             case "is_saving":
@@ -118,14 +117,14 @@ class Rank:
                 raise RuntimeError(f"unknown command {name!r}")
         return None, ()
 
-    def _weights(self, part: WeightPart) -> dict[str, Any]:
+    def _weights(self) -> dict[str, Any]:
         """Send the weights over the link as chunks (``WeightPacker``); the other ranks gather them only."""
-        stream = self._worker.weights(part)
+        stream = self._worker.weights()
         if self._link is None:
             for _ in stream:
                 pass
             return {}
-        packer = WeightPacker(with_data=part == "constants")
+        packer = WeightPacker()
         for body in packer.chunks(stream):
             self._link.send({"more": True}, [body])
         return {"id": packer.id, "num_tensors": packer.num_tensors, "digest": packer.digest.hex()}
@@ -145,8 +144,7 @@ def student_facts(recipe: Recipe, worker: StudentWorker) -> dict[str, Any]:
     """Return what the orchestrator needs to know of the student once it is built, as JSON."""
     return {
         "is_on_gpu": worker.layout.device.type == "cuda",
-        "has_constants": bool(worker.constants),
-        "announced": announced(recipe, worker, is_one_node=num_groups() == 1),
+        "announced": announced(recipe, worker),
     }
 
 

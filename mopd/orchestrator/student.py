@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
@@ -14,14 +15,17 @@ from torch import Tensor
 
 from mopd.base.types import DomainSums, MicroBatchPlan, SampleMeta
 from mopd.config.schema import Recipe
-from mopd.config.weights import BucketsConfig
+from mopd.config.weights import BucketsConfig, CollectiveConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import packing_rules
-from mopd.engines.wire.weights import StagedConstants, StagedWeights
+from mopd.engines.wire.weights import StagedWeights
+from mopd.launch.failure import rank_0_host
 from mopd.orchestrator.ranks import Ranks
-from mopd.orchestrator.transfer import Transfer
+from mopd.orchestrator.transfer import CannotJoin, Transfer
 from mopd.placement.sharing.turns import GpuTurns
 from mopd.placement.weights import GroupWeightSync
+
+logger = logging.getLogger(__name__)
 
 
 class StudentGroup:
@@ -45,14 +49,13 @@ class StudentGroup:
         self.weight_version = 0
         """Optimizer steps so far."""
         self._ranks, self._weights, self._turns = ranks, weights, turns
+        cfg = recipe.weight_sync
         self._transfer = _transfer(recipe, ranks, facts["announced"], weights)
+        self._or_http = isinstance(cfg, CollectiveConfig) and cfg.or_http
         if self._transfer is not None:
             weights.send_again_by(self.send_again)
         self._send: Callable[[], Awaitable[None]] | None = None
         """Rest of an update that ``stage`` has begun."""
-        self._has_constants: bool = facts["has_constants"]
-        self._constants: StagedConstants | None = None
-        """Weights that no step changes: staged once, part of every update."""
 
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
         """Compute loss and gradients of one step; return sums per domain over all ranks. The student's turn on shared
@@ -97,9 +100,21 @@ class StudentGroup:
             if self._transfer is None:
                 self._send = partial(self._weights.send, await self._stage(weight_version))
             elif self._turns is None:
-                await self._transfer.publish(weight_version)
+                await self._publish(self._transfer, weight_version)
             else:
                 self._send = partial(self._weights.ask_for, weight_version)
+
+    async def _publish(self, transfer: Transfer, weight_version: int) -> None:
+        """Send by the group; where nobody can come into it and the recipe allows it, by HTTP from now on."""
+        try:
+            await transfer.publish(weight_version)
+        except CannotJoin as error:
+            if not self._or_http:
+                raise
+            logger.warning("the weights go by HTTP, about 0.5 GB/s, from now on: %s", error)
+            self._transfer = None
+            self._weights.leave_group()
+            self._send = partial(self._weights.send, await self._stage(weight_version))
 
     async def send(self) -> None:
         """Return when every rollout replica that can has the staged weights. The student may work meanwhile."""
@@ -114,18 +129,13 @@ class StudentGroup:
             await self._transfer.publish(self.weight_version, only_missing=True)
 
     async def _stage(self, weight_version: int) -> StagedWeights:
-        if self._constants is None and self._has_constants:
-            told, bodies = await self._ranks.ask_for_frames("weights", part="constants")
-            digest = bytes.fromhex(told["digest"])
-            self._constants = StagedConstants(constants_id=told["id"], bodies=tuple(bodies), digest=digest)
-        told, bodies = await self._ranks.ask_for_frames("weights", part="trained")
+        told, bodies = await self._ranks.ask_for_frames("weights")
         return StagedWeights(
             weight_version=weight_version,
             update_id=told["id"],
             bodies=tuple(bodies),
             num_tensors=told["num_tensors"],
             digest=bytes.fromhex(told["digest"]),
-            constants=self._constants,
         )
 
     async def save(self, folder: Path, state: Mapping[str, Any], *, is_async: bool) -> None:
@@ -148,7 +158,6 @@ class StudentGroup:
         async with self._own_turn():
             answer = await self._ranks.ask("load", folder=str(folder), cure=cure)
         self.weight_version = answer["weight_version"]
-        self._constants = None
         if self._transfer is not None:
             self._transfer.send_constants()
         state: dict[str, Any] = answer["state"]
@@ -182,4 +191,4 @@ def _transfer(
     cfg = recipe.weight_sync
     if announced is None or weights.targets is None or not isinstance(cfg, BucketsConfig):
         return None
-    return Transfer(weights.targets, cfg, ranks.ask, num_workers=recipe.rollout.gpus_per_replica, **announced)
+    return Transfer(weights.targets, cfg, ranks.ask, host=rank_0_host() or "", **announced)

@@ -188,7 +188,6 @@ def _targets(recipe: Recipe, rollout: Router) -> TransferTargets | None:
         return None
     return TransferTargets(
         rollout,
-        num_workers=recipe.rollout.gpus_per_replica,
         on_running=recipe.on_new_weights,
         drain_s=recipe.rollout.routing.request_timeout_s,
     )

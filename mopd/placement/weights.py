@@ -57,8 +57,6 @@ class GroupWeightSync:
         self._is_stopped = False
         self._sent: StagedWeights | None = None
         """Weights that the router asks for."""
-        self._loaded_digest, self._loaded_constants = b"", frozenset[str]()
-        """Digest of the constants that engines of this process have, and their names."""
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """``stage_updates`` and ``send``."""
@@ -89,6 +87,10 @@ class GroupWeightSync:
                 return ()
             await self._push(self._sent, lacking)
             return lacking
+
+    def leave_group(self) -> None:
+        """Send by HTTP from now on."""
+        self.targets = self._again = None
 
     def send_again_by(self, again: Callable[[], Awaitable[None]]) -> None:
         """``again`` sends newer weights than the router asks for, or these, to all ``targets`` without them."""
@@ -129,26 +131,18 @@ class GroupWeightSync:
         return lacking
 
     async def _load(self, staged: StagedWeights) -> None:
-        """Into engines of this process, without a message; they keep the constants that they were given before."""
-        constants, kept = staged.constants, frozenset[str]()
-        bodies = staged.bodies
-        if constants is not None and constants.digest == self._loaded_digest:
-            kept = self._loaded_constants
-        elif constants is not None:
-            bodies = (*constants.bodies, *bodies)
+        """Into engines of this process, without a message."""
         engines = [cast(TakesWeights, replica.engine) for replica in self._router.replicas]
         # Each holds the whole set before it replaces a weight; several share one, which is unpacked once.
-        weights = unpacked_weights(bodies) if len(engines) == 1 else list(unpacked_weights(bodies))
+        stream = unpacked_weights(staged.bodies)
+        weights = stream if len(engines) == 1 else list(stream)
         for engine in engines:
-            await engine.load_weights(weights, staged.weight_version, kept=kept)
+            await engine.load_weights(weights, staged.weight_version)
             if engine.weight_version != staged.weight_version:
                 raise RuntimeError(
                     f"a rollout replica answers with weights {engine.weight_version} after {staged.weight_version} was "
                     "sent"
                 )
-        if constants is not None and not kept:
-            self._loaded_constants = frozenset(name for name, _ in unpacked_weights(constants.bodies))
-        self._loaded_digest = b"" if constants is None else constants.digest
         self._router.set_weight_version(staged.weight_version)
 
     async def _push(self, staged: StagedWeights, names: Sequence[str]) -> None:

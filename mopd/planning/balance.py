@@ -25,9 +25,10 @@ class StepTimes:
     """Stage time of ``rollout`` and of each ``teachers/NAME``."""
     trainer_s: float
     staging_s: float = 0.0
-    """Handing the weights over, spread over the steps between two publications; the trainer's own time."""
+    """Seconds that the student takes to hand the weights over, spread over the steps between two updates."""
     sending_s: float = 0.0
-    """Seconds until the replicas have the weights, spread likewise; beside the next step of an asynchronous run."""
+    """Seconds from then until the replicas have the weights, spread likewise; beside the next step of an asynchronous
+    run."""
     max_staleness: int = 0
     in_turn: frozenset[str] = frozenset()
     """Groups in rank 0's process, which work in turn."""
@@ -87,9 +88,8 @@ class TrainerLoad:
     gpus: int
     parts: Mapping[str, float]
     """Part of a step's work -> seconds."""
-    staging_s: float = 0.0
-    sending_s: Callable[[int], float] = lambda replicas: 0.0
-    """Seconds by the rollout's number of replicas."""
+    sync: Callable[[int], tuple[float, float]] = lambda replicas: (0.0, 0.0)
+    """Staging and sending seconds (``StepTimes``) by the rollout's number of replicas."""
     label: str = ""
     keys: Mapping[str, int] = field(default_factory=dict)
     """Keys of ``student.parallel`` and their values."""
@@ -118,11 +118,12 @@ def times_of(
     in_turn: frozenset[str] = frozenset(),
 ) -> StepTimes:
     """Return the times of a step with so many replicas of each group; those of ``in_turn`` are in rank 0's process."""
+    staging_s, sending_s = trainer.sync(replicas.get(ROLLOUT, 1))
     return StepTimes(
         groups={group.name: group.time(replicas[group.name]) for group in groups},
         trainer_s=sum(trainer.parts.values()),
-        staging_s=trainer.staging_s,
-        sending_s=trainer.sending_s(replicas.get(ROLLOUT, 1)),
+        staging_s=staging_s,
+        sending_s=sending_s,
         max_staleness=max_staleness,
         in_turn=in_turn,
     )

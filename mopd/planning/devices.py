@@ -5,7 +5,7 @@ A plan multiplies the two. mopd has not been measured on these GPUs yet: the sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 MIB, GIB = 2**20, 2**30
 
@@ -67,6 +67,12 @@ SHARES = {
     "collective_s": Share(value=15e-6, source="all-reduce of a few kilobytes over NVLink, nccl-tests"),
     "network_collective_s": Share(value=40e-6, source="the same between servers"),
     "call_s": Share(value=5e-6, source="launch of a CUDA kernel from Python"),
+    "part_s": Share(value=0.2e-3, source="launch of a broadcast, and a look for its end every 0.2 ms; assumed"),
+    "load_tensor_s": Share(value=0.15e-3, source="vLLM's loader: 0.16 to 0.28 ms for an expert's tensor, measured on a "
+                           "core that others used (0.32, layerwise reload); below 0.17 ms after checkpoint-engine, "
+                           "which loads the 36,945 tensors of 235B in 6.2 s"),
+    "update_s": Share(value=0.1, source="stop, start and finish of an update, and emptying of caches; assumed, below "
+                      "the 0.18 s of a whole update of 0.6B by vLLM's own transfer (huggingface/trl 5892)"),
     "stage": Share(value=0.45e9, source="bytes a second of the process that packs weights (copy, msgpack, CRC-32), "
                    "measured on one core: docs/planning.md"),
     "send": Share(value=0.8e9, source="bytes a second of the process that sends them, to all together, likewise"),
@@ -111,6 +117,12 @@ class Rates:
     collective_s: float
     """Seconds of a collective of few bytes within a node."""
     network_collective_s: float
+    part_s: float
+    """Seconds of a part of the weights on its way, however small."""
+    load_tensor_s: float
+    """Seconds of an engine's loader for one tensor of the checkpoint, however small."""
+    update_s: float
+    """Seconds of an update of the weights beside what moves them."""
     stage: float
     """Bytes a second of weights into host memory, ready for the wire."""
     send: float
@@ -124,16 +136,8 @@ def rates_of(name: str) -> Rates:
     """Return the rates of a GPU of the table."""
     gpu = GPUS[name]
     share = {key: entry.value for key, entry in SHARES.items()}
-    as_they_are = (
-        "host",
-        "call_s",
-        "decode_step_s",
-        "collective_s",
-        "network_collective_s",
-        "stage",
-        "send",
-        "receive",
-    )
+    peaks = {"prefill", "bandwidth", "link"}
+    as_they_are = [field.name for field in fields(Rates) if field.name in share.keys() - peaks]
     return Rates(
         train=gpu.flops * share["training"],
         train_moe=gpu.flops * share["training_moe"],

@@ -23,8 +23,9 @@ from mopd.planning.memory.ranks import HeadPlan, RankPlan, head_plans, host_byte
 from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
 from mopd.planning.memory.shards import total_weights
 from mopd.planning.models import STUDENT
-from mopd.planning.stages import drawing_time, scoring_time, sending_s, staging_s, training_time
+from mopd.planning.stages import drawing_time, scoring_time, training_time
 from mopd.planning.traffic import Flow, links
+from mopd.planning.updates import WeightUpdate, sender_ranks, weight_update
 from mopd.planning.vision import TowerPlan, plan_tower
 from mopd.planning.workload import Workload
 
@@ -64,6 +65,8 @@ class RunPlan:
     trainer: Mapping[str, float]
     """Seconds of the parts of the trainer's step; empty where no rates are known."""
     times: StepTimes | None
+    update: WeightUpdate | None
+    """Update of the rollout's weights; ``None`` where no rates are known."""
     balanced: Mapping[str, int | None]
     """Fewest replicas of each group that keep up with the trainer; ``None`` if no number does."""
     problems: Sequence[tuple[tuple[str, ...], str]]
@@ -135,9 +138,12 @@ def make_plan(given: PlanInput, pool: NodePool, rates: Rates | None) -> RunPlan:
         hosts["optimizer states, lent"] = places.ranks_per_node * max(rank.parts["optimizer"] for rank in ranks)
     trainer: Mapping[str, float] = {}
     times: StepTimes | None = None
+    update: WeightUpdate | None = None
     balanced: dict[str, int | None] = {}
     if rates is not None:
-        layout = trainer_load(given, rates, places.ranks_per_node)
+        nodes = update_nodes(recipe, places)
+        update = weight_update(recipe, dims, rates, cluster, replicas=recipe.rollout.num_replicas, nodes=nodes)
+        layout = trainer_load(given, rates, places.ranks_per_node, nodes=nodes)
         loads = [group_load(given, rates, key, groups[key], own) for key, own in replicas.items()]
         counts = {stage_of(key): group.num_replicas for key, group in groups.items()}
         in_turn = (stage_of(key) for key, group in groups.items() if isinstance(group.placement, InProcessConfig))
@@ -156,6 +162,7 @@ def make_plan(given: PlanInput, pool: NodePool, rates: Rates | None) -> RunPlan:
         heads=head_plans(recipe, dims, work, cluster, replicas) if cluster.gpus_per_node else [],
         trainer=trainer,
         times=times,
+        update=update,
         balanced=balanced,
         problems=[*places.problems, *_too_large(ranks, replicas, hosts, places, cluster)],
         tower=plan_tower(recipe.student, dims, work.image_tokens),
@@ -174,17 +181,37 @@ def replica_of(given: PlanInput, key: str, group: EngineGroupConfig, *, samples:
     return plan_replica(group, dims, given.work, memory_bytes=memory_bytes, scores=key != ROLLOUT, samples=samples)
 
 
+def update_nodes(recipe: Recipe, places: Places) -> int:
+    """Return the number of nodes that senders and receivers of the rollout's weights are on."""
+    senders = sender_ranks(recipe.student.parallel)
+    ranks = [tenant for tenant in places.of("student") if tenant.number in senders]
+    own = {(tenant.component, tenant.node) for tenant in [*ranks, *places.of(ROLLOUT)]}
+    return len(own) + (recipe.rollout.num_replicas if ROLLOUT in places.elsewhere else 0)
+
+
 def trainer_load(
-    given: PlanInput, rates: Rates, per_node: int, label: str = "", keys: Mapping[str, int] | None = None
+    given: PlanInput,
+    rates: Rates,
+    per_node: int,
+    label: str = "",
+    keys: Mapping[str, int] | None = None,
+    nodes: int = 0,
 ) -> TrainerLoad:
-    """Return the load of the recipe's student layout; ``label`` and ``keys`` name it in a search."""
+    """Return the load of the recipe's student layout, whose updates go over so many ``nodes``; in a search, where
+    ``label`` and ``keys`` name it, over as few as hold student and rollout."""
     recipe, dims, work = given.recipe, given.models[STUDENT], given.work
-    every = recipe.schedule.sync_every_steps
+    every, ranks = recipe.schedule.sync_every_steps, recipe.student.parallel.world_size
+
+    def sync(replicas: int) -> tuple[float, float]:
+        gpus = ranks + replicas * recipe.rollout.gpus_per_replica
+        few = min(given.cluster.nodes, -(-gpus // max(1, given.cluster.gpus_per_node)))
+        update = weight_update(recipe, dims, rates, given.cluster, replicas=replicas, nodes=nodes or few)
+        return update.student_s / every, (update.seconds - update.student_s) / every
+
     return TrainerLoad(
         gpus=recipe.student.parallel.world_size,
         parts=training_time(recipe, dims, work, micro_batches(recipe, dims, work), rates, per_node),
-        staging_s=staging_s(recipe, dims, rates) / every,
-        sending_s=lambda replicas: sending_s(recipe, dims, replicas, rates) / every,
+        sync=sync,
         label=label,
         keys=keys or {},
     )

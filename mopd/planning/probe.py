@@ -34,7 +34,8 @@ from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import stage_updates
 from mopd.planning.devices import Rates
-from mopd.planning.stages import STEP_CALLS, TORCH_CALLS_PER_LAYER, forward_flops, num_tensors
+from mopd.planning.memory.shards import num_tensors
+from mopd.planning.stages import STEP_CALLS, TORCH_CALLS_PER_LAYER, forward_flops
 from mopd.planning.workload import Workload
 
 MOST_LAYERS = 4
@@ -81,6 +82,9 @@ def probe(recipe: Recipe, dims: ModelDims, work: Workload) -> Rates:
         call_s=call_s,
         tensor_s=optimizer_s / share,
         decode_step_s=0.0,
+        part_s=collective_s / share,
+        load_tensor_s=call_s,
+        update_s=0.0,
         stage=stage,
         send=stage * SENT_TO_STAGED,
         receive=stage * LOADED_TO_STAGED,
@@ -191,7 +195,7 @@ def _training(engine: TorchEngine, recipe: Recipe, dims: ModelDims, work: Worklo
     forward = _flops(dims, tokens=count * length, length=length, rows=count * (length - prompt))
     tp = recipe.student.parallel.tensor_model_parallel_size
     forward_s, optimizer_s = (min(part) for part in zip(*steps[1:], strict=True))
-    return 3 * forward / tp / forward_s, optimizer_s / num_tensors(_layers(dims), 1)
+    return 3 * forward / tp / forward_s, optimizer_s / num_tensors(_layers(dims), ParallelConfig())
 
 
 def _alone(recipe: Recipe, folder: str) -> Recipe:

@@ -14,6 +14,7 @@ from mopd.planning.devices import GIB, SHARES, Rates
 from mopd.planning.measured import PlannedAndMeasured
 from mopd.planning.plan import RunPlan
 from mopd.planning.suggest import Suggestion
+from mopd.planning.updates import WeightUpdate
 from mopd.planning.vision import TowerPlan
 from mopd.report.terminal import Terminal
 
@@ -38,6 +39,7 @@ def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
         "rates": None if rates is None else dataclasses.asdict(rates),
         "shares": {name: dataclasses.asdict(share) for name, share in SHARES.items()},
         "times": _plain_times(plan),
+        "update": None if plan.update is None else dataclasses.asdict(plan.update),
         "problems": [{"key": dotted(path), "problem": text} for path, text in plan.problems],
     }
 
@@ -85,6 +87,8 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
         console.print("no times: --gpu names GPUs of the table, --probe measures this machine", highlight=False)
         return
     console.print(_stage_table(plan))
+    if plan.update is not None:
+        console.print(_update_table(plan.update))
     times = plan.times
     kind = f"max_staleness {times.max_staleness}" if times.max_staleness else "synchronous"
     bound = times.bound_by.replace("_", " ")
@@ -186,6 +190,14 @@ def _stage_table(plan: RunPlan) -> Table:
             str(replicas) if group else "",
             ("no number" if balanced is None else str(balanced)) if group else "",
         )
+    return table
+
+
+def _update_table(update: WeightUpdate) -> Table:
+    table = Table("weights by", "bytes", "parts", "from, to", "nodes", "s an update", "bound by")
+    chain, seconds = f"{update.senders}, {update.receivers}", f"{update.seconds:.3g}"
+    numbers = (_bytes(update.num_bytes), str(update.parts), chain, str(update.nodes), seconds)
+    table.add_row(update.way, *numbers, update.bound)
     return table
 
 

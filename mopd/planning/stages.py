@@ -6,7 +6,8 @@ forward      2 operations a weight and token, 2 q a token of context and layer f
 scoring      forward, and a pass of fp32 log-probs over [rows, vocabulary]
 drawing      a step of decoding reads the weights once and every sequence's cache; as many steps as the longest
              response has, or as the tokens need at full room
-weights      through one host process, which packs them, and from it to the replicas, which load them side by side
+
+Updates of the rollout's weights are in ``updates.py``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ import math
 from dataclasses import dataclass
 
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
-from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
-from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.devices import Rates
 from mopd.planning.memory.activations import MicroBatchSize
@@ -27,13 +26,13 @@ from mopd.planning.memory.shards import (
     GRADIENT_BYTES,
     active,
     expert_weights,
+    num_tensors,
     offloaded_bytes,
     own_layers,
     shard,
     tensor_bytes,
     total_weights,
     tower_weights,
-    update_bytes,
 )
 from mopd.planning.vision import slowest_stage, tower_flops, trained_tower_flops
 from mopd.planning.workload import Workload
@@ -44,21 +43,12 @@ STEP_CALLS = 40
 """Operations of a forward pass outside its layers, of drawing or of looking up log-probs."""
 LOCAL_CALLS_PER_LAYER = 130
 """Operations of one of Megatron's local layers, forward and backward, counted likewise."""
-TENSORS_PER_LAYER = 8
 COLLECTIVES_PER_LAYER = 4
 """Tensor-parallel collectives of a layer, forward and backward; embedding, head and loss have about as many as a
 layer."""
-GATHERS = 2
-"""Collectives by which rank 0 gets one tensor of the others."""
 HOST_PASSES = 3
 """Passes over states in host memory: they are read and written, gradients (a third of them) likewise, weights sent
 back."""
-BUCKET_PASSES = 3
-"""Passes over the memory of the weights until they are in buckets: read, written, searched for NaN."""
-RECEIVER_PASSES = 6
-"""Passes for each replica that they are broadcast to: into a socket, out of it and into its model, read and written."""
-MAPPED_PASSES = 2
-"""Passes for each replica that reads them in rank 0's memory: read there, written into its model."""
 SCORE_PASSES = 3
 """Passes over the logits, for log-sum-exp, top-k and the look-up of ids."""
 
@@ -106,7 +96,7 @@ def training_time(
     # Tensor-parallel ranks share a layer, not the tower.
     busy, beside = slowest_stage(dims, parallel, tower_layers=seen * tp / (repeats * of_layers), head_layers=head)
     layers = max(map(len, own_layers(dims, parallel)))
-    tensors = num_tensors(dims, pp)
+    tensors = num_tensors(dims, parallel)
     calls = batch.in_step * layers * LOCAL_CALLS_PER_LAYER * repeats / 3 * rates.call_s
     if tp > 1:
         latency = rates.collective_s if tp <= per_node else rates.network_collective_s
@@ -198,30 +188,6 @@ def scoring_time(
     return StageTime(capacity_s=seconds, step_s=seconds, bound=max(times, key=times.__getitem__))
 
 
-def staging_s(recipe: Recipe, dims: ModelDims, rates: Rates) -> float:
-    """Return the seconds until the student goes on: its weights are in host memory, in the engine of its own process,
-    or in buckets."""
-    size = update_bytes(dims, recipe.student)
-    gathered = GATHERS if recipe.student.parallel.tensor_model_parallel_size > 1 else 0
-    each = num_tensors(dims, 1) * (STEP_CALLS * rates.call_s + gathered * rates.collective_s)
-    if isinstance(recipe.rollout.placement, InProcessConfig):
-        return size * 3 / rates.bandwidth + each
-    if isinstance(recipe.weight_sync, BucketsConfig):
-        return size * BUCKET_PASSES / rates.bandwidth + each
-    return size / rates.stage + each
-
-
-def sending_s(recipe: Recipe, dims: ModelDims, replicas: int, rates: Rates) -> float:
-    """Return the seconds until every replica has the weights."""
-    if isinstance(recipe.rollout.placement, InProcessConfig):
-        return 0.0
-    size = update_bytes(dims, recipe.student)
-    if isinstance(recipe.weight_sync, BucketsConfig):
-        passes = MAPPED_PASSES if isinstance(recipe.weight_sync, IpcConfig) else RECEIVER_PASSES
-        return size * replicas * passes / rates.bandwidth
-    return max(size * replicas / rates.send, size / rates.receive)
-
-
 def _step_cost(group: EngineGroupConfig, dims: ModelDims, gpus: int, rates: Rates) -> float:
     """Return the seconds of calls and collectives in a forward pass over few tokens."""
     is_graph = isinstance(group.engine, VllmEngineConfig) and not group.engine.enforce_eager
@@ -244,8 +210,3 @@ def _tokens_per_batch(group: EngineGroupConfig) -> int:
     if isinstance(group.engine, VllmEngineConfig):
         return min(group.engine.max_num_batched_tokens, group.engine.max_scoring_tokens)
     return int(getattr(group.engine, "max_tokens_per_batch", 65_536))
-
-
-def num_tensors(dims: ModelDims, stages: int) -> int:
-    """Return about how many parameter tensors a rank has."""
-    return dims.num_layers // stages * TENSORS_PER_LAYER + 3

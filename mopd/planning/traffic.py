@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mopd.config.groups import EngineGroupConfig
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
+from mopd.config.weights import BucketsConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, own_layers, shard, update_bytes
 from mopd.planning.workload import ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES, Workload, sample_bytes
@@ -27,7 +28,7 @@ class Flow:
     num_bytes: int
     """Bytes of a step, over all replicas or ranks."""
     each: str
-    """Owner of the share ``bytes_each``: ``replica`` or ``rank``."""
+    """Owner of the share ``bytes_each``: ``replica``, ``worker`` of a replica, or ``rank``."""
     bytes_each: int
 
 
@@ -60,8 +61,11 @@ def links(
     """Return all flows of a step. ``tokens``: those of one data-parallel rank, padding included."""
     found = list(_flows_of_engines(recipe, groups, work))
     rollout, each = groups["rollout"], update_bytes(dims, recipe.student) // recipe.schedule.sync_every_steps
-    total = each * (1 if isinstance(rollout.placement, InProcessConfig) else rollout.num_replicas)
-    found.append(Flow(name="weights to rollout", num_bytes=total, each="replica", bytes_each=each))
+    receivers = 1 if isinstance(rollout.placement, InProcessConfig) else rollout.num_replicas
+    by_worker = isinstance(recipe.weight_sync, BucketsConfig)
+    receivers *= rollout.gpus_per_replica if by_worker else 1
+    whose = "worker" if by_worker else "replica"
+    found.append(Flow(name="weights to rollout", num_bytes=each * receivers, each=whose, bytes_each=each))
     dp = recipe.student.parallel.data_parallel_size
     first, last = round(TOKEN_BYTES * work.length * work.samples), last_stage_bytes(recipe, work) * work.samples
     if recipe.student.parallel.pipeline_model_parallel_size > 1:

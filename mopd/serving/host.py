@@ -7,7 +7,7 @@ import asyncio
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -51,9 +51,7 @@ class HostedEngine(Work, Described, Protocol):
         """Places of the weights by ``hf_name``, for their shapes and dtypes."""
         ...
 
-    def prepare_weights(
-        self, weights: Collection[tuple[str, Tensor]], *, kept: Set[str]
-    ) -> AbstractAsyncContextManager[Any]:
+    def prepare_weights(self, weights: Collection[tuple[str, Tensor]]) -> AbstractAsyncContextManager[Any]:
         """Do everything about new weights that can be done while the engine works, and yield the argument of
         ``swap_weights``, valid inside the context. Raises as ``TakesWeights.load_weights``."""
         ...

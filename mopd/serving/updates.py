@@ -33,12 +33,12 @@ from mopd.base.text import one_line
 from mopd.engines.interface import Reception, WeightsLost
 from mopd.engines.wire.messages import WireError
 from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
-from mopd.engines.wire.weights import NO_CONSTANTS, Staging, WeightBegin, WeightChunk, WeightCommit, WeightVersion
+from mopd.engines.wire.weights import Staging, WeightBegin, WeightChunk, WeightCommit, WeightVersion
 from mopd.serving.admission import Admission
 from mopd.serving.errors import Refusal, bad_request, busy, stale_weights
 from mopd.serving.host import EngineHost
-from mopd.weights.buckets import from_json
 from mopd.weights.group import GroupOrder
+from mopd.weights.parts import from_json
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,6 @@ class WeightUpdates:
         self._has_weights = self._fixed = fixed
         self.weight_version = -1
         """Version of the weights that answer; -1 for the checkpoint's, or none."""
-        self._constants = NO_CONSTANTS
         self._update: _Update | None = None
         self._is_loading = False
         self._group_id = self._received_from = ""
@@ -91,9 +90,8 @@ class WeightUpdates:
 
     @property
     def version(self) -> WeightVersion:
-        """The message that names the serving weights, and the digest of their constants, which no update need bring
-        again."""
-        return WeightVersion(weight_version=self.weight_version, constants=self._constants.digest)
+        """The message that names the serving weights."""
+        return WeightVersion(weight_version=self.weight_version)
 
     def require(self, weight_version: int) -> None:
         """Raise ``Refusal`` 409 unless the engine answers with exactly this version."""
@@ -122,13 +120,13 @@ class WeightUpdates:
         self._update = _Update(
             update_id=message.update_id,
             weight_version=message.weight_version,
-            staging=Staging(self._host.engine.weight_slots, message, self._constants),
+            staging=Staging(self._host.engine.weight_slots, message.update_id),
             silence=self._alarm(),
         )
 
     async def add(self, chunk: WeightChunk) -> None:
         """Keep a chunk aside. A bad one ends the update (400)."""
-        update = self._current(chunk.update_id, of_chunk=True)
+        update = self._current(chunk.update_id)
         try:
             update.staging.add(chunk)
         except WireError as error:
@@ -151,7 +149,7 @@ class WeightUpdates:
         self._is_loading = True
         try:
             async with (
-                self._host.engine.prepare_weights(tensors.items(), kept=update.staging.kept) as prepared,
+                self._host.engine.prepare_weights(tensors.items()) as prepared,
                 self._ready_to_swap(update.weight_version, message.on_running),
             ):
                 await self._swap(prepared, update, interrupt=message.on_running == CONTINUE)
@@ -282,13 +280,13 @@ class WeightUpdates:
             self._lose()
 
     def _lose(self) -> None:
-        self._has_weights, self.weight_version, self._constants = False, -1, NO_CONSTANTS
+        self._has_weights, self.weight_version = False, -1
 
     async def _swap(self, prepared: Any, update: _Update, *, interrupt: bool) -> None:
         """Swap in prepared weights. Requests that come meanwhile wait for the engine, and are answered with the new
         ones.
 
-        A failure leaves no weights, and no constants: half of them may be new.
+        A failure leaves no weights: half of them may be new.
         """
         version, engine = update.weight_version, self._host.engine
         try:
@@ -298,7 +296,7 @@ class WeightUpdates:
         except BaseException:
             self._lose()
             raise
-        self._has_weights, self.weight_version, self._constants = True, version, update.staging.constants
+        self._has_weights, self.weight_version = True, version
 
     def require_updatable(self) -> None:
         """Raise ``Refusal`` 403 if the weights are fixed, 409 while an update is being loaded."""
@@ -311,10 +309,10 @@ class WeightUpdates:
         if self._fixed:
             raise Refusal(403, "forbidden", "this server's weights are fixed: only a rollout server takes new ones")
 
-    def _current(self, update_id: str, *, of_chunk: bool = False) -> _Update:
+    def _current(self, update_id: str) -> _Update:
         self.require_updatable()
         update = self._update
-        if update is None or not (update_id == update.update_id or (of_chunk and update_id in update.staging.ids)):
+        if update is None or update_id != update.update_id:
             raise stale_weights(_NO_UPDATE)
         return update
 

@@ -1,5 +1,5 @@
-"""A rank's part when weights go to the rollout's engines by a group: the first rank of the student sends them, or the
-first of each pipeline stage its stage's, in turn; all others help to gather them."""
+"""A rank's part when weights go to the rollout's engines by a group: the ranks of ``hf_senders`` send what they have,
+all others help to gather it. By memory that engines map (``ipc``) the first rank alone sends."""
 
 from __future__ import annotations
 
@@ -8,48 +8,54 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mopd.config.schema import Recipe
-from mopd.config.weights import BucketsConfig, CollectiveConfig
+from mopd.config.weights import BucketsConfig, IpcConfig
+from mopd.conversion.models.dims import ModelDims
 from mopd.student.parallel import Layout
-from mopd.student.weights import hf_tensors
+from mopd.student.weights import hf_tensors, num_senders, own_sender
 from mopd.student.worker import StudentWorker, WeightPart
-from mopd.weights.buckets import TensorMeta, from_json, to_json
+from mopd.weights.carrying import MappedParts, Parts, TravellingParts
 from mopd.weights.group import GroupOrder, TransferFailed, TransferGroup
-from mopd.weights.mapped import send_mapped
 from mopd.weights.memory import SharedMemory
-from mopd.weights.sending import send
-from mopd.weights.stages import SenderSignals, of_sender
+from mopd.weights.parts import TensorMeta, from_json, to_json
+from mopd.weights.sending import Stream, send
 
 logger = logging.getLogger(__name__)
+
+LARGE_BYTES = 2**20
+"""Smallest tensor, in bytes, that leaves a CPU's memory without a copy into a bucket. A message of this size takes
+0.5 ms over a CPU's loopback, of which 0.1 ms is the fixed cost of every message. On CUDA a copy on the device costs
+less than another broadcast, so that all that fits into a bucket goes there."""
 
 
 class HasWeights(Protocol):
     """What is needed of ``StudentWorker``."""
 
     layout: Layout
+    dims: ModelDims
     constants: frozenset[str]
 
-    def weights(self, part: WeightPart, *, in_place: bool, by_stage: bool) -> Iterator[tuple[str, Tensor]]: ...
+    def weights(self, part: WeightPart, *, in_place: bool) -> Iterator[tuple[str, Tensor]]: ...
+
+    def sender_weights(self, part: WeightPart) -> Iterator[tuple[str, Tensor | None]]: ...
 
 
-class StageSender:
+class WeightSender:
     """Follows ``share_memory``, ``join_weights``, ``send_weights`` and ``leave_weights``, which every rank is told."""
 
     def __init__(self, worker: HasWeights, *, longest_s: float = math.inf) -> None:
-        """``longest_s``: of a wait for the stages before, while this stage's other ranks wait in a collective."""
+        """``longest_s``: of a wait for other senders, while the ranks beside this one wait in a collective."""
         self._worker, self._longest_s = worker, longest_s
         self._memory: SharedMemory | None = None
-        self._group: TransferGroup | None = None
-        self._words: SenderSignals | None = None
-        self._metas: Sequence[TensorMeta] = ()
-        self._order: GroupOrder | None = None
+        self._carrier: Parts | None = None
+        self._metas: list[TensorMeta] = []
+        self._is_mapped = False
 
     def share_memory(self, num_bytes: int, num_receivers: int) -> str:
         """Make memory that so many receivers may read (``ipc``), on the first rank; returns its handles."""
@@ -59,55 +65,50 @@ class StageSender:
         return self._memory.handles(num_receivers)
 
     def join(self, order: Mapping[str, Any], tensors: str) -> bool:
-        """Enter the group of this stage, if this rank sends in it, and leave the one before. Returns whether all came.
+        """Enter a group, if this rank sends in it, and leave the one before. Returns whether all came.
 
         Args:
             order: fields of ``GroupOrder``.
-            tensors: JSON of all that travel, in the order of the senders.
+            tensors: JSON of all that travel, in their order.
         """
         self._close_group()
-        layout = self._worker.layout
-        self._order = whole = GroupOrder(**{**order, "shares": tuple(order["shares"])})
-        if layout.copy != 0 or layout.tp_rank != 0 or not (self._is_first or whole.shares):
+        told, worker = GroupOrder(**order), self._worker
+        self._is_mapped = bool(told.memory)
+        rank = (0 if self._is_first else None) if self._is_mapped else own_sender(worker.dims, worker.layout)
+        if rank is None:
             return True
-        metas = from_json(json.loads(tensors))
-        mine = whole
-        if whole.shares:
-            start = sum(whole.shares[: layout.pp_rank])
-            metas, mine = metas[start : start + whole.shares[layout.pp_rank]], of_sender(whole, layout.pp_rank)
-        self._metas = metas
+        self._metas = from_json(json.loads(tensors))
         try:
-            self._words = SenderSignals(whole)
-            # Of signals where engines map the memory.
-            device = torch.device("cpu") if whole.memory else layout.device
-            self._group = TransferGroup(mine, 0, given_up=self._words, device=device)
+            if self._memory is not None:
+                self._carrier = MappedParts(TransferGroup(told, rank), self._memory.buffer, self._memory.device)
+            else:
+                self._carrier = TravellingParts(TransferGroup(told, rank, device=worker.layout.device))
         except TransferFailed as error:
-            logger.warning("a group for the weights of stage %d did not meet: %s", layout.pp_rank, error)
+            logger.warning("a group for the weights did not meet, says sender %d: %s", rank, error)
             return False
         return True
 
-    def send(self, update: int, verify: bool, checks_values: bool, num_skipped: int = 0) -> dict[str, float] | None:
-        """Send this rank's share of an update, the first ``num_skipped`` tensors left out; seconds of it where all
-        senders are through, ``None`` where one failed, which is said to the next sender. Raises ``NonFiniteError``."""
-        stream = self._stream(num_skipped)
-        group, words, order = self._group, self._words, self._order
-        if group is None or words is None or order is None:
-            _exhaust(stream)
+    def send(self, verify: bool, checks_values: bool, num_skipped: int = 0) -> dict[str, float] | None:
+        """Send this rank's share of an update, the first ``num_skipped`` tensors left out. Returns seconds of it,
+        on the first rank once all is sent; ``None`` after a failure. Raises ``NonFiniteError``."""
+        stream, carrier = self._stream(num_skipped), self._carrier
+        if carrier is None:
+            collections.deque(stream, maxlen=0)  # takes part in gathering
             return None
-        stage, sent = self._worker.layout.pp_rank, None
-        options = {"verify": verify, "checks_values": checks_values, "num_skipped": num_skipped if stage == 0 else 0}
-        send_all = partial(send, group) if self._memory is None else partial(send_mapped, group, self._memory)
         try:
-            if stage:
-                words.wait(update, stage, min(turn_timeout_s(order), self._longest_s))
-            sent = send_all(self._metas, stream, bucket_bytes=order.bucket_bytes, **options)
+            sent = send(
+                carrier,
+                self._metas,
+                stream,
+                verify=verify,
+                checks_values=checks_values,
+                num_skipped=num_skipped,
+                longest_turn_s=self._longest_s,
+            )
         except TransferFailed as error:
-            logger.warning("stage %d did not send its weights: %s", stage, error)
-            group.settle()
-        finally:
-            _exhaust(stream)  # ranks that gather together stay in step
-            is_through = not order.shares or self._pass_on(words, order, update, is_good=sent is not None)
-        return {"gather_s": sent.gather_s, "send_s": sent.send_s} if sent is not None and is_through else None
+            logger.warning("sender %d did not send its weights: %s", carrier.group.rank, error)
+            return None
+        return {"gather_s": sent.gather_s, "send_s": sent.send_s}
 
     def leave(self) -> None:
         """Leave the group, and free the memory that receivers read."""
@@ -122,69 +123,41 @@ class StageSender:
         return (layout.copy, layout.tp_rank, layout.pp_rank) == (0, 0, 0)
 
     def _close_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None:
+            carrier.group.close()
 
-    def _stream(self, num_skipped: int) -> Iterator[tuple[str, Tensor]]:
-        """What this rank sends: what no step changes is the first rank's, which all others help to gather at once."""
-        by_stage = self._order is not None and bool(self._order.shares)
-        gather = partial(self._worker.weights, in_place=True)
-        constants = gather("constants", by_stage=False) if self._worker.constants and not num_skipped else iter(())
-        trained = gather("trained", by_stage=by_stage)
-        if not self._is_first:
-            _exhaust(constants)
-            return trained
-        return itertools.chain(constants, trained)
-
-    def _pass_on(self, words: SenderSignals, order: GroupOrder, update: int, *, is_good: bool) -> bool:
-        """Give the turn to the next of several senders; after a good share wait on the first rank until the senders
-        behind it are through. Returns ``False`` if whoever orders the update is gone, or one of them failed."""
-        try:
-            words.pass_on(update, self._worker.layout.pp_rank + 1, is_good=is_good)
-            if is_good and self._is_first:
-                words.wait(update, len(order.shares), turn_timeout_s(order))
-        except TransferFailed as error:
-            logger.warning("the weights were not sent to the end: %s", error)
-            return False
-        return True
+    def _stream(self, num_skipped: int) -> Stream:
+        parts: list[WeightPart] = ["constants"] if self._worker.constants and not num_skipped else []
+        for part in (*parts, "trained"):
+            if self._is_mapped:
+                yield from self._worker.weights(part, in_place=True)
+            else:
+                yield from self._worker.sender_weights(part)
 
 
-def _exhaust(stream: Iterator[Any]) -> None:
-    """Take part in gathering the weights of ``stream`` and drop them."""
-    collections.deque(stream, maxlen=0)
-
-
-def turn_timeout_s(order: GroupOrder) -> float:
-    """Longest that a sender waits for those before it: as long as none of their operations takes longer than it may.
-    Whoever fails says so long before, and with a rank that dies the run ends."""
-    return order.timeout_s * (1 + sum(order.shares))
-
-
-def announced(recipe: Recipe, worker: StudentWorker, *, is_one_node: bool) -> dict[str, Any] | None:
+def announced(recipe: Recipe, worker: StudentWorker) -> dict[str, Any] | None:
     """What the student will send by a group, as JSON: arguments of ``mopd.orchestrator.transfer.Transfer``; ``None`` of
-    a recipe whose weights go by HTTP. ``is_one_node``: all ranks can reach rank 0's loopback."""
+    a recipe whose weights go by HTTP."""
     cfg, engine = recipe.weight_sync, recipe.rollout.engine
     if not isinstance(cfg, BucketsConfig):
         return None
     student, rollout = getattr(torch, recipe.student.dtype), getattr(torch, engine.dtype)
     smaller = rollout if rollout.itemsize < student.itemsize else student  # cast before it travels
+    is_mapped = isinstance(cfg, IpcConfig)
+    senders = itertools.repeat(0) if is_mapped else worker.weight_senders()
     metas = [
-        TensorMeta(name, smaller if dtype == student else dtype, shape)
-        for name, dtype, shape in hf_tensors(worker.dims, student)
+        TensorMeta(name, smaller if dtype == student else dtype, shape, sender)
+        for (name, dtype, shape), sender in zip(hf_tensors(worker.dims, student), senders, strict=False)
     ]
-    names = [meta.name for meta in metas]
     metas.sort(key=lambda meta: meta.name not in worker.constants)
-    shares: list[int] = []
-    if isinstance(cfg, CollectiveConfig) and worker.layout.pp_size > 1 and is_one_node:
-        stages = dict(zip(names, worker.weight_stages(), strict=True))
-        metas.sort(key=lambda meta: stages[meta.name])
-        shares = [list(stages.values()).count(stage) for stage in range(worker.layout.pp_size)]
+    copies = is_mapped or worker.layout.device.type == "cuda"
     return {
         "tensors": to_json(metas).decode(),
+        "num_senders": 1 if is_mapped else num_senders(worker.dims, worker.layout),
+        "large_bytes": cfg.bucket_mib * 2**20 if copies else LARGE_BYTES,
         # replicas on shared GPUs lose theirs in every turn
         "num_constants": 0 if recipe.shares_gpus else len(worker.constants),
-        "shares": shares,
         # a cast may overflow; of its own dtype each rank looks for NaN in ``optim_step``
         "checks_values": smaller != student,
     }

@@ -62,10 +62,9 @@ def iter_hf_weights(
     *,
     takes: Callable[[Placed], bool] = lambda placed: True,
     in_place: bool = False,
-    by_stage: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole model, or the parameters that ``takes`` chooses, as ``(hf_name, tensor)`` in checkpoint order on
-    rank 0 of the job; with ``by_stage`` each pipeline stage's own on the stage's first rank.
+    rank 0 of the job.
 
     Collective: every rank must exhaust the iterator with the same choice, though only rank 0 gets items. Ranks that
     only hold second copies do not communicate. Vocabulary padding is stripped; tied embeddings come once.
@@ -80,16 +79,49 @@ def iter_hf_weights(
     """
     # Every copy holds the same values: one of the shared weights and one of the experts send, the others leave.
     if layout.copy == 0 or layout.edp_rank == 0:
-        export = _Export(model_chunks, dims, layout, in_place=in_place, by_stage=by_stage)
+        export = _Export(model_chunks, dims, layout, in_place=in_place, by_sender=False)
         for placed in filter(takes, families.all_params(dims)):
             yield from export.tensors(placed)
 
 
-def hf_stages(model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout) -> Iterator[int]:
-    """Yield the pipeline stage of each of ``hf_tensors``."""
-    stages = _stages(model_chunks, layout)
+@torch.no_grad()
+def iter_sender_weights(
+    model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout, *, takes: Callable[[Placed], bool]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield as ``iter_hf_weights`` does ``in_place``, but each tensor on the rank of ``hf_senders``; other ranks get
+    ``None`` in its place, and so are never behind with a gathering that a sender waits for."""
+    if layout.copy == 0 or layout.edp_rank == 0:
+        export = _Export(model_chunks, dims, layout, in_place=True, by_sender=True)
+        for placed in filter(takes, families.all_params(dims)):
+            own = dict(export.tensors(placed))
+            yield from ((name, own.get(name)) for name in placed.hf_names)
+
+
+def num_senders(dims: ModelDims, layout: Layout) -> int:
+    """Return the number of ranks that hand their own weights on: of each pipeline stage the first, and where experts
+    are spread each expert-parallel rank of the stage."""
+    return layout.pp_size * _senders_a_stage(dims, layout)
+
+
+def own_sender(dims: ModelDims, layout: Layout) -> int | None:
+    """Return this rank's number among the senders; ``None`` if it hands nothing on."""
+    first = layout.pp_rank * _senders_a_stage(dims, layout)
+    if layout.copy == 0 and layout.tp_rank == 0:
+        return first
+    has_experts = dims.moe is not None and layout.etp_rank == 0 and layout.edp_rank == 0
+    return first + layout.ep_rank if has_experts else None
+
+
+def hf_senders(model_chunks: Sequence[torch.nn.Module], dims: ModelDims, layout: Layout) -> Iterator[int]:
+    """Yield the sender of each of ``hf_tensors``."""
+    stages, width = _stages(model_chunks, layout), _senders_a_stage(dims, layout)
     for placed in families.all_params(dims):
-        yield from [placed.stage(dims, stages)] * len(placed.hf_names)
+        owner = 0 if placed.expert is None else placed.owner(dims, ranks=layout.ep_size)
+        yield from [placed.stage(dims, stages) * width + owner] * len(placed.hf_names)
+
+
+def _senders_a_stage(dims: ModelDims, layout: Layout) -> int:
+    return 1 if dims.moe is None else layout.ep_size
 
 
 def hf_tensors(dims: ModelDims, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -121,32 +153,35 @@ class _Export:
         layout: Layout,
         *,
         in_place: bool,
-        by_stage: bool,
+        by_sender: bool,
     ) -> None:
-        self._dims, self._layout, self._in_place, self._by_stage = dims, layout, in_place, by_stage
+        self._dims, self._layout, self._in_place, self._by_sender = dims, layout, in_place, by_sender
         self._owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}
         self._stages = _stages(model_chunks, layout)
         config: Any = _unwrap(model_chunks[0]).config
         self._dtype: torch.dtype = config.params_dtype
 
-    def tensors(self, placed: Placed) -> Iterator[tuple[str, Tensor]]:
-        """Gather one parameter; yield its tensors on the rank that hands them out. Collective."""
+    def tensors(self, placed: Placed) -> list[tuple[str, Tensor]]:
+        """Gather one parameter; return its tensors on the rank that hands them out, nothing elsewhere. Collective."""
         layout, stage = self._layout, placed.stage(self._dims, self._stages)
         is_here = layout.pp_rank == stage
-        if self._by_stage and not is_here:
-            return
+        if self._by_sender and not is_here:
+            return []
         if placed.expert is None:
             found = self._shared(placed, is_here=is_here) if layout.copy == 0 else None
         else:
             found = self._expert(placed, is_here=is_here) if layout.edp_rank == 0 else None
         if found is None:
-            return
-        # The stage's first rank has them. With ``by_stage`` it yields them itself, else rank 0 of the job does.
-        if not self._by_stage and stage != 0 and layout.pp_rank in (0, stage):
+            return []
+        # The stage's first rank has them, or the expert's. With ``by_sender`` it hands them out, else rank 0 does.
+        if not self._by_sender and stage != 0 and layout.pp_rank in (0, stage):
             found = self._move(placed, found, stage, layout.pp_group)
-        if self._by_stage or layout.pp_rank == 0:
-            for name, tensor in zip(placed.hf_names, found, strict=True):
-                yield name, tensor if self._in_place else tensor.cpu()
+        if not self._by_sender and layout.pp_rank != 0:
+            return []
+        return [
+            (name, tensor if self._in_place else tensor.cpu())
+            for name, tensor in zip(placed.hf_names, found, strict=True)
+        ]
 
     def _shared(self, placed: Placed, *, is_here: bool) -> list[Tensor] | None:
         """Bring the shards of a parameter outside the experts to the stage's first tensor-parallel rank; ``None`` on
@@ -166,9 +201,10 @@ class _Export:
         if is_here and layout.ep_rank == owner:
             shards = _gather_shards(self._own(placed), layout.etp_group)
             tensors = self._split(placed, shards) if layout.etp_rank == 0 else []
-        if layout.etp_rank == 0 and is_here and owner != 0:
+        giver = owner if self._by_sender else 0
+        if layout.etp_rank == 0 and is_here and owner != giver:
             tensors = self._move(placed, tensors, owner, layout.ep_group)
-        return tensors if layout.etp_rank == 0 and layout.ep_rank == 0 else None
+        return tensors if layout.etp_rank == 0 and layout.ep_rank == giver else None
 
     def _split(self, placed: Placed, shards: list[Tensor]) -> list[Tensor]:
         return split_shards(placed, shards, self._dims, shares_memory=self._in_place)

@@ -35,7 +35,7 @@ from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, Shape, run_schedule
 from mopd.student.token_layout import TokenLayout, choose_token_layout
 from mopd.student.vision import add_clock, constant_names
-from mopd.student.weights import hf_stages, iter_hf_weights, load_hf_into
+from mopd.student.weights import hf_senders, iter_hf_weights, iter_sender_weights, load_hf_into
 
 _MAX_NAMED_SAMPLES = 8
 
@@ -208,22 +208,23 @@ class StudentWorker:
         by_id = dict(zip(ids, torch.split(flat.cpu(), lengths), strict=True))
         return [by_id[sample.sample_id] for sample in samples]
 
-    def weights(
-        self, part: WeightPart = "all", *, in_place: bool = False, by_stage: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, part: WeightPart = "all", *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield from ``iter_hf_weights``: all weights, the ``constants`` or the others. Every rank must exhaust it."""
-
-        def takes(placed: Placed) -> bool:
-            return part == "all" or (placed.hf_names[0] in self.constants) == (part == "constants")
-
         complete_weights(self._chunks)
-        yield from iter_hf_weights(
-            self._chunks, self.dims, self.layout, takes=takes, in_place=in_place, by_stage=by_stage
-        )
+        takes = partial(self._is_of, part)
+        yield from iter_hf_weights(self._chunks, self.dims, self.layout, takes=takes, in_place=in_place)
 
-    def weight_stages(self) -> list[int]:
-        """Return the pipeline stage of each of the model's Hugging Face tensors, in checkpoint order."""
-        return list(hf_stages(self._chunks, self.dims, self.layout))
+    def sender_weights(self, part: WeightPart) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield from ``iter_sender_weights``, as ``weights``."""
+        complete_weights(self._chunks)
+        yield from iter_sender_weights(self._chunks, self.dims, self.layout, takes=partial(self._is_of, part))
+
+    def _is_of(self, part: WeightPart, placed: Placed) -> bool:
+        return part == "all" or (placed.hf_names[0] in self.constants) == (part == "constants")
+
+    def weight_senders(self) -> list[int]:
+        """Return the sender of each of the model's Hugging Face tensors, in checkpoint order."""
+        return list(hf_senders(self._chunks, self.dims, self.layout))
 
     def lend(self) -> None:
         """Free the device memory that the rollout may use, on every rank, between two steps (``GpuMemoryLease``)."""

@@ -10,21 +10,26 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-HOST = "127.0.0.1"
-"""Address of sender and receivers, which are processes of one machine."""
 LOOK_EVERY_S = 0.0002
 """Seconds between two checks whether an NCCL broadcast has ended; a bucket of 64 MiB takes as long over a slow link."""
+GLOO_CONNECTS = 5
+"""Times its timeout that gloo waits for a connection."""
+LEAST_GLOO_S = 1.0
+"""Least of these timeouts, in which a member of a busy machine must find the addresses of the others."""
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _NEVER = timedelta(days=365)
 
 
-def open_gloo(store: PrefixStore, rank: int, size: int, timeout_s: float) -> Any:
-    """Open a gloo group. Blocks until all members are connected; ``RuntimeError`` if they are not in time."""
+def open_gloo(store: PrefixStore, rank: int, size: int, timeout_s: float, host: str) -> Any:
+    """Open a gloo group whose member listens on the address ``host``. Blocks until all members are connected;
+    ``RuntimeError`` if they are not in time."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [gloo.create_device(hostname=HOST)]
-    return gloo(store, rank, size, options)
+    options._timeout = timedelta(seconds=max(LEAST_GLOO_S, timeout_s / GLOO_CONNECTS))
+    options._devices = [gloo.create_device(hostname=host)]
+    group = gloo(store, rank, size, options)
+    group._set_default_timeout(timedelta(seconds=timeout_s))
+    return group
 
 
 def open_nccl(store: PrefixStore, rank: int, size: int, device: torch.device) -> Any:

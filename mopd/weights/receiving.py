@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mopd.weights.buckets import Bucket, TensorMeta
-from mopd.weights.group import GivenUp, GroupOrder, Pending, TransferFailed, TransferGroup
-from mopd.weights.pieces import Expected, Part, Ring, Segment, cut_pieces
+from mopd.weights.carrying import enter_as_receiver, part_memory_bytes
+from mopd.weights.group import GivenUp, GroupOrder, Pending, TransferFailed
+from mopd.weights.parts import Bucket, Part, Segment, TensorMeta, cut_parts, parts_of_senders
 
 
 class Fit:
     """Checks, one by one as they come, that tensors are the weights of a model, each once."""
 
-    def __init__(self, slots: Mapping[str, Tensor], *, name: str, kept: Set[str] = frozenset()) -> None:
-        """Start with the model's weights and its name, for messages. ``kept`` weights stay as they are and must not
-        come."""
-        self._slots, self._kept, self._name = slots, kept, name
-        self.missing: set[str] = slots.keys() - kept
+    def __init__(self, slots: Mapping[str, Tensor], *, name: str) -> None:
+        """Start with the model's weights and its name, for messages."""
+        self._slots, self._name = slots, name
+        self.missing = set(slots)
         """Names of weights that have not come."""
 
     def take(self, weight: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Raise ``ValueError`` for a tensor that is no weight of the model, has come, or has another shape or dtype."""
         if weight not in self.missing:
             fault = "arrives twice for" if weight in self._slots else "does not exist in"
-            fault = "arrives though it is a constant kept in" if weight in self._kept else fault
             raise ValueError(f"weight {weight!r} {fault} {self._name}")
         slot = self._slots[weight]
         if tuple(shape) != tuple(slot.shape):
@@ -48,11 +45,9 @@ def check_fit(metas: Sequence[TensorMeta], slots: Mapping[str, Tensor], *, name:
         raise ValueError(f"{len(fit.missing)} weights of {name} are not announced, among them {min(fit.missing)!r}")
 
 
-class GroupReceiver(ABC):
-    """Receives one model's tensors from one sender: a member of its group."""
-
-    travels = True
-    """Whether values travel over the group, on the model's device. Otherwise only signals do, on the CPU."""
+class Receiver:
+    """Member of a group into whose memory a model's tensors arrive. Holds at most two buckets: one is read while the
+    next arrives."""
 
     def __init__(
         self,
@@ -61,68 +56,132 @@ class GroupReceiver(ABC):
         metas: Sequence[TensorMeta],
         *,
         keeps_views: bool,
-        slots: Mapping[str, Tensor],
-        device: torch.device,
+        slots: Mapping[str, Tensor] | None = None,
+        device: torch.device | None = None,
         given_up: GivenUp | None = None,
     ) -> None:
-        """Join the group and block until it has met; raises as ``TransferGroup``.
+        """Join the group and block until it has met.
 
         Args:
+            order: of the orchestrator.
+            rank: of this process in the group.
+            metas: the announced tensors.
             keeps_views: the reader may hold tensors beyond their bucket, so that each gets memory of its own.
-            slots: contiguous tensors of these names may be written there.
-            device: of the model.
+            slots: contiguous tensors of these names may be written there (default: none).
+            device: of the model (default: the CPU).
+            given_up: ends the wait for the other members.
+
+        Raises:
+            TransferFailed: not all came.
+            ValueError: a tensor is of no sender, or the sender's memory cannot be opened.
         """
-        self._expected = Expected(metas, lambda announced: self._cut(announced, order.bucket_bytes))
-        self._keeps_views, self._device = keeps_views, device
-        self._slots = {name: slot for name, slot in slots.items() if slot.is_contiguous()}
+        if any(meta.sender >= order.num_senders for meta in metas):
+            raise ValueError(f"a weight comes from a sender beyond the {order.num_senders} of the group")
+        self._metas, self._keeps_views, self._device = metas, keeps_views, device or torch.device("cpu")
+        self._slots = {name: slot for name, slot in (slots or {}).items() if slot.is_contiguous()}
         self._whole: dict[str, Tensor] = {}
         """Large tensors that are arriving and have no slot."""
         self.wait_s = 0.0
         """Seconds of the last ``tensors`` in which nothing had arrived."""
-        self._group = TransferGroup(order, rank, given_up=given_up, device=device if self.travels else None)
-
-    @property
-    def num_skipped(self) -> int:
+        self.num_skipped = 0
         """Tensors that the last update left out, since no step changes them."""
-        return self._expected.num_skipped
+        self._has_all = False
+        """Whether a whole update has arrived."""
+        memory_bytes = part_memory_bytes(metas, order.bucket_bytes) if order.memory else 0
+        self._carrier = enter_as_receiver(order, rank, self._device, given_up, memory_bytes)
 
     def close(self) -> None:
         """Leave the group; a ``tensors`` that waits in another thread fails."""
-        self._group.close()
+        self._carrier.group.close()
 
     def tensors(self, *, verify: bool, patience_s: float) -> Iterator[tuple[str, Tensor]]:
-        """Yield once, in the sender's order, the tensors that arrive, except those written to their slots. The first
+        """Yield once, in the senders' order, the tensors that arrive, except those written to their slots. The first
         word of the sender may take ``patience_s`` seconds. A tensor is valid until the next one is requested; with
         ``keeps_views`` for ever.
 
         Raises:
-            TransferFailed: a peer was lost or silent, or with ``verify`` something is not as it was sent. The group is
-                closed; what was yielded or written before is part of an incomplete update.
+            TransferFailed: a member was lost or silent, or with ``verify`` something is not as it was sent. The group
+                is closed; what was yielded or written before is part of an incomplete update.
         """
-        before = time.perf_counter()
+        group, before = self._carrier.group, time.perf_counter()
         try:
-            self._expected.skip(self._group.tell(0, timeout_s=patience_s))
+            self._skip(group.tell(0, timeout_s=patience_s))
             self.wait_s = time.perf_counter() - before
-            yield from self._arriving(verify)
+            order = group.order
+            parts = cut_parts(self._metas[self.num_skipped :], order.bucket_bytes, order.large_bytes)
+            digests = []
+            for part, buffer in self._arrivals(parts):
+                if verify:
+                    digests.append(part.digest(buffer))
+                yield from self._take(part, buffer)
+            if verify:
+                self._compare(parts, digests)
         except BaseException:
-            self._group.settle()  # also if the reader fails: nothing late may be written into a slot
+            group.settle()  # also if the reader fails: nothing late may be written into a slot
             raise
         finally:
             self._whole.clear()
-        self._expected.has_all = True
+            self._carrier.drop_room()
+        self._has_all = True
 
-    @abstractmethod
-    def _cut(self, metas: Sequence[TensorMeta], bucket_bytes: int) -> list[Part]:
-        """Return the parts in which tensors arrive."""
+    def _skip(self, count: int) -> None:
+        """Expect no values of the first ``count`` tensors."""
+        if not 0 <= count < len(self._metas) or (count and not self._has_all):
+            raise TransferFailed(f"{count} of {len(self._metas)} weights are left out, which never came")
+        self.num_skipped = count
 
-    @abstractmethod
-    def _arriving(self, verify: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the expected tensors, once their number is known."""
+    def _arrivals(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor]]:
+        """Yield each part with its bytes, while the next one travels."""
+        flying = deque[tuple[Tensor, Pending]]()
+        for i, part in enumerate(parts):
+            for number in range(i + len(flying), min(i + 2, len(parts))):
+                buffer = self._room(number, parts[number])
+                flying.append((buffer, self._carrier.carry(number, buffer, parts[number].sender)))
+            buffer, pending = flying.popleft()
+            before = time.perf_counter()
+            pending.wait()
+            self.wait_s += time.perf_counter() - before
+            yield part, buffer
+            self._carrier.release(pending)
 
-    def _wait(self, pending: Pending) -> None:
-        before = time.perf_counter()
-        pending.wait()
-        self.wait_s += time.perf_counter() - before
+    def _compare(self, parts: Sequence[Part], digests: Sequence[Tensor]) -> None:
+        """Compare what arrived with each sender's own digests."""
+        group = self._carrier.group
+        for sender, count in parts_of_senders(parts).items():
+            sums = torch.zeros(count, dtype=torch.int64, device=group.device)
+            pending = group.carry(sums.view(torch.uint8), sender)
+            pending.wait()
+            pending.free()
+            own = [number for number, part in enumerate(parts) if part.sender == sender]
+            for number, same in zip(own, sums.tolist(), strict=True):
+                if int(digests[number]) != same:
+                    raise TransferFailed(f"part {number} of {len(parts)} changed on its way")
+
+    def _room(self, number: int, part: Part) -> Tensor:
+        """Return [bytes] uint8 where the part is to arrive."""
+        if self._carrier.is_mapped:
+            return self._carrier.room(number, part.num_bytes)
+        if isinstance(part, Bucket):
+            if self._keeps_views:
+                return torch.empty(part.num_bytes, dtype=torch.uint8, device=self._device)
+            return self._carrier.room(number, part.num_bytes)
+        target = self._target(part)
+        if not part.is_as_it_travels(target, self._device):
+            return self._carrier.room(number, part.num_bytes)
+        return part.of(target).view(torch.uint8)
+
+    def _take(self, part: Part, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is complete with this part, and has no slot."""
+        if isinstance(part, Bucket):
+            copies = self._keeps_views and self._carrier.is_mapped
+            for name, tensor in part.views(buffer):
+                yield name, tensor.clone() if copies else tensor
+            return
+        target, meta = self._target(part), part.meta
+        if self._carrier.is_mapped or not part.is_as_it_travels(target, self._device):
+            part.of(target).copy_(buffer.view(meta.dtype))
+        if part.is_last and meta.name in self._whole:
+            yield meta.name, self._whole.pop(meta.name)
 
     def _target(self, piece: Segment) -> Tensor:
         """Return the whole tensor that ``piece`` belongs to: its slot, or memory until it is complete."""
@@ -130,72 +189,6 @@ class GroupReceiver(ABC):
         slot = self._slots.get(meta.name)
         if slot is not None:
             return slot
-        if piece.first == 0:
+        if meta.name not in self._whole:
             self._whole[meta.name] = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
         return self._whole[meta.name]
-
-    def _completed(self, piece: Segment) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensor that is complete with this piece and has no slot."""
-        if piece.is_last and piece.meta.name in self._whole:
-            yield piece.meta.name, self._whole.pop(piece.meta.name)
-
-
-class BroadcastReceiver(GroupReceiver):
-    """Receiver of broadcasts. Holds at most two buckets of memory: one is read while the next arrives."""
-
-    def _cut(self, metas: Sequence[TensorMeta], bucket_bytes: int) -> list[Part]:
-        return cut_pieces(metas, bucket_bytes)
-
-    def _arriving(self, verify: bool) -> Iterator[tuple[str, Tensor]]:
-        self._ring = Ring(self._device)
-        digests = []
-        try:
-            for part, buffer in self._arrivals():
-                if verify:
-                    digests.append(part.digest(buffer))
-                if isinstance(part, Bucket):
-                    yield from part.views(buffer)
-                else:
-                    yield from self._put(part, buffer)
-            if digests:
-                self._compare(torch.stack(digests))
-        finally:
-            del self._ring
-
-    def _compare(self, digests: Tensor) -> None:
-        # all digests in one broadcast at the end: no part waits for its own
-        sums = torch.zeros_like(digests)
-        self._wait(self._group.broadcast(sums))
-        for i, same in enumerate((sums == digests).tolist()):
-            if not same:
-                raise TransferFailed(f"part {i} of {len(digests)} changed on its way")
-
-    def _arrivals(self) -> Iterator[tuple[Part, Tensor]]:
-        """Yield each part with its bytes, while the next one travels."""
-        flying, parts = deque[tuple[Tensor, Pending]](), self._expected.parts
-        for i, part in enumerate(parts):
-            # the first part alone, then always one ahead: two parts have memory in the ring
-            for number in range(i + len(flying), min(i + (2 if i else 1), len(parts))):
-                buffer = self._room(number, parts[number])
-                flying.append((buffer, self._group.broadcast(buffer)))
-            buffer, pending = flying.popleft()
-            self._wait(pending)
-            yield part, buffer
-
-    def _room(self, number: int, part: Part) -> Tensor:
-        """Return [bytes] uint8 where the part is to arrive."""
-        if isinstance(part, Bucket):
-            if self._keeps_views:
-                return torch.empty(part.num_bytes, dtype=torch.uint8, device=self._device)
-            return self._ring.room(number, part.num_bytes)
-        target = self._target(part)
-        if not part.is_as_it_travels(target, self._device):
-            return self._ring.room(number, part.num_bytes)
-        return part.of(target).view(torch.uint8)
-
-    def _put(self, piece: Segment, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Copy a piece from the ring into its slot; yield a tensor without a slot when it is complete."""
-        slot = self._slots.get(piece.meta.name)
-        if slot is not None and not piece.is_as_it_travels(slot, self._device):
-            piece.of(slot).copy_(buffer.view(piece.meta.dtype))
-        yield from self._completed(piece)

@@ -1,7 +1,17 @@
-"""Rank 0 of a group: sends a stream of tensors to all others, gathering one part while the one before it travels."""
+"""A sender of a group: its share of the parts to all receivers, gathering one while the one before it travels.
+
+::
+
+    parts of   0  0  1  1  1  0  2  2 …        in the order of the tensors
+    sender 0   ──────┐go      ┌───┐go          gathers ahead meanwhile
+    sender 1         └────────┘go └─>2
+
+Whose part is next waits for the word of the sender before, so that its deadlines begin with its turn.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,56 +22,60 @@ import torch
 from torch import Tensor
 
 from mopd.base.types import NonFiniteError
-from mopd.weights.buckets import Bucket, TensorMeta
+from mopd.weights.carrying import Parts
 from mopd.weights.group import Pending, TransferGroup
-from mopd.weights.pieces import Part, Ring, Segment, cut_pieces
+from mopd.weights.parts import Bucket, Part, Segment, TensorMeta, cut_parts, parts_of_senders
+
+Stream = Iterable[tuple[str, Tensor | None]]
+"""All tensors by name, in order; ``None`` in the place of those that another sender has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """Size and durations of one sending."""
+    """Size and durations of one sender's part in an update."""
 
     num_bytes: int
     """Bytes to each receiver."""
     gather_s: float
     """Seconds until the tensors were there and, if needed, copied into their buckets."""
     send_s: float
-    """Further seconds in which the sender waited for what travels."""
+    """Further seconds in which the sender waited for what travels, and for its turn."""
 
 
 def send(
-    group: TransferGroup,
+    carrier: Parts,
     metas: Sequence[TensorMeta],
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Stream,
     *,
-    bucket_bytes: int,
     verify: bool,
     checks_values: bool = True,
     num_skipped: int = 0,
-    on_bucket: Callable[[int], None] = lambda number: None,
+    longest_turn_s: float = math.inf,
+    on_part: Callable[[int], None] = lambda number: None,
 ) -> Sent:
-    """Send the stream to all receivers. It is read to its end, whatever happens: ranks that gather it together stay in
-    step.
+    """Send this sender's tensors of the stream to all receivers. It is read to its end, whatever happens: ranks that
+    gather it together stay in step.
 
     NaN and infinite values are looked for with ``verify`` or ``checks_values``; otherwise the caller has done so. The
-    stream lacks the first ``num_skipped`` of ``metas``, which an earlier update of this group brought.
-    ``on_bucket(number)`` is called before each part leaves. Holds two buckets, and tensors of the stream until they
-    have arrived.
+    streams lack the first ``num_skipped`` of ``metas``, which an earlier update of this group brought.
+    ``on_part(number)`` is called before each part leaves; ``longest_turn_s`` bounds a wait for other senders. Holds two
+    buckets, and tensors of the stream until they have arrived.
 
     Raises:
-        TransferFailed: a receiver was lost or silent. The group is closed.
+        TransferFailed: a member was lost or silent. The group is closed.
         NonFiniteError: a value is NaN or infinite in the dtype of its ``metas``; receivers have a part of the weights.
         RuntimeError: the stream is not that of ``metas``.
     """
-    with to_the_end(group, weights) as stream:
-        # the first word: the number of tensors at the beginning that do not come
-        group.tell(num_skipped)
-        parts = cut_pieces(metas[num_skipped:], bucket_bytes)
-        return _send(group, parts, stream, verify, verify or checks_values, on_bucket)
+    order = carrier.group.order
+    with to_the_end(carrier.group, weights) as stream:
+        carrier.group.tell(num_skipped)  # the first word: the number of tensors at the beginning that do not come
+        parts = cut_parts(metas[num_skipped:], order.bucket_bytes, order.large_bytes)
+        filler = _Filler(carrier, stream, is_checked=verify or checks_values)
+        return _send(carrier, parts, filler, verify, longest_turn_s, on_part)
 
 
 @contextmanager
-def to_the_end(group: TransferGroup, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+def to_the_end(group: TransferGroup, weights: Stream) -> Iterator[Iterator[tuple[str, Tensor | None]]]:
     """Yield the stream, of which the block reads what was announced, then drain it. A failure closes the group."""
     stream = iter(weights)
     try:
@@ -77,68 +91,134 @@ def to_the_end(group: TransferGroup, weights: Iterable[tuple[str, Tensor]]) -> I
 
 
 def _send(
-    group: TransferGroup,
+    carrier: Parts,
     parts: Sequence[Part],
-    stream: Iterator[tuple[str, Tensor]],
+    filler: _Filler,
     verify: bool,
-    is_checked: bool,
-    on_bucket: Callable[[int], None],
+    longest_turn_s: float,
+    on_part: Callable[[int], None],
 ) -> Sent:
-    ring, flying = Ring(group.device), deque[tuple[Pending, Tensor]]()
-    tensor, digests = torch.empty(0), []
-    gather_s = send_s = 0.0
+    group, clock = carrier.group, time.perf_counter
+    counts = parts_of_senders(parts) if verify else {}
+    # at the end the first sender, who answers for all, hears that all is sent
+    turns = _Turns(group, [*(part.sender for part in parts), *counts, 0], longest_turn_s)
+    flying, digests = deque[tuple[Pending, Tensor]](), list[Tensor]()
+    gather_s, began, number = 0.0, clock(), 0
     for i, part in enumerate(parts):
-        began = time.perf_counter()
+        is_own = part.sender == group.rank
+        if not is_own:
+            filler.skip(part)
+            if not group.is_broadcast:
+                continue
         if len(flying) == 2:
             flying.popleft()[0].wait()  # the part whose memory this one takes
-        free = time.perf_counter()
-        if isinstance(part, Bucket):
-            buffer = ring.room(i, part.num_bytes)
-            fill(part, buffer, stream, is_checked)
-        else:
-            if part.first == 0:
-                tensor = next_tensor(stream, part.meta).contiguous()
-            buffer = _as_it_travels(part, tensor, ring, i)
-            if is_checked:
-                require_finite(part.meta.name, buffer.view(part.meta.dtype))
-        if verify:
+        free = clock()
+        buffer = filler.fill(number, part) if is_own else carrier.room(number, part.num_bytes)
+        if verify and is_own:
             digests.append(part.digest(buffer))
-        gather_s, send_s = gather_s + time.perf_counter() - free, send_s + free - began
-        on_bucket(i)
-        flying.append((group.broadcast(buffer), buffer))
-    began = time.perf_counter()
-    if digests:
-        sums = torch.stack(digests)
-        flying.append((group.broadcast(sums), sums))
+        gather_s += clock() - free
+        turns.take(i)
+        on_part(i)
+        flying.append((carrier.carry(number, buffer, part.sender), buffer))
+        turns.give(i)
+        number += 1
     for pending, _ in flying:
         pending.wait()
-    send_s += time.perf_counter() - began
-    return Sent(num_bytes=sum(part.num_bytes for part in parts), gather_s=gather_s, send_s=send_s)
+    for i, (sender, count) in enumerate(counts.items(), len(parts)):
+        if sender == group.rank or group.is_broadcast:
+            sums = torch.stack(digests) if sender == group.rank else torch.zeros(count, dtype=torch.int64)
+            turns.take(i)
+            pending = group.carry(sums.to(group.device).view(torch.uint8), sender)
+            turns.give(i)
+            pending.wait()
+    if group.rank == 0:
+        turns.take(len(parts) + len(counts))
+    turns.end()
+    num_bytes = sum(part.num_bytes for part in parts if part.sender == group.rank)
+    return Sent(num_bytes=num_bytes, gather_s=gather_s, send_s=clock() - began - gather_s)
 
 
-def _as_it_travels(piece: Segment, tensor: Tensor, ring: Ring, number: int) -> Tensor:
-    """Return the piece's [bytes] uint8, in the tensor's own memory unless its dtype or device differs."""
-    values = piece.of(tensor)
-    if not piece.is_as_it_travels(tensor, ring.device):
-        values = ring.room(number, piece.num_bytes).view(piece.meta.dtype).copy_(values)
-    return values.view(torch.uint8)
+class _Turns:
+    """Passes the turn from sender to sender. ``senders``: those of the parts and of what follows them, in order."""
+
+    def __init__(self, group: TransferGroup, senders: Sequence[int], longest_s: float) -> None:
+        self._group, self._senders, self._longest_s = group, senders, longest_s
+        self._last = -1
+        """Part of this sender's last turn."""
+        self._given: Pending | None = None
+
+    def take(self, i: int) -> None:
+        """Wait until part ``i``, this sender's, is next: as long as those in between may take."""
+        group = self._group
+        if i and self._senders[i - 1] != group.rank:
+            group.take_turn(self._senders[i - 1], min(group.order.timeout_s * (i - self._last), self._longest_s))
+            self.end()  # the turn that was given before was taken long ago
+        self._last = i
+
+    def give(self, i: int) -> None:
+        """Part ``i`` has begun to leave: let another sender begin with the next."""
+        if i + 1 < len(self._senders) and self._senders[i + 1] != self._group.rank:
+            self._given = self._group.give_turn(self._senders[i + 1])
+
+    def end(self) -> None:
+        """Wait until the turn that was given last was taken."""
+        given, self._given = self._given, None
+        if given is not None:
+            given.wait()
 
 
-def next_tensor(stream: Iterator[tuple[str, Tensor]], meta: TensorMeta) -> Tensor:
-    """Return the stream's next tensor, which must be that of ``meta``; raises as ``send``."""
-    name, tensor = next(stream, ("", torch.empty(0)))
-    if name != meta.name or tuple(tensor.shape) != meta.shape:
-        raise RuntimeError(f"the stream has {name!r} of shape {list(tensor.shape)} where {meta.name!r} was announced")
-    return tensor
+class _Filler:
+    """Brings a stream's tensors into the memory that parts leave from."""
 
+    def __init__(self, carrier: Parts, stream: Iterator[tuple[str, Tensor | None]], *, is_checked: bool) -> None:
+        self._carrier, self._stream, self._is_checked = carrier, stream, is_checked
+        self._tensor = torch.empty(0)
+        """Tensor of the last segment."""
 
-def fill(bucket: Bucket, buffer: Tensor, stream: Iterator[tuple[str, Tensor]], is_checked: bool) -> None:
-    """Fill ``buffer`` with the bucket's tensors from the stream; raises as ``send``."""
-    rooms = dict(bucket.views(buffer))
-    for meta in bucket.metas:
-        rooms[meta.name].copy_(next_tensor(stream, meta))
-    if is_checked:
-        require_all_finite(rooms)
+    def fill(self, number: int, part: Part) -> Tensor:
+        """Return the bytes of the next part, [num_bytes] uint8, in the tensor's own memory where it can leave from
+        there; raises as ``send``."""
+        if isinstance(part, Segment):
+            return self._segment(number, part)
+        buffer = self._carrier.room(number, part.num_bytes)
+        self._fill(part, buffer)
+        return buffer
+
+    def skip(self, part: Part) -> None:
+        """Pass over a part of another sender, which this rank may have to help to gather."""
+        for meta in part.metas if isinstance(part, Bucket) else [part.meta] if part.first == 0 else []:
+            if self._next(meta) is not None:
+                raise RuntimeError(f"the stream has {meta.name!r}, which is sender {part.sender}'s")
+
+    def _segment(self, number: int, piece: Segment) -> Tensor:
+        if piece.first == 0:
+            self._tensor = self._own(piece.meta).contiguous()
+        values = piece.of(self._tensor)
+        if self._carrier.is_mapped or not piece.is_as_it_travels(self._tensor, self._carrier.device):
+            values = self._carrier.room(number, piece.num_bytes).view(piece.meta.dtype).copy_(values)
+        if self._is_checked:
+            require_finite(piece.meta.name, values)
+        return values.view(torch.uint8)
+
+    def _fill(self, bucket: Bucket, buffer: Tensor) -> None:
+        rooms = dict(bucket.views(buffer))
+        for meta in bucket.metas:
+            rooms[meta.name].copy_(self._own(meta))
+        if self._is_checked:
+            require_all_finite(rooms)
+
+    def _own(self, meta: TensorMeta) -> Tensor:
+        tensor = self._next(meta)
+        if tensor is None or tuple(tensor.shape) != meta.shape:
+            shape = "nothing" if tensor is None else f"shape {list(tensor.shape)}"
+            raise RuntimeError(f"the stream has {shape} where {meta.name!r} of shape {list(meta.shape)} was announced")
+        return tensor
+
+    def _next(self, meta: TensorMeta) -> Tensor | None:
+        name, tensor = next(self._stream, ("", None))
+        if name != meta.name:
+            raise RuntimeError(f"the stream has {name!r} where {meta.name!r} was announced")
+        return tensor
 
 
 def require_all_finite(weights: Mapping[str, Tensor]) -> None:

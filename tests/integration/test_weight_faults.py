@@ -9,11 +9,11 @@ cases are tried (``make kills-weights``: 30; else a few), ``MOPD_WEIGHT_KILLS_SE
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ import pytest
 
 from mopd.run.checkpointing import complete_steps
 from tests.fixtures.chance import seed_of
+from tests.fixtures.networks import can_make_networks, two_networks
 from tests.integration.under_fire import check_accounts
 from tests.integration.weight_faults import (
-    MAX_DEATHS,
     VLLM,
     Case,
+    FarRun,
     StruckRun,
     Witness,
     draw,
@@ -36,6 +37,7 @@ from tests.integration.world import World
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 NUM_CASES = int(os.environ.get("MOPD_WEIGHT_KILLS", "0"))
+PARTS = os.environ.get("MOPD_WEIGHT_KILLS_PARTS", "one two far vllm").split()
 FEW = [Case(does="kill", phase="flight"), Case(does="flip", phase="bucket"), Case(does="term", phase="bucket")]
 """Of a run with one rank, in ``make test``: it starts once."""
 ENDING_STEPS = 4
@@ -58,7 +60,7 @@ def play(run: StruckRun, cases: list[Case], chance: random.Random) -> None:
     """One after another; a run that has ended goes on."""
     witness = Witness(run)
     for number, case in enumerate(cases):
-        if run.is_alive and max(run.deaths.values(), default=0) >= MAX_DEATHS - 1:
+        if run.is_alive and max(run.deaths.values(), default=0) >= run.most_deaths - 1:
             strike(run, Case(does="term", phase="after"), 1000 + number, chance)
         if not run.is_alive:
             run.start(*run.flags)
@@ -80,32 +82,38 @@ def play(run: StruckRun, cases: list[Case], chance: random.Random) -> None:
     print(json.dumps({"tokens": witness.num_tokens, "worst": witness.worst}), flush=True)
 
 
+def shared_out(cases: list[Case], chance: random.Random) -> dict[str, tuple[list[Case], dict[str, Any]]]:
+    """The cases of each run, with its options: half of them go to one whose replicas are in another network."""
+    plain = [case for case in cases if not case.rank]
+    two_ranks = {
+        "parallel": chance.choice(("tensor", "pipeline")),
+        "schedule__max_staleness": 1,
+        "rollout__on_new_weights": "finish",
+    }
+    shares: dict[str, tuple[list[Case], dict[str, Any]]] = {
+        "one": (plain[0::4], {}),
+        "two": (plain[1::4] + [case for case in cases if case.rank], two_ranks),
+        "far": (plain[2::4] + plain[3::4], {"parallel": chance.choice((None, "tensor", "pipeline"))}),
+    }
+    if not can_make_networks():
+        print("needs root, ip and iptables, to make networks: no replica is in another one", flush=True)
+        shares["one"][0].extend(shares.pop("far")[0])
+    if importlib.util.find_spec("vllm"):
+        one = {"num_replicas": 1, "patience": 4.0, "rollout__engine": {**ENGINE, "tensor_parallel_size": 2}}
+        shares["vllm"] = (list(VLLM), one)
+    return {name: share for name, share in shares.items() if share[0] and name in PARTS}
+
+
 def test_struck_updates(small_world: World, tmp_path: Path) -> None:
     chance = random.Random(seed_of("MOPD_WEIGHT_KILLS_SEED", is_new=NUM_CASES > 0))
-    cases = draw(NUM_CASES, chance)
-    halves: list[tuple[str, list[Case], dict[str, Any]]] = [("one", FEW, {})]
-    if cases:
-        two_ranks = {
-            "parallel": chance.choice(("tensor", "pipeline")),
-            "schedule__max_staleness": 1,
-            "rollout__on_new_weights": "finish",
-        }
-        halves = [
-            ("one", [case for case in cases if not case.rank][::2], {}),
-            ("two", [case for case in cases if not case.rank][1::2], two_ranks),
-        ]
-        halves[1][1].extend(case for case in cases if case.rank)
-        if importlib.util.find_spec("vllm"):
-            one = {"num_replicas": 1, "patience": 4.0, "rollout__engine": {**ENGINE, "tensor_parallel_size": 2}}
-            halves.append(("vllm", list(VLLM), one))
-    for name, half, options in halves:
-        run = StruckRun(small_world, tmp_path / name, **options)
-        try:
-            play(run, half, chance)
-        finally:
-            if run.is_alive:
-                run.process.kill()
-                run.process.wait()
-            shutil.rmtree(run.temporary)
+    shares = shared_out(draw(NUM_CASES, chance), chance) if NUM_CASES else {"one": (FEW, {})}
+    for name, (cases, options) in shares.items():
+        with contextlib.ExitStack() as stack:
+            if name == "far":
+                run: StruckRun = FarRun(small_world, tmp_path / name, stack.enter_context(two_networks()), **options)
+            else:
+                run = StruckRun(small_world, tmp_path / name, **options)
+            stack.callback(run.close)
+            play(run, cases, chance)
         left = [path for path in run.shared if path.exists()]
         assert not [path for path in left if not path.name.startswith("vllm_dist_")], left  # which vLLM leaves on a CPU

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ class Run:
     program = "tests.integration.recorded"
     """What runs in the place of ``mopd``."""
     start_s, deadline_s = START_S, DEADLINE_S
+    within: Sequence[str] = ()
+    """Words before the command."""
 
     def __init__(self, recipe: Path, *, own_tmpdir: bool = True) -> None:
         """``own_tmpdir``: ``temporary`` is the run's alone. Its path is too long for Ray's sockets."""
@@ -87,7 +89,7 @@ class Run:
         self._errors = self.recipe.with_suffix(".stderr").open("w+", encoding="utf-8")
         with self.recipe.with_suffix(".stdout").open("w", encoding="utf-8") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self.program, "train", str(self.recipe), *flags],
+                [*self.within, sys.executable, "-m", self.program, "train", str(self.recipe), *flags],
                 cwd=REPOSITORY,
                 env={**environment(), JOURNAL: str(self.journal), **self._tmpdir},
                 stdout=output,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import shutil
 import signal
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mopd.launch.failure import STOPPED_CODE
+from tests.fixtures.networks import within
+from tests.fixtures.servers import engine_file
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+from tests.integration.far_servers import FarServers
 from tests.integration.struck import GO, PHASES, Act, Fault
 from tests.integration.under_fire import LOCAL, MAX_STALENESS, TOY, Run, recipe_of
 from tests.integration.world import World, write_prompts
@@ -33,7 +39,9 @@ SOME = 8
 NUM_OTHERS = 20
 NUM_REPLICAS = 3
 MAX_DEATHS = 3
-"""Of each replica in one life of a run: as many as there are restarts."""
+"""Of each replica in one life of a run that starts it: as many as there are restarts."""
+FAR_S = 60.0
+"""``routing.request_timeout_s`` of replicas that somebody else starts again: those away for longer are given up."""
 HARMLESS, FATAL = "goes on", "ends"
 
 
@@ -95,7 +103,7 @@ def make_world(folder: Path) -> World:
     """Random models of some MiB: several buckets of the smallest size."""
     world = World(folder)
     for seed, path in enumerate((world.student, *world.teachers.values())):
-        size = {"num_layers": 4, "ffn_size": 1024} if path == world.student else {}
+        size = {"num_layers": 4, "ffn_size": 2048} if path == world.student else {}
         make_hf_model(path, "qwen3", seed=seed, scale=0.1, **size)
         make_tokenizer(path)
     write_prompts(world.train, num_rows=40, start=0)
@@ -107,6 +115,8 @@ class StruckRun(Run):
     """A run whose updates of the weights can be struck."""
 
     program = "tests.integration.struck"
+    most_deaths = MAX_DEATHS
+    """Of each replica in one life of the run."""
 
     def __init__(
         self,
@@ -115,19 +125,21 @@ class StruckRun(Run):
         *,
         parallel: str | None = None,
         num_replicas: int = NUM_REPLICAS,
+        placement: dict[str, Any] | None = None,
+        request_timeout_s: float = 20.0,
         patience: float = 1.0,
         **changes: Any,
     ) -> None:
-        """``parallel``: ``tensor`` or ``pipeline``, by two ranks; ``patience``: how much slower than torch's its
-        replicas start; ``changes`` of the recipe."""
+        """``parallel``: ``tensor`` or ``pipeline``, by two ranks; ``placement`` of its replicas, by default the run's
+        own; ``patience``: how much slower than torch's here they start; ``changes`` of the recipe."""
         self.start_s, self.deadline_s = patience * self.start_s, patience * self.deadline_s
         self.num_replicas = num_replicas
         rollout = {
             **TOY["rollout"],
             "max_response_length": 24,
-            "placement": {**LOCAL, "startup_timeout_s": 240},
-            "replicas": num_replicas,
-            "routing": {"request_timeout_s": 20.0},
+            "placement": placement or {**LOCAL, "startup_timeout_s": 240},
+            **({} if placement else {"replicas": num_replicas}),
+            "routing": {"request_timeout_s": request_timeout_s},
         }
         one_teacher = {"left": {"model": str(world.teachers["left"]), "domains": ["left", "right"]}}
         options: dict[str, Any] = {
@@ -165,12 +177,63 @@ class StruckRun(Run):
                     found[f"worker {number[:1]}"] = process
         return found
 
+    def close(self) -> None:
+        """End what still runs."""
+        if self.is_alive:
+            self.process.kill()
+            self.process.wait()
+        shutil.rmtree(self.temporary)
+
     def note_shared(self) -> None:
         """Look for ``shared`` files of the moment."""
         for process in tuple(self._seen.values()):
             with contextlib.suppress(psutil.Error, OSError):  # it has ended
                 paths = {part.path for part in process.memory_maps() if part.path.startswith("/dev/shm/")}
                 self.shared |= {Path(path) for path in paths if not path.endswith(" (deleted)")}
+
+
+class FarRun(StruckRun):
+    """One whose replicas are in another network, where somebody else starts them again."""
+
+    most_deaths = sys.maxsize
+
+    def __init__(self, world: World, folder: Path, networks: Sequence[str], **options: Any) -> None:
+        near, far = networks
+        files = [
+            engine_file(world.student, "rollout", replica=number, request_timeout_s=FAR_S)
+            for number in range(NUM_REPLICAS)
+        ]
+        self.servers = FarServers(far, folder.with_suffix(".servers"), files)
+        external = {
+            "type": "external",
+            "urls": self.servers.urls,
+            "token_file": str(self.servers.token_file),
+            "startup_timeout_s": 240.0,
+        }
+        super().__init__(world, folder, placement=external, request_timeout_s=FAR_S, patience=2.0, **options)
+        self.within = within(near)
+        self.servers.wait_ready()
+        self.servers.keep()
+
+    def start(self, *flags: str) -> None:
+        """See ``Run.start``."""
+        self.num_restarts = self.servers.num_restarts
+        super().start(*flags)
+
+    def family(self) -> dict[str, psutil.Process]:
+        """See ``Run.family``; the replicas are none of the run's own."""
+        return super().family() | self.servers.living
+
+    def is_repaired(self) -> bool:
+        """Wait until a server that died answers again (true)."""
+        self.num_restarts += 1
+        wait_until(lambda: self.servers.num_restarts >= self.num_restarts, self.start_s, "a server is back", self)
+        return True
+
+    def close(self) -> None:
+        """See ``StruckRun.close``."""
+        super().close()
+        self.servers.close()
 
 
 def strike(run: StruckRun, case: Case, number: int, chance: random.Random) -> dict[str, Any]:

@@ -104,15 +104,14 @@ def _weight_sync(recipe: Recipe, placement: Placement, hardware: Hardware) -> tu
     if isinstance(placement, InProcessConfig):
         return recipe.weight_sync, "rollout.placement.type in_process: the engine is given them directly"
     http, staleness = HttpConfig(type="http"), recipe.schedule.max_staleness
-    if not isinstance(placement, LocalConfig):
-        return http, f"rollout.placement.type {placement.type}: engines of other machines"
-    if not hardware.without_cuda:
-        return http, "CUDA, where no other way has been measured"
-    if placement.share_gpus_with is not None:
-        return IpcConfig(type="ipc"), "rollout.placement.share_gpus_with: nothing is kept for replicas that sleep"
+    if isinstance(placement, LocalConfig) and placement.share_gpus_with is not None:
+        if hardware.without_cuda or (recipe.student.parallel.world_size == 1 and recipe.shares_gpus):
+            return IpcConfig(type="ipc"), "rollout.placement.share_gpus_with: nothing is kept for replicas that sleep"
+        return http, "rollout.placement.share_gpus_with: NCCL refuses two processes on one GPU"
     if staleness > 0 and recipe.on_new_weights == "finish":
         return http, f"schedule.max_staleness {staleness}: student and engines go on while they travel"
-    return CollectiveConfig(type="collective"), f"{hardware.without_cuda}, and engines on the student's machine"
+    by = "gloo" if hardware.without_cuda else "NCCL"
+    return CollectiveConfig(type="collective", or_http=True), f"straight into the engines' memory, over {by}"
 
 
 def compares_with_transformers(

@@ -90,8 +90,6 @@ class RemoteEngine:
         generation this one or a newer one."""
         self._newest_version = -1
         """Newest version whose commit was begun: no answer can name a newer one."""
-        self.constants = b""
-        """Digest of the constant weights that the server has, from its last answer."""
         self.bytes_sent = 0
         self.bytes_received = 0
         """Payload bytes of all msgpack requests and answers so far."""
@@ -180,9 +178,8 @@ class RemoteEngine:
         """Send one message of a weight push, as ``push_staged`` does, and return the version that the server has."""
         # On a commit the server may first wait for running requests, each with a call's time, and load after that.
         timeout_s = self._timeout_s * (2 if step == "commit" else 1)
-        answer = await self.post(f"/v1/weights/{step}", body, WeightVersion, MAX_SMALL_BYTES, timeout_s=timeout_s)
-        self.constants = answer.constants
-        return answer.weight_version
+        path = f"/v1/weights/{step}"
+        return (await self.post(path, body, WeightVersion, MAX_SMALL_BYTES, timeout_s=timeout_s)).weight_version
 
     def allow(self, weight_version: int) -> None:
         """Accept answers with this version from now on. Call before the commit: the server may answer with it before we
@@ -209,7 +206,7 @@ class RemoteEngine:
     async def sleep(self) -> None:
         """Let the server release its GPU memory; ``EngineRejected`` if its engine cannot."""
         await self._http.call("POST", "/v1/sleep", b"", MAX_SMALL_BYTES)
-        self.weight_version, self.constants = -1, b""  # a rollout's weights are gone; a teacher's are always -1
+        self.weight_version = -1  # a rollout's weights are gone; a teacher's are always -1
 
     async def wake_up(self, *, weights_only: bool = False) -> None:
         """Undo ``sleep``, or only its weights' part."""
@@ -247,8 +244,8 @@ async def push_staged(
     """
 
     async def push_to(target: RemoteEngine) -> None:
-        await target.push("begin", encode(staged.begin))
-        for body in staged.bodies_for(target.constants):
+        await target.push("begin", encode(staged.begin()))
+        for body in staged.bodies:
             await target.push("chunk", body)
         # before the commit: running responses may continue under the new weights and name them in their answers
         target.allow(staged.weight_version)
@@ -355,7 +352,7 @@ def read_engine(description: dict[str, Any]) -> EngineInfo:
         info = build_from_json(EngineInfo, description, "/info")
     except UserError as error:
         raise ValueError(str(error)) from error
-    counts = {name: getattr(info, name) for name in ("vocab_size", "max_positions", "max_logprobs")}
+    counts = {name: getattr(info, name) for name in ("vocab_size", "max_positions", "max_logprobs", "num_workers")}
     for name, value in (counts | dataclasses.asdict(info.limits)).items():
         if value is not None and not 1 <= value <= MAX_NUMBER:
             raise ValueError(f"{name} is {value}, no number from 1 to {MAX_NUMBER}")

@@ -1,18 +1,21 @@
 """The rollout's replicas as receivers of a process group: which of them lack weights, and the messages to each.
 
-Handles names, numbers and texts only: rank 0, which has the weights and leads the group, may be in another process.
+Handles names, numbers and texts only: the ranks, which have the weights, are other processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
+from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineError, EngineRejected, OnRunning, StaleWeights
@@ -37,9 +40,9 @@ CALLS = ("lacking", "join", "start", "finish", "published")
 class TransferTargets:
     """Receivers of weight updates. Belongs to the router's event loop."""
 
-    def __init__(self, router: Router, *, num_workers: int, on_running: OnRunning, drain_s: float) -> None:
-        """Set up. ``num_workers``: of one replica; ``drain_s``: longest time that running responses may take."""
-        self._router, self._num_workers, self._on_running = router, num_workers, on_running
+    def __init__(self, router: Router, *, on_running: OnRunning, drain_s: float) -> None:
+        """Set up. ``drain_s``: longest time that running responses may take."""
+        self._router, self._on_running = router, on_running
         self._drain_s = drain_s if on_running == "finish" else 0.0
         self.is_updating = False
         """Whether an update is in progress: replicas without weights are about to get them."""
@@ -48,10 +51,12 @@ class TransferTargets:
 
     async def lacking(self, weight_version: int | None) -> list[str]:
         """Return the replicas with weights older than these (``None``: than those the router requires), except those
-        that are being restarted and those that were lost and not ``heard`` again."""
+        that are being restarted and those that were lost and not ``heard`` again. Replicas of one machine are
+        neighbours, so that a chain through all enters each machine once."""
         names = self._router.needs_weights if weight_version is None else self._router.lacking(weight_version)
-        silent = {replica.name for replica in self._router.replicas if replica.engine in self._silent}
-        return [name for name in names if name not in silent]
+        engines = {replica.name: replica.engine for replica in self._router.replicas}
+        known = [name for name in names if engines[name] not in self._silent]
+        return sorted(known, key=lambda name: host_of(engines[name]))
 
     async def hear(self) -> None:
         """Ask lost replicas whether they are there again."""
@@ -64,19 +69,39 @@ class TransferTargets:
 
         await asyncio.gather(*map(ask, tuple(self._silent)))
 
-    async def join(self, names: Sequence[str], order: Mapping[str, Any], tensors: bytes) -> Failures:
-        """Let these replicas into the group, in this order behind rank 0. ``order``: fields of ``WeightJoin``.
+    async def workers(self, names: Sequence[str], *, timeout_s: float) -> dict[str, int]:
+        """Return the number of members that each of these replicas will be, in their order, without those that do not
+        say so in time."""
+        engines: dict[str, Any] = {replica.name: replica.engine for replica in self._router.replicas}
+
+        async def ask(engine: RemoteEngine) -> int:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return (await engine.info()).num_workers
+            except (EngineError, TimeoutError) as error:
+                logger.warning("weights to rollout replica %s: %s", engine.name, one_line(error) or "no answer")
+                self._silent.add(engine)
+                return 0
+
+        there = [name for name in names if name in engines]
+        counts = await asyncio.gather(*(ask(engines[name]) for name in there))
+        return {name: count for name, count in zip(there, counts, strict=True) if count}
+
+    async def join(self, workers: Mapping[str, int], order: Mapping[str, Any], tensors: bytes) -> Failures:
+        """Let replicas into the group, in the order of ``workers`` behind the senders. ``order``: fields of
+        ``WeightJoin``.
 
         Raises:
             UserError: a replica's model has other weights than ``tensors`` says.
         """
         self.is_updating = True
         array = np.frombuffer(tensors, dtype=np.uint8)
+        before = [0, *itertools.accumulate(workers.values())]
 
         def message(place: int) -> WeightJoin:
-            return WeightJoin(first_rank=1 + place * self._num_workers, tensors=array, **order)
+            return WeightJoin(first_rank=order["num_senders"] + before[place], tensors=array, **order)
 
-        failures, _ = await self._tell(names, "join", message, WeightVersion, order["timeout_s"])
+        failures, _ = await self._tell([*workers], "join", message, WeightVersion, order["timeout_s"])
         return failures
 
     async def start(self, names: Sequence[str], order: Mapping[str, Any]) -> Failures:
@@ -117,6 +142,10 @@ class TransferTargets:
         self.is_updating = False
         self._router.set_weight_version(self._router.weight_version if weight_version is None else weight_version)
 
+    def hosts(self) -> list[str]:
+        """Return the names or addresses of the replicas' machines, as their URLs say them."""
+        return sorted({host_of(replica.engine) for replica in self._router.replicas})
+
     def _engines(self, names: Sequence[str] | Mapping[str, Any]) -> list[RemoteEngine]:
         engines: list[Any] = [replica.engine for replica in self._router.replicas if replica.name in names]
         return engines
@@ -156,6 +185,11 @@ class TransferTargets:
             else:
                 received[name] = outcome
         return failures, received
+
+
+def host_of(engine: Any) -> str:
+    """Return the host in a remote engine's URL."""
+    return urlsplit(engine.url).hostname or ""
 
 
 async def _until_one_fails(calls: Sequence[Coroutine[Any, Any, MessageT]]) -> list[MessageT | BaseException]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -40,10 +40,9 @@ from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineVision, check_images, read_vision
 from mopd.losses.teacher_topk import chunked_topk_logprobs
-from mopd.weights.buckets import TensorMeta
 from mopd.weights.group import GroupOrder, TransferFailed
-from mopd.weights.mapped import Receiver, open_receiver
-from mopd.weights.receiving import check_fit
+from mopd.weights.parts import TensorMeta
+from mopd.weights.receiving import Receiver, check_fit
 
 if TYPE_CHECKING:
     from mopd.engines.torch.sight import VisionFeatures
@@ -235,22 +234,16 @@ class TorchEngine:
         """Checkpoint name -> the model's memory of that weight (``mopd.engines.torch.loading.weight_slots``)."""
         return weight_slots(self.model, None if self.sight is None else self.sight.dims.naming)
 
-    async def load_weights(
-        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
-    ) -> None:
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """Replace the weights. Tied weights arrive once; a stream is held whole before it is loaded."""
-        if kept:
-            self._require_weights()
-        await self.swap_weights(hold_weights(weights, self.weight_slots, kept=kept, name=self.name), weight_version)
+        await self.swap_weights(hold_weights(weights, self.weight_slots, name=self.name), weight_version)
 
     @asynccontextmanager
     async def prepare_weights(
-        self, weights: Collection[tuple[str, Tensor]], *, kept: Set[str] = frozenset()
+        self, weights: Collection[tuple[str, Tensor]]
     ) -> AsyncIterator[Collection[tuple[str, Tensor]]]:
         """Check the weights in another thread and yield them for ``swap_weights``. Raises as ``load_weights``."""
-        if kept:
-            self._require_weights()
-        yield await asyncio.to_thread(hold_weights, weights, self.weight_slots, kept=kept, name=self.name)
+        yield await asyncio.to_thread(hold_weights, weights, self.weight_slots, name=self.name)
 
     async def swap_weights(self, prepared: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """Copy prepared weights into the model and answer with them. A failure leaves the engine without weights."""
@@ -410,7 +403,7 @@ class TorchIncoming:
         await self._close()
         try:
             self._receiver = await asyncio.to_thread(
-                open_receiver,
+                Receiver,
                 order,
                 first_rank,
                 metas,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence, Set
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -194,6 +194,7 @@ class VllmEngine:
             weight_version=self.weight_version,
             max_logprobs=min(self._max_logprobs, self.vocab_size),
             image_processing=None if self.sight is None else self.sight.processing.fingerprint,
+            num_workers=self._cfg.tensor_parallel_size,
             limits=EngineLimits(max_sequences=self._cfg.max_num_seqs, max_running_tokens=cache_tokens(self._llm)),
         )
 
@@ -306,23 +307,19 @@ class VllmEngine:
 
         return await all_or_none(generate_one(i, *item) for i, item in enumerate(join(prompts, seeds, images)))
 
-    async def load_weights(
-        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
-    ) -> None:
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """Replace the weights: all are checked and staged as files, then swapped in at once. No request may run. Tied
         weights arrive once."""
         self._require_idle("load_weights")
         self._num_running += 1  # counts as a running call: `sleep` refuses meanwhile
         try:
-            async with self.prepare_weights(weights, kept=kept) as prepared:
+            async with self.prepare_weights(weights) as prepared:
                 await self.swap_weights(prepared, weight_version)
         finally:
             self._num_running -= 1
 
     @asynccontextmanager
-    async def prepare_weights(
-        self, weights: Iterable[tuple[str, Tensor]], *, kept: Set[str] = frozenset()
-    ) -> AsyncIterator[StagedFiles]:
+    async def prepare_weights(self, weights: Iterable[tuple[str, Tensor]]) -> AsyncIterator[StagedFiles]:
         """Check the weights and write them to files while the engine works; yield the files for ``swap_weights``.
 
         The files stand in the system's folder for temporary files, which must hold the whole model. Raises as
@@ -330,17 +327,14 @@ class VllmEngine:
         """
         if self._fixed:
             raise RuntimeError(f"the engine of {self.name} is a teacher's: its weights are fixed")
-        if kept:
-            self._require_weights()
         with TemporaryFolder("mopd-weights-") as folder:
-            yield await stage_weights(weights, self.weight_slots, Path(folder), kept=kept, name=self.name)
+            yield await stage_weights(weights, self.weight_slots, Path(folder), name=self.name)
 
     async def swap_weights(self, prepared: StagedFiles, weight_version: int) -> None:
         """Answer with the weights of these files from now on. Running requests are frozen and continue under the new
         weights, with their tokens computed anew."""
         self.require_alive()
-        some_stay = prepared.num_tensors < len(self.weight_slots)
-        load = self.workers.load(prepared, str(weight_version), some_stay=some_stay)
+        load = self.workers.load(prepared, str(weight_version))
         await self.replace_weights(asyncio.wait_for(load, UPDATE_TIMEOUT_S), weight_version)
 
     async def replace_weights(self, work: Coroutine[Any, Any, T], weight_version: int) -> T:

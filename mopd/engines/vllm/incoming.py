@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mopd.engines.interface import Reception, WeightsLost
-from mopd.weights.buckets import TensorMeta, to_json
 from mopd.weights.group import GroupOrder
+from mopd.weights.parts import TensorMeta, to_json
 from mopd.weights.receiving import check_fit
 
 if TYPE_CHECKING:

@@ -50,11 +50,10 @@ class VllmWorkers:
         if not self.is_asleep:
             await self._llm.resume_generation()
 
-    async def load(self, files: StagedFiles, label: str, *, some_stay: bool) -> None:
-        """Let the workers read the weights while nothing runs. With ``some_stay`` some whole layers keep theirs."""
+    async def load(self, files: StagedFiles, label: str) -> None:
+        """Let the workers read the weights while nothing runs."""
         await self.halt()
-        args = (files.paths, some_stay)
-        counts = await self._llm.collective_rpc("mopd_load_weights", timeout=UPDATE_TIMEOUT_S, args=args)
+        counts = await self._llm.collective_rpc("mopd_load_weights", timeout=UPDATE_TIMEOUT_S, args=(files.paths,))
         if any(count != files.num_tensors for count in counts):
             raise RuntimeError(f"vLLM's workers read {counts} of {files.num_tensors} tensors")
         await self.go_on(label)

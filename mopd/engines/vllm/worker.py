@@ -35,9 +35,9 @@ from vllm.platforms import current_platform
 
 from mopd.base.text import one_line
 from mopd.engines.interface import Reception
-from mopd.weights.buckets import from_json
 from mopd.weights.group import GroupOrder, TransferFailed
-from mopd.weights.mapped import Receiver, open_receiver
+from mopd.weights.parts import from_json
+from mopd.weights.receiving import Receiver
 
 BACKEND = "mopd"
 """Value of ``weight_transfer_config.backend``."""
@@ -51,7 +51,7 @@ class InitInfo(WeightTransferInitInfo):
     """Fields of ``GroupOrder``."""
     first_rank: int
     tensors: list[list[Any]]
-    """Rows of ``mopd.weights.buckets.to_json``."""
+    """Rows of ``mopd.weights.parts.to_json``."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
         try:
             self.failure = None
-            self.receiver = open_receiver(
+            self.receiver = Receiver(
                 GroupOrder(**init_info.order), rank, from_json(init_info.tensors), keeps_views=True, device=self.device
             )
         except (TransferFailed, ValueError) as error:
@@ -187,9 +187,8 @@ class WorkerExtension:
         descriptor = os.pidfd_open(owner_pid)
         threading.Thread(target=_kill_after, args=(descriptor, core_pid), daemon=True, name="mopd-watch").start()
 
-    def mopd_load_weights(self, paths: Sequence[str], some_stay: bool) -> int:
-        """Replace the weights by the tensors of these safetensors files and return their number. With ``some_stay`` the
-        files hold whole layers, and others keep theirs."""
+    def mopd_load_weights(self, paths: Sequence[str]) -> int:
+        """Replace the weights by the tensors of these safetensors files and return their number."""
         count = 0
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -200,8 +199,7 @@ class WorkerExtension:
                         count += 1
                         yield name, file.get_tensor(name)
 
-        with quiet_reload() if some_stay else nullcontext():
-            self.reload_weights(weights_iterator=tensors())
+        self.reload_weights(weights_iterator=tensors())
         self._refresh_tied_head()
         return count
 

@@ -20,7 +20,9 @@ MAX_WORLD = 65536
 MAX_BUCKET_BYTES = 2**34
 MAX_TIMEOUT_S = 86400.0
 MAX_MEMORY_CHARS = 2**16
-MAX_SENDERS = 1024
+MAX_HOST_CHARS = 256
+MAX_INTERFACE_CHARS = 16
+"""Linux: length of an interface's name with the byte behind it (IFNAMSIZ)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,41 +31,47 @@ class WeightJoin(Message):
 
     kind: ClassVar[str] = "weight_join"
     group_id: str
+    host: str
+    """Address of the group's store."""
     port: int
-    """TCP port of the group's store, on the machine that both run on."""
+    """TCP port of the group's store."""
+    interface: str = ""
+    """Network interface on which the workers listen; empty: the one that leads to ``host``."""
     first_rank: int
     """Rank of the engine's first worker in the group; the others follow."""
-    world_size: int
+    num_senders: int
+    num_receivers: int
     bucket_bytes: int
+    large_bytes: int
+    """Size from which a tensor travels without a bucket."""
     timeout_s: float
     """Deadline of each operation of the group."""
     secret: str = field(repr=False)
     """Secret of the group's members, which protects them from foreign entries in its store."""
     tensors: Array = array_field("|u1")
-    """JSON: ``[name, dtype, shape]`` of each tensor, in their order of arrival."""
+    """JSON: ``[name, dtype, shape, sender]`` of each tensor, in their order of arrival."""
     memory: str
-    """Handles of rank 0's memory if buckets are read there (``mopd.weights.memory``); empty if they travel."""
-    shares: tuple[int, ...] = ()
-    """Number of tensors of each of several senders, in order; empty for one sender."""
+    """Handles of the sender's memory if buckets are read there (``mopd.weights.memory``); empty if they travel."""
 
     def check(self) -> None:
-        """Raise ``WireError`` for a field out of range, or for ``shares`` together with ``memory``."""
+        """Raise ``WireError`` for a field out of range."""
         if not 1 <= len(self.group_id) <= 64:
             raise WireError("group_id is not text of 1 to 64 characters")
         if not 16 <= len(self.secret) <= 64:
             raise WireError("secret is not text of 16 to 64 characters")
         if not 1 <= self.port < 2**16:
             raise WireError(f"port is {self.port}")
-        if not 2 <= self.world_size <= MAX_WORLD or not 1 <= self.first_rank < self.world_size:
-            raise WireError(f"first_rank is {self.first_rank} of {self.world_size}")
-        if not 1 <= self.bucket_bytes <= MAX_BUCKET_BYTES:
-            raise WireError(f"bucket_bytes is {self.bucket_bytes}")
+        if not 1 <= len(self.host) <= MAX_HOST_CHARS or len(self.interface) >= MAX_INTERFACE_CHARS:
+            raise WireError("host or interface is no name")
+        size = self.num_senders + self.num_receivers
+        if min(self.num_senders, self.num_receivers) < 1 or size > MAX_WORLD:
+            raise WireError(f"{self.num_senders} senders and {self.num_receivers} receivers are no group")
+        if not self.num_senders <= self.first_rank < size:
+            raise WireError(f"first_rank is {self.first_rank} of {size}")
+        if not 1 <= self.bucket_bytes <= MAX_BUCKET_BYTES or not 1 <= self.large_bytes <= MAX_BUCKET_BYTES:
+            raise WireError(f"bucket_bytes is {self.bucket_bytes}, large_bytes {self.large_bytes}")
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             raise WireError(f"timeout_s is {self.timeout_s}")
-        if len(self.shares) > MAX_SENDERS or any(type(share) is not int or share < 1 for share in self.shares):
-            raise WireError(f"shares are not up to {MAX_SENDERS} numbers of 1 or more")
-        if self.shares and self.memory:
-            raise WireError("both shares and memory are given")
         if len(self.memory) > MAX_MEMORY_CHARS:
             raise WireError(f"memory has {len(self.memory)} characters, the limit is {MAX_MEMORY_CHARS}")
 

@@ -3,25 +3,20 @@
 ::
 
     sender                               receiver
-    begin: version, constants' digest ─> version, digest of the constants that it has
-    chunk 0, 1, 2, … of constants ─────> kept aside              only if the digests differ
+    begin: version ────────────────────> version
     chunk 0, 1, 2, … ──────────────────> kept aside
     commit: number, digest ────────────> compared with what arrived, swapped in, version
 
 A chunk holds whole tensors and parts of tensors, in the order of the stream; a tensor larger than a chunk is cut. The
 receiver keeps everything aside until the commit, which tells the number of tensors and a digest of their names, dtypes
 and shapes: an incomplete update is never used.
-
-Constants are tensors that no training changes (a frozen vision tower). Their digest is over names and values. A
-receiver that has them gets the other tensors alone; any other one gets them in chunks of their own, and computes the
-digest itself.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -55,21 +50,13 @@ class WeightBegin(Message):
     update_id: str
     """Random id of the update, repeated in every later message."""
     weight_version: int
-    constants_id: str = ""
-    """Id in chunks of constants, in place of ``update_id``; empty if there are none."""
-    constants: bytes = b""
-    """``TensorLedger.digest`` of the constants, data included; empty if there are none."""
 
     def check(self) -> None:
-        """Raise ``WireError`` for ids, a version or a digest that cannot be right."""
+        """Raise ``WireError`` for an id or a version that cannot be right."""
         if self.weight_version < 0:
             raise WireError(f"weight_version is {self.weight_version}: set 0 or more")
         if not 1 <= len(self.update_id) <= 64:
             raise WireError("update_id is not text of 1 to 64 characters")
-        if len(self.constants) != (DIGEST_BYTES if self.constants_id else 0):
-            raise WireError(f"constants is not a digest of {DIGEST_BYTES} bytes beside a constants_id")
-        if len(self.constants_id) > 64 or self.constants_id == self.update_id:
-            raise WireError("constants_id is not text of at most 64 characters, other than update_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +65,9 @@ class WeightChunk(Message):
 
     kind: ClassVar[str] = "weight_chunk"
     update_id: str
-    """``update_id``, or ``constants_id``, of ``WeightBegin``."""
+    """``update_id`` of ``WeightBegin``."""
     index: int
-    """0, 1, 2, …, counted for constants by themselves: a chunk out of turn is refused."""
+    """0, 1, 2, …: a chunk out of turn is refused."""
     pieces: tuple[Any, ...]
     """``(name, dtype, shape, first byte within the tensor, bytes)`` of each part."""
     data: Array = array_field("|u1")
@@ -106,7 +93,7 @@ class WeightCommit(Message):
     update_id: str
     num_tensors: int
     digest: bytes
-    """``TensorLedger.digest`` of what was sent; like ``num_tensors`` without constants."""
+    """``TensorLedger.digest`` of what was sent."""
     on_running: str
     """``finish`` or ``continue`` (``mopd.engines.interface.OnRunning``)."""
 
@@ -122,28 +109,19 @@ class WeightVersion(Message):
 
     kind: ClassVar[str] = "weight_version"
     weight_version: int
-    constants: bytes
-    """Digest of the constants in these weights; empty if there are none."""
 
 
 class TensorLedger:
     """Count and digest of tensors in order; both ends keep one and compare at the commit."""
 
-    def __init__(self, *, with_data: bool = False) -> None:
-        """Start empty. ``with_data``: the digest covers values too."""
+    def __init__(self) -> None:
         self.num_tensors = 0
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        self._with_data = with_data
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         """Add one tensor."""
         self.num_tensors += 1
         self._digest.update(f"{name}\0{dtype}\0{list(shape)}\n".encode())
-
-    def add_data(self, data: Array) -> None:
-        """Add the next bytes of the last tensor."""
-        if self._with_data:
-            self._digest.update(data.data)
 
     @property
     def digest(self) -> bytes:
@@ -173,7 +151,6 @@ def cut(
         ledger.add(name, dtype, shape)
         # one copy, into memory of our own: the stream may reuse its tensor while a part of it waits here
         raw = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy()
-        ledger.add_data(raw)
         start = 0
         while True:
             stop = min(len(raw), start + free)
@@ -192,44 +169,19 @@ def cut(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StagedConstants:
-    """Tensors that no update changes, ready for the wire: part of every version."""
-
-    constants_id: str
-    bodies: tuple[bytes, ...]
-    """Encoded chunks."""
-    digest: bytes
-    """Value of ``WeightBegin.constants``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StagedWeights:
     """One version of the weights, ready for the wire: made once, sent as often as replicas need it, by any process."""
 
     weight_version: int
     update_id: str
     bodies: tuple[bytes, ...]
-    """Encoded chunks of at most ``MAX_CHUNK_BYTES`` each; together the whole model except its constants."""
+    """Encoded chunks of at most ``MAX_CHUNK_BYTES`` each; together the whole model."""
     num_tensors: int
     digest: bytes
-    """Value of ``WeightCommit.digest``."""
-    constants: StagedConstants | None
 
-    @property
     def begin(self) -> WeightBegin:
-        """The message before the chunks."""
-        return WeightBegin(
-            update_id=self.update_id,
-            weight_version=self.weight_version,
-            constants_id="" if self.constants is None else self.constants.constants_id,
-            constants=b"" if self.constants is None else self.constants.digest,
-        )
-
-    def bodies_for(self, constants: bytes) -> Iterator[bytes]:
-        """Yield the chunks for a receiver that has the constants of this digest."""
-        if self.constants is not None and self.constants.digest != constants:
-            yield from self.constants.bodies
-        yield from self.bodies
+        """Return the message before the chunks."""
+        return WeightBegin(update_id=self.update_id, weight_version=self.weight_version)
 
     def commit(self, on_running: str) -> WeightCommit:
         """Return the message after the chunks."""
@@ -241,11 +193,10 @@ class StagedWeights:
 class WeightPacker:
     """Cuts one stream of weights into encoded chunks, and counts what it has cut."""
 
-    def __init__(self, *, with_data: bool = False) -> None:
-        """``with_data``: of constants, whose digest is over values too."""
+    def __init__(self) -> None:
         self.id = secrets.token_hex(8)
-        """``update_id``, or ``constants_id``."""
-        self._ledger = TensorLedger(with_data=with_data)
+        """``update_id``."""
+        self._ledger = TensorLedger()
 
     def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[bytes]:
         """Encoded ``WeightChunk`` messages of at most ``MAX_CHUNK_BYTES``, one at a time. ``ValueError`` for a dtype or
@@ -264,10 +215,8 @@ class WeightPacker:
         return self._ledger.digest
 
 
-def stage_updates(
-    weights: Iterable[tuple[str, Tensor]], weight_version: int, *, constants: StagedConstants | None = None
-) -> StagedWeights:
-    """Read the stream to its end, into host memory; it lacks the ``constants``. Raises as ``WeightPacker.chunks``."""
+def stage_updates(weights: Iterable[tuple[str, Tensor]], weight_version: int) -> StagedWeights:
+    """Read the stream to its end, into host memory. Raises as ``WeightPacker.chunks``."""
     packer = WeightPacker()
     return StagedWeights(
         weight_version=weight_version,
@@ -275,7 +224,6 @@ def stage_updates(
         bodies=tuple(packer.chunks(weights)),
         num_tensors=packer.num_tensors,
         digest=packer.digest,
-        constants=constants,
     )
 
 
@@ -294,102 +242,57 @@ def unpacked_weights(bodies: Iterable[bytes]) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeldConstants:
-    """Constants that a receiver has in its current weights, and need not be sent again."""
-
-    digest: bytes
-    names: frozenset[str]
-
-
-NO_CONSTANTS = HeldConstants(digest=b"", names=frozenset())
-
-
-class _Arrived:
-    """Arrived part of one series of chunks."""
-
-    def __init__(self, *, with_data: bool) -> None:
-        self.next_index = 0
-        self.ledger = TensorLedger(with_data=with_data)
-        self.tensors: dict[str, Tensor] = {}
-        self.open: tuple[str, Array, int] | None = None
-        """Name, buffer and filled bytes of the incomplete tensor, if any."""
-
-
 class Staging:
     """Collects the tensors of one update on the receiving side."""
 
-    def __init__(self, slots: Mapping[str, Tensor], begin: WeightBegin, held: HeldConstants = NO_CONSTANTS) -> None:
+    def __init__(self, slots: Mapping[str, Tensor], update_id: str) -> None:
         """Start an update. ``slots``: the weights that can arrive, with their shapes and kinds of dtype; nothing else
-        takes memory. ``held``: constants that need not arrive if ``begin`` announces the same."""
-        self._weights = _Arrived(with_data=False)
-        self._constants = _Arrived(with_data=True)
-        self._parts = {begin.update_id: self._weights}
-        if begin.constants:
-            self._parts[begin.constants_id] = self._constants
-        self._announced = begin.constants
-        # without constants both digests are empty, and so are the names
-        self.kept = held.names if begin.constants == held.digest else frozenset()
-        """Names of weights that the receiver keeps as they are."""
-        self._fit = Fit(slots, name="this model", kept=self.kept)
-
-    @property
-    def ids(self) -> Set[str]:
-        """Ids of the chunks that belong to this update."""
-        return self._parts.keys()
-
-    @property
-    def constants(self) -> HeldConstants:
-        """Constants that the receiver has once it uses these weights."""
-        return HeldConstants(digest=self._announced, names=self.kept | self._constants.tensors.keys())
+        takes memory."""
+        self._update_id, self._next_index = update_id, 0
+        self._fit, self._ledger = Fit(slots, name="this model"), TensorLedger()
+        self._tensors: dict[str, Tensor] = {}
+        self._open: tuple[str, Array, int] | None = None
+        """Name, buffer and filled bytes of the incomplete tensor, if any."""
 
     def add(self, chunk: WeightChunk) -> None:
         """Take the next chunk. ``WireError`` for one out of turn, or a tensor that comes twice, in disorder or is not
         the model's."""
-        part = self._parts.get(chunk.update_id)
-        if part is None:
+        if chunk.update_id != self._update_id:
             raise WireError(f"a chunk of {chunk.update_id[:64]!r} came, which is another update")
-        if chunk.index != part.next_index:
-            raise WireError(f"chunk {chunk.index} came when {part.next_index} was due")
-        part.next_index += 1
+        if chunk.index != self._next_index:
+            raise WireError(f"chunk {chunk.index} came when {self._next_index} was due")
+        self._next_index += 1
         start = 0
         for name, dtype, shape, offset, num_bytes in chunk.pieces:
-            self._add_piece(part, name, dtype, shape, offset, chunk.data[start : start + num_bytes])
+            self._add_piece(name, dtype, shape, offset, chunk.data[start : start + num_bytes])
             start += num_bytes
 
-    def _add_piece(
-        self, part: _Arrived, name: str, dtype: str, shape: tuple[int, ...], offset: int, data: Array
-    ) -> None:
-        if part.open is None:
+    def _add_piece(self, name: str, dtype: str, shape: tuple[int, ...], offset: int, data: Array) -> None:
+        if self._open is None:
             try:  # checked before memory is taken for it
                 self._fit.take(name, DTYPES[dtype], shape)
             except ValueError as error:
                 raise WireError(str(error)) from error
-            part.tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
-            buffer = part.tensors[name].reshape(-1).view(torch.uint8).numpy()
-            part.ledger.add(name, dtype, shape)
-            part.open = (name, buffer, 0)
-        open_name, buffer, filled = part.open
-        tensor = part.tensors[open_name]
+            self._tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
+            buffer = self._tensors[name].reshape(-1).view(torch.uint8).numpy()
+            self._ledger.add(name, dtype, shape)
+            self._open = (name, buffer, 0)
+        open_name, buffer, filled = self._open
+        tensor = self._tensors[open_name]
         if name != open_name or offset != filled or DTYPES[dtype] != tensor.dtype or shape != tuple(tensor.shape):
             raise WireError(f"weight {name!r} at byte {offset} came when byte {filled} of {open_name!r} was due")
         buffer[filled : filled + len(data)] = data
-        part.ledger.add_data(data)
         filled += len(data)
-        part.open = None if filled == len(buffer) else (open_name, buffer, filled)
+        self._open = None if filled == len(buffer) else (open_name, buffer, filled)
 
     def finish(self, commit: WeightCommit) -> dict[str, Tensor]:
         """Return all tensors by name. ``WireError`` if what arrived is not all that was sent."""
-        for part in self._parts.values():
-            if part.open is not None:
-                name, buffer, filled = part.open
-                raise WireError(f"weight {name!r} is incomplete: {filled} of {len(buffer)} bytes arrived")
-        ledger = self._weights.ledger
-        if (commit.num_tensors, commit.digest) != (ledger.num_tensors, ledger.digest):
-            raise WireError(f"{commit.num_tensors} weights were sent but {ledger.num_tensors} arrived, or others")
-        if self._announced and not self.kept and self._constants.ledger.digest != self._announced:
-            raise WireError(f"{len(self._constants.tensors)} constants arrived that are not those that were announced")
-        return self._constants.tensors | self._weights.tensors
+        if self._open is not None:
+            name, buffer, filled = self._open
+            raise WireError(f"weight {name!r} is incomplete: {filled} of {len(buffer)} bytes arrived")
+        if (commit.num_tensors, commit.digest) != (self._ledger.num_tensors, self._ledger.digest):
+            raise WireError(f"{commit.num_tensors} weights were sent but {self._ledger.num_tensors} arrived, or others")
+        return self._tensors
 
 
 def _check_piece(piece: Any) -> None:

@@ -89,6 +89,13 @@ def own_layers(dims: ModelDims, parallel: ParallelConfig) -> list[list[int]]:
     return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
 
 
+def num_tensors(dims: ModelDims, parallel: ParallelConfig) -> int:
+    """Return the parameter tensors of a rank of the first stage, with head and last norm."""
+    experts = 0 if dims.moe is None else dims.moe.num_experts // parallel.expert_model_parallel_size
+    rows = (row for layer in own_layers(dims, parallel)[0] for row in families.layer_params(dims, layer))
+    return 3 + sum(experts if row.is_expert else 1 for row in rows)
+
+
 def total_weights(dims: ModelDims) -> int:
     """Return the weights of the model, each once, without rows that pad the vocabulary."""
     one = shard(dims, ParallelConfig(), 0)

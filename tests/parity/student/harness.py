@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,24 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 
 
 def run_ranks(
-    num_ranks: int, job: dict[str, Any], folder: Path, *, timeout_s: float = 1500, script: Path = SCRIPT
+    num_ranks: int,
+    job: dict[str, Any],
+    folder: Path,
+    *,
+    timeout_s: float = 1500,
+    script: Path = SCRIPT,
+    within: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run ``script`` with ``job`` (JSON) on ``num_ranks`` processes; returns its results by case name.
 
-    ``timeout_s`` is for a busy machine: ranks that hang end at the deadline of a collective.
+    ``within``: words before the command. ``timeout_s`` is for a busy machine: ranks that hang end at the deadline of a
+    collective.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job_path, out_path = folder / "job.json", folder / "out.json"
     job_path.write_text(json.dumps({**job, "out": str(out_path)}))
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", str(num_ranks), str(script), str(job_path)]
+    command = [*within, *torchrun, "--nproc-per-node", str(num_ranks), str(script), str(job_path)]
     root = Path(__file__).parents[3]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)

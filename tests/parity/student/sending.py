@@ -52,8 +52,9 @@ def run_sends(
     recipe: Recipe, worker: StudentWorker, plans: list[MicroBatchPlan], plane: Storage | None, case: dict[str, Any]
 ) -> Any:
     """On every rank; what rank 0, whose ``plane`` holds the samples of ``plans``, found. ``case["sends"]``: the
-    engines' ``dtype``; ``urls`` of servers in the place of torch engines here, the ``workers`` of each (vLLM's), the
-    ``first`` version that they are to get. A student that ``sees`` images is asked nothing, and sends over groups."""
+    engines' ``dtype``; ``urls`` of servers in the place of torch engines here, with their ``token`` if they are on
+    another machine, the ``first`` version that they are to get. A student that ``sees`` images is asked nothing, and
+    sends over groups."""
     channel = CommandChannel(worker.layout.control_group)
     if plane is None:
         follow(worker, channel)
@@ -63,7 +64,7 @@ def run_sends(
         engine: Any = TorchEngineConfig(dtype=sends["dtype"])
         urls, servers = list(sends.get("urls", ())), list[RunningServer]()
         if urls:
-            engine = VllmEngineConfig(type="vllm", dtype=sends["dtype"], tensor_parallel_size=sends["workers"])
+            engine = VllmEngineConfig(type="vllm", dtype=sends["dtype"])
         for _ in range(0 if urls else NUM_REPLICAS):
             server = stack.enter_context(running_server(TorchEngine.empty(recipe.student.model, engine), "rollout"))
             urls.append(server.url)
@@ -110,7 +111,8 @@ class Sender:
     async def _all(
         self, ranks: Ranks, urls: list[str], here: list[TorchEngine], sends: dict[str, Any]
     ) -> dict[str, Any]:
-        engines = [RemoteEngine(url, timeout_s=60.0, name=f"r{i}") for i, url in enumerate(urls)]
+        token = sends.get("token")
+        engines = [RemoteEngine(url, token=token, timeout_s=60.0, name=f"r{i}") for i, url in enumerate(urls)]
         self._engines = engines
         router = Router("rollout", [Replica(name=e.name, engine=e) for e in engines], RoutingConfig(), kind="rollout")
         by_group, by_ipc = (self._group(ranks, router, way, sends) for way in WAYS)
@@ -126,6 +128,8 @@ class Sender:
         ways = (by_group, by_ipc, by_http)
         if sends.get("sees"):  # an engine leaves the group of one way for the next
             ways = (by_group, by_group, by_ipc, by_ipc)
+        elif token is not None:
+            ways = (by_group, by_http)  # they cannot map the student's memory
         version, before, last = sends.get("first", 0), list[Tensor](), by_http
         for number, plan in enumerate(self._plans):
             if number:
@@ -140,7 +144,7 @@ class Sender:
                 assert [engine.weight_version for engine in engines] == [version] * len(engines)
                 version += 1
                 if here:
-                    _, bodies = await ranks.ask_for_frames("weights", part="all")
+                    _, bodies = await ranks.ask_for_frames("weights")
                     found["is_student"] &= _hold(list(unpacked_weights(bodies)), [one.weight_slots for one in here])
                 if sends.get("sees"):
                     found["num_skipped"].append([one.incoming._receiver.num_skipped for one in here])
@@ -158,7 +162,7 @@ class Sender:
         return found
 
     def _group(self, ranks: Ranks, router: Router, way: BucketsConfig, sends: dict[str, Any]) -> StudentGroup:
-        targets = TransferTargets(router, num_workers=sends.get("workers", 1), on_running="finish", drain_s=30.0)
+        targets = TransferTargets(router, on_running="finish", drain_s=30.0)
         recipe = dataclasses.replace(self._recipe, weight_sync=way)
         return StudentGroup(recipe, ranks, self._facts(recipe), GroupWeightSync(router, targets=targets))
 

@@ -78,9 +78,7 @@ def test_on_vllm(models: dict[str, str], tmp_path: Path, family: str, workers: i
     """``make weights``: each family at each layout, to vLLM at tensor parallel 1 and 2."""
     with vllm_server(models[family], tmp_path, workers) as url:
         cases = {
-            layout: weight_cases.case_of(
-                models[family], layout, urls=[url], workers=workers, first=NUM_WAYS * NUM_VERSIONS * number
-            )
+            layout: weight_cases.case_of(models[family], layout, urls=[url], first=NUM_WAYS * NUM_VERSIONS * number)
             for number, layout in enumerate(weight_cases.layouts_of(family))
         }
         found = run_ranks(2, {"model": models[family], "cases": cases}, tmp_path / "ranks", timeout_s=850)

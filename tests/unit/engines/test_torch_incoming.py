@@ -23,12 +23,12 @@ def test_what_fails_on_the_way_is_lost_weights_of_the_engine(monkeypatch: pytest
     engine: Any = SimpleNamespace(name="rollout.0", weight_slots={"w": torch.zeros(1)})
     to_it, order = TorchIncoming(engine), SimpleNamespace()
     monkeypatch.setattr(incoming, "check_fit", lambda *args, **kwargs: None)
-    monkeypatch.setattr(incoming, "open_receiver", fail)
+    monkeypatch.setattr(incoming, "Receiver", fail)
     with pytest.raises(WeightsLost, match=r"^rollout\.0: the sender has gone$"):
         asyncio.run(to_it.join(order, 0, []))  # type: ignore[arg-type]
     with pytest.raises(WeightsLost, match=r"^rollout\.0 is in no group$"):
         asyncio.run(to_it.receive(1, verify=False, patience_s=1.0, ready=print))
-    monkeypatch.setattr(incoming, "open_receiver", lambda *args, **kwargs: SimpleNamespace(tensors=fail))
+    monkeypatch.setattr(incoming, "Receiver", lambda *args, **kwargs: SimpleNamespace(tensors=fail))
     asyncio.run(to_it.join(order, 0, []))  # type: ignore[arg-type]
     with pytest.raises(WeightsLost, match=r"^rollout\.0: the sender has gone$"):
         asyncio.run(to_it.receive(1, verify=False, patience_s=1.0, ready=lambda: None))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from torch.distributed import TCPStore
 
 from mopd.base.types import NonFiniteError, UserError
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
+from mopd.config.load import load_recipe
+from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams, StaleWeights
@@ -22,9 +26,13 @@ from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.transfer import Transfer
-from mopd.weights.group import TransferGroup
-from tests.fixtures.linked import Sending
+from mopd.orchestrator import transfer
+from mopd.orchestrator.student import StudentGroup
+from mopd.orchestrator.transfer import CannotJoin, Transfer
+from mopd.placement.weights import GroupWeightSync
+from mopd.weights.carrying import TravellingParts
+from tests.fixtures.linked import Sending, linked_ranks
+from tests.fixtures.recipe import RECIPE
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.tiny_models import make_hf_model
 
@@ -62,9 +70,9 @@ class Sender:
         self.engines = [RemoteEngine(s.url, timeout_s=30.0, name=f"r{i}") for i, s in enumerate(servers)]
         members = [Replica(name=engine.name, engine=engine) for engine in self.engines]
         self.router = Router("rollout", members, RoutingConfig(), kind="rollout")
-        self.targets = TransferTargets(self.router, num_workers=1, on_running="finish", drain_s=30.0)
+        self.targets = TransferTargets(self.router, on_running="finish", drain_s=30.0)
         self.student = Sending(weights)
-        self.transfer = Transfer(self.targets, way, self.student.ask, num_workers=1, tensors=self.student.tensors)
+        self.transfer = Transfer(self.targets, way, self.student.ask, **self.student.announced)
 
     async def publish(self, weights: Weights, version: int, *, only_missing: bool = False) -> None:
         self.student.own = weights
@@ -139,7 +147,7 @@ def test_a_server_with_another_model_is_one_line(servers: list[RunningServer], w
 
     async def action(sender: Sender) -> None:
         others = {n: tensor for n, tensor in weights.items() if n != name}
-        sender.transfer._tensors = Sending(others).tensors
+        sender.transfer._tensors = Sending(others).announced["tensors"]
         with pytest.raises(UserError, match=f"refused.*1 weights of .* are not announced.*{name}"):
             await sender.publish(others, 1)
 
@@ -166,15 +174,17 @@ def test_no_number_never_arrives(servers: list[RunningServer], weights: Weights)
 def test_a_flipped_bit_is_seen_and_sent_again(
     servers: list[RunningServer], weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, flips = TransferGroup.broadcast, [1]
+    honest, flips, kept = TravellingParts.carry, [1], list[Tensor]()
 
-    def flipping(self: TransferGroup, buffer: Tensor, **options: Any) -> Any:
-        if self.rank == 0 and flips:
+    def flipping(self: TravellingParts, number: int, buffer: Tensor, sender: int) -> Any:
+        if self.group.rank == 0 and flips:
+            buffer = buffer.clone()
             buffer[flips.pop()] ^= 4
-        return honest(self, buffer, **options)
+            kept.append(buffer)
+        return honest(self, number, buffer, sender)
 
     async def action(sender: Sender) -> None:
-        monkeypatch.setattr(TransferGroup, "broadcast", flipping)
+        monkeypatch.setattr(TravellingParts, "carry", flipping)
         await sender.publish(weights, 1)
         assert not flips
         assert all(holds(server, weights) for server in servers)
@@ -213,5 +223,125 @@ def test_a_replica_that_goes_is_left_behind_and_comes_again(
         await sender.publish(newer, 2, only_missing=True)
         assert sender.engines[0].weight_version == 2
         assert holds(servers[0], newer)
+
+    run(servers, weights, action)
+
+
+def engines_lack_interface(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All engines are asked to listen on a network that they do not have. Returns the groups that were tried."""
+    join, tried = TransferTargets.join, list[str]()
+
+    async def elsewhere(self: Any, workers: Any, order: Any, tensors: bytes) -> Any:
+        tried.append(order["group_id"])
+        return await join(self, workers, {**order, "interface": "nope0"}, tensors)
+
+    monkeypatch.setattr(TransferTargets, "join", elsewhere)
+    return tried
+
+
+def test_where_nobody_can_join_two_attempts_end_in_one_line(
+    servers: list[RunningServer], weights: Weights, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = engines_lack_interface(monkeypatch)
+
+    async def action(sender: Sender) -> None:
+        with pytest.raises(CannotJoin, match=r"no rollout engine came into .* at 127\.0\.0\.1 .*weight_sync") as caught:
+            await sender.publish(weights, 1)
+        assert len(tried) == 2 and "\n" not in str(caught.value)
+
+    run(servers, weights, action)
+    assert "the network interface 'nope0' of weight_sync.interface has no IPv4 address" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+class Worker(Sending):
+    """A student as rank 0 asks it."""
+
+    def __init__(self, own: Weights, recipe: Recipe) -> None:
+        super().__init__(own)
+        self.recipe = recipe
+
+    def weights(self, part: str = "all", *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
+        yield from self.own.items()
+
+
+@pytest.mark.parametrize("or_http", [True, False])
+def test_a_student_that_may_goes_on_by_http_where_nobody_can_join(
+    servers: list[RunningServer],
+    weights: Weights,
+    folder: Path,
+    tmp_path: Path,
+    or_http: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    way = f"weight_sync={{type: collective, timeout_s: {DEADLINE_S}, or_http: {str(or_http).lower()}}}"
+    keys = [f"student.model={folder}", "rollout.placement={type: local}", way]
+    recipe = load_recipe(tmp_path / "recipe.yaml", keys).recipe
+    worker, tried = Worker(weights, recipe), engines_lack_interface(monkeypatch)
+    facts = {"is_on_gpu": False, "announced": worker.announced}
+
+    async def action(sender: Sender) -> None:
+        sync = GroupWeightSync(sender.router, targets=sender.targets)
+        async with linked_ranks(worker) as ranks:
+            student = StudentGroup(recipe, ranks, facts, sync)
+            if or_http:
+                for version in (1, 2):
+                    await student.publish(version)
+                    assert [engine.weight_version for engine in sender.engines] == [version] * 2
+                    worker.own = {name: tensor * 2 for name, tensor in worker.own.items()}
+                assert all(holds(server, {name: 2 * tensor for name, tensor in weights.items()}) for server in servers)
+                assert sync.targets is None and await sync.send_again() == ()
+            else:
+                with pytest.raises(CannotJoin):
+                    await student.publish(1)
+            await student.close()
+
+    run(servers, weights, action)
+    assert len(tried) == 2
+    assert caplog.text.count("the weights go by HTTP, about 0.5 GB/s, from now on: no rollout engine") == or_http
+
+
+@pytest.mark.parametrize(
+    ("hosts", "own", "interface", "expected"),
+    [
+        (["here"], "", None, "127.0.0.1"),
+        (["here", "there"], "", None, "10.0.0.5"),
+        (["here"], "there", None, "10.0.0.5"),
+        ([], "", None, "127.0.0.1"),
+        (["there"], "", "lo", "127.0.0.1"),
+    ],
+)
+def test_the_store_is_where_the_way_to_others_begins(
+    hosts: list[str], own: str, interface: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = {"here": "127.0.0.1", "there": "10.0.0.5"}
+    monkeypatch.setattr(transfer, "address_towards", lambda host, port: ways[host])
+    monkeypatch.setattr(transfer, "GroupStore", lambda host, timeout_s: host)
+    targets: Any = SimpleNamespace(hosts=lambda: hosts)
+    cfg, student = replace(COLLECTIVE, interface=interface), Sending({})
+    assert Transfer(targets, cfg, student.ask, host=own, **student.announced)._open_store(1.0) == expected
+
+
+def test_no_address_is_one_line(servers: list[RunningServer], weights: Weights) -> None:
+    async def action(sender: Sender) -> None:
+        with pytest.raises(
+            UserError, match=r"no address for the weights' way .*'nope0' .* set it to one of .*lo"
+        ) as told:
+            await sender.publish(weights, 1)
+        assert "\n" not in str(told.value)
+
+    run(servers, weights, action, replace(COLLECTIVE, interface="nope0"))
+
+
+def test_an_engine_that_needs_another_shape_is_one_line(servers: list[RunningServer], weights: Weights) -> None:
+    name, tensor = next(iter(weights.items()))
+    others = weights | {name: torch.zeros(3, 5)}
+
+    async def action(sender: Sender) -> None:
+        sender.transfer._tensors = Sending(others).announced["tensors"]
+        with pytest.raises(UserError, match=rf"refused.*{name}' has shape \[3, 5\], .* needs \[{tensor.shape[0]}"):
+            await sender.publish(others, 1)
 
     run(servers, weights, action)

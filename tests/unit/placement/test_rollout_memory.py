@@ -119,10 +119,10 @@ class Shared:
     async def start_by_ipc(self, student: Student) -> GpuTurns:
         """Weights come from the student's own memory; the turns are real, the student lends nothing."""
         self.router = Router("rollout", await self.group.start(), RoutingConfig(), kind="rollout")
-        targets = TransferTargets(self.router, num_workers=1, on_running="finish", drain_s=30.0)
+        targets = TransferTargets(self.router, on_running="finish", drain_s=30.0)
         cfg = IpcConfig(type="ipc", bucket_mib=1, timeout_s=5.0)
         sending = Sending(student.weights)
-        self.transfer = Transfer(targets, cfg, sending.ask, num_workers=1, tensors=sending.tensors)
+        self.transfer = Transfer(targets, cfg, sending.ask, **sending.announced)
         self.memory.sync = self.sync = GroupWeightSync(self.router, targets=targets)
 
         async def again() -> None:

@@ -84,7 +84,9 @@ class World:
             for domain in SHARES
         ]
         trainers = [
-            TrainerLoad(gpus=gpus, parts={"all": self.train_s / gpus}, sending_s=lambda replicas: self.scenario.send_s)
+            TrainerLoad(
+                gpus=gpus, parts={"all": self.train_s / gpus}, sync=lambda replicas: (0.0, self.scenario.send_s)
+            )
             for gpus in TRAINER_GPUS
         ]
         return trainers, groups

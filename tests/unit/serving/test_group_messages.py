@@ -3,6 +3,7 @@ refused, and the server goes on with the weights that it has."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived,
 from mopd.serving import updates
 from mopd.serving.updates import MAX_JOIN_BYTES
 from mopd.weights import group as transfer_group
-from mopd.weights.buckets import TensorMeta, to_json
+from mopd.weights.carrying import TravellingParts
 from mopd.weights.group import GroupOrder, GroupStore, TransferGroup
+from mopd.weights.parts import TensorMeta, to_json
 from mopd.weights.sending import send
 from tests.fixtures.servers import RunningServer, running_server, wait_until
 from tests.unit.serving.test_limits import TOKEN, post
@@ -37,14 +39,16 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 SMALL = st.integers(-1, 4)
 SECONDS = st.sampled_from([0.0, -1.0, 1e-9, 0.2, 86400.0, float("nan"), float("inf")])
 TEXT = st.sampled_from(["", "g", "G" * 64, "G" * 65, "\x00", "../..", "é" * 40])
-LISTS = st.sampled_from([b"", b"{}", b"[]", b"[[]]", b"[" * 5000, b'[["a", "float32", [9]]]', b'[["a", "Tensor", []]]',
-                         b'[["model.norm.weight", "float32", [1e3]]]', b"\xff", b"NaN", b"[1]" * 99])  # fmt: skip
+LISTS = st.sampled_from([b"", b"{}", b"[]", b"[[]]", b"[" * 5000, b'[["a", "float32", [9], 0]]',
+                         b'[["a", "Tensor", [], 0]]', b'[["a", "float32", [9], -1]]', b"\xff", b"NaN", b"[1]" * 99,
+                         b'[["model.norm.weight", "float32", [1e3], 0]]'])  # fmt: skip
 MEMORY = st.sampled_from(["", "[]", "{}", "[" * 3000, "x" * 70_000, '[{"gpu": "x"}]',
                           '[{"pid": 1, "descriptor": 0, "num_bytes": 9}]',
                           '[{"pid": -1, "descriptor": "../../1/fd/3", "num_bytes": 9e99}]'])  # fmt: skip
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    **dict.fromkeys(("group_id", "secret"), TEXT),
-    **dict.fromkeys(("first_rank", "world_size", "bucket_bytes"), SMALL | INT64),
+    **dict.fromkeys(("group_id", "secret", "interface"), TEXT),
+    "host": TEXT | st.sampled_from(["127.0.0.1", "[", "256.1.1.1", "::1", "x" * 257]),
+    **dict.fromkeys(("first_rank", "num_senders", "num_receivers", "bucket_bytes", "large_bytes"), SMALL | INT64),
     "port": INT64 | st.sampled_from([0, 1, 65535, 65536]),
     "memory": MEMORY,
     "timeout_s": SECONDS.filter(lambda seconds: not 1 < seconds < float("inf")),
@@ -71,8 +75,9 @@ def metas_of(weights: Weights) -> list[TensorMeta]:
 
 
 def join(tensors: bytes, **changes: Any) -> WeightJoin:
-    fields: dict[str, Any] = {"group_id": "g", "port": 9, "first_rank": 1, "world_size": 2, "memory": ""}
-    fields |= {"bucket_bytes": 2**20, "timeout_s": 0.2, "secret": SECRET}
+    fields: dict[str, Any] = {"group_id": "g", "host": "127.0.0.1", "port": 9, "first_rank": 1, "memory": ""}
+    fields |= {"num_senders": 1, "num_receivers": 1, "bucket_bytes": 2**20, "large_bytes": 2**16}
+    fields |= {"timeout_s": 0.2, "secret": SECRET}
     return WeightJoin(**{**fields, **changes}, tensors=np.frombuffer(tensors, dtype=np.uint8))
 
 
@@ -100,29 +105,33 @@ def serves(running: RunningServer, local: TorchEngine, version: int) -> None:
 class Rank0:
     """Of a group with one server, in this process."""
 
-    def __init__(self, weights: Weights, *, world_size: int = 2, group_id: str = "g") -> None:
-        self.weights, self.metas, self.store = weights, metas_of(weights), GroupStore(DEADLINE_S)
+    def __init__(self, weights: Weights, *, num_receivers: int = 1, group_id: str = "g") -> None:
+        self.weights, self.metas, self.store = weights, metas_of(weights), GroupStore("127.0.0.1", DEADLINE_S)
         self.order = GroupOrder(
             group_id=group_id,
+            host=self.store.host,
             port=self.store.port,
-            world_size=world_size,
+            num_senders=1,
+            num_receivers=num_receivers,
             bucket_bytes=2**20,
+            large_bytes=2**16,
             timeout_s=DEADLINE_S,
             secret=SECRET,
         )
 
     def join(self, **changes: Any) -> WeightJoin:
-        names = ("group_id", "port", "world_size", "bucket_bytes", "timeout_s", "secret")
-        return join(to_json(self.metas), **{name: getattr(self.order, name) for name in names} | changes)
+        return join(to_json(self.metas), **dataclasses.asdict(self.order) | changes)
 
     def meet(self, running: RunningServer) -> TransferGroup:
         asking = POOL.submit(ask, running, "join", self.join())
-        group = TransferGroup(self.order, 0, self.store)
+        deciding = POOL.submit(self.store.decide, self.order)
+        group = TransferGroup(self.order, 0)
+        assert deciding.result()
         assert asking.result().status_code == 200, asking.result().text
         return group
 
     def send(self, group: TransferGroup) -> None:
-        send(group, self.metas, self.weights.items(), bucket_bytes=2**20, verify=True)
+        send(TravellingParts(group), self.metas, self.weights.items(), verify=True)
 
     def update(self, running: RunningServer, group: TransferGroup) -> None:
         """To version 9, and leave."""
@@ -222,7 +231,7 @@ def test_finish_tells_of_a_failure_that_was_there_before_it_asked(rollout: Runni
 
 
 def test_a_join_that_waits_gives_way_to_a_new_one(rollout: RunningServer, weights: Weights, local: TorchEngine) -> None:
-    lonely = Rank0(weights, world_size=3, group_id="lonely")
+    lonely = Rank0(weights, num_receivers=2, group_id="lonely")
     waiting = POOL.submit(ask, rollout, "join", lonely.join(timeout_s=3600.0))
     wait_until(lambda: rollout.server.updates.is_running)
     rank_0 = Rank0(weights)
@@ -245,7 +254,7 @@ def test_a_join_that_is_still_read_gives_way_to_a_new_one(
         return read(rows)
 
     monkeypatch.setattr(updates, "from_json", read_slowly)
-    lonely = Rank0(weights, world_size=3, group_id="lonely")
+    lonely = Rank0(weights, num_receivers=2, group_id="lonely")
     waiting = POOL.submit(ask, rollout, "join", lonely.join(timeout_s=3600.0))
     assert began.wait(600)
     rank_0 = Rank0(weights)

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from mopd.engines.interface import EngineBusy, EngineUnavailable
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import ScoreAnswer, decode, encode
 from mopd.placement.engine_loading import server_limits
+from mopd.serving.admission import ServerLimits
 from tests.fixtures.servers import (
     GatedEngine,
     RunningServer,
@@ -73,6 +75,18 @@ def complaints(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 def connect(running: RunningServer) -> socket.socket:
     host, port = running.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_limits_are_those_of_the_documentation() -> None:
+    """Docs and server: a client is written against the former."""
+    text = (Path(__file__).parents[3] / "docs" / "server.md").read_text().partition("\n## Limits\n")[2]
+    rows = dict(line.strip("| ").split(" | ") for line in text.partition("\n## ")[0].splitlines() if " | " in line)
+    limits = ServerLimits(max_tokens_per_request=1, max_queued_tokens=1)
+    assert f"; {limits.head_timeout_s:g} s from its first byte" in rows["head of a request"]
+    assert rows["connections"].startswith(f"{limits.max_connections:,}, or half")
+    silent = rows["a client that does not read its answer, or sends nothing of its body"]
+    assert silent == f"{limits.stall_timeout_s:g} s"
+    assert f"; {limits.body_timeout_s:g} s; a `Content-Length`" in rows["one body"]
 
 
 def test_a_body_too_large(strict: RunningServer) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from mopd.conversion.models.reading import read_dims
 from mopd.student import cpu_shim, parallel
 from mopd.student.model.gpt import build_model
 from mopd.student.vision import constant_names
-from mopd.student.weights import iter_hf_weights, load_hf_into
+from mopd.student.weights import hf_senders, iter_hf_weights, iter_sender_weights, load_hf_into, num_senders, own_sender
 from tests.fixtures.tiny_models import make_hf_model
 from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
 
@@ -92,6 +94,39 @@ def test_tensors_in_place_are_the_same_and_copies_where_they_must_be(
     copied = {name for name, tensor in tensors.items() if tensor.untyped_storage().data_ptr() not in own}
     merged = ("q_proj", "k_proj", "v_proj")  # whose rows take turns in Megatron's matrix
     assert copied == {name for name in expected if any(part in name for part in merged)}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_one_rank_sends_all_from_where_it_lies(family: str, layout: parallel.Layout, tmp_path: Path):
+    checkpoint = make_hf_model(tmp_path, family)
+    model, dims = build(checkpoint, layout), read_dims(checkpoint)
+    load(model, checkpoint, layout)
+    expected = list(iter_hf_weights([model], dims, layout, in_place=True))
+    sent = list(iter_sender_weights([model], dims, layout, takes=lambda row: True))
+    assert [name for name, _ in sent] == [name for name, _ in expected]
+    for (name, tensor), (_, own) in zip(sent, expected, strict=True):
+        assert tensor is not None and torch.equal(tensor, own), name
+    assert list(hf_senders([model], dims, layout)) == [own_sender(dims, layout)] * len(expected)
+    assert num_senders(dims, layout) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep", "etp"), [(1, 1, 1, 1), (2, 1, 2, 1), (2, 3, 4, 1), (4, 2, 2, 2), (1, 2, 4, 1)]
+)
+def test_every_sender_is_one_rank(family: str, tp: int, pp: int, ep: int, etp: int, tmp_path: Path):
+    """Of eight ranks a stage."""
+    dims, own = read_dims(make_hf_model(tmp_path, family)), list[int]()
+    for stage in range(pp):
+        for rank in range(8):
+            layout: Any = SimpleNamespace(
+                copy=rank // tp, tp_rank=rank % tp, pp_rank=stage, pp_size=pp, ep_size=ep,
+                etp_rank=rank % etp, ep_rank=rank // etp % ep, edp_rank=rank // etp // ep,
+            )  # fmt: skip
+            number = own_sender(dims, layout)
+            own += [] if number is None else [number]
+    assert sorted(own) == list(range(num_senders(dims, layout)))
+    assert len(own) == pp * (1 if dims.moe is None else ep)
 
 
 def test_wrapped_model_and_names_of_the_transformer_engine_spec(checkpoint: Path, layout: parallel.Layout):

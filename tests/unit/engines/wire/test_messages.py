@@ -113,13 +113,16 @@ FAILURE = GenerateFailure(request_checksum=b"y" * 16, status=503, message="the e
 IMAGES = [[named(200, 1, 4, 6), named(0, 1, 2, 2)], [named(200, 1, 4, 6)]]
 JOIN = WeightJoin(
     group_id="g",
+    host="127.0.0.1",
     port=80,
     first_rank=1,
-    world_size=3,
+    num_senders=1,
+    num_receivers=2,
+    large_bytes=99,
     bucket_bytes=2**20,
     timeout_s=2.5,
     secret="s" * 16,
-    tensors=np.frombuffer(b'[["a","float32",[2]]]', dtype=np.uint8),
+    tensors=np.frombuffer(b'[["a","float32",[2],0]]', dtype=np.uint8),
     memory="[{}]",
 )
 MESSAGES = [
@@ -134,7 +137,6 @@ MESSAGES = [
     generate_answer(finish_reason="handed_back", **NOTHING),
     FAILURE,
     WeightBegin(update_id="u", weight_version=3),
-    WeightBegin(update_id="u", weight_version=3, constants_id="c", constants=b"d" * 16),
     chunk(),
     WeightCommit(update_id="u", num_tensors=2, digest=b"d", on_running="continue"),
     JOIN,
@@ -255,6 +257,15 @@ def test_a_number_that_equals_another_is_not_that_number(odd: Any) -> None:
             decode(encode(message), type(message))
 
 
+@pytest.mark.parametrize(("length", "is_whole"), [(20, True), (4000, False)])
+def test_a_wrong_value_is_shown_as_far_as_a_line_holds_it(length: int, is_whole: bool) -> None:
+    wrong = "z" * length
+    with pytest.raises(WireError) as caught:
+        decode(encode(generate_answer(index=wrong)), GenerateAnswer)
+    assert (repr(wrong) in str(caught.value)) == is_whole
+    assert "'zzzz" in str(caught.value) and len(str(caught.value)) < 200
+
+
 def test_one_of_several_kinds() -> None:
     for message in (generate_answer(), FAILURE):
         back = decode_one_of(encode(message), GenerateAnswer, GenerateFailure)
@@ -300,7 +311,7 @@ def reframed(**changes: Any) -> bytes:
         (encode(score_request())[:-3], "not msgpack"),
         (encode(score_answer()), "expected kind 'score'"),
         (reframed(version=2), "version 2"),
-        (reframed(version=float(VERSION)), "version 5.0"),
+        (reframed(version=float(VERSION)), f"version {VERSION}.0"),
         (reframed(version="5"), "version '5'"),
         (reframed(extra=1), "extra"),
         (reframed(head=None), "head"),

@@ -11,19 +11,12 @@ from torch import Tensor
 from mopd.engines.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_PIECES
 from mopd.engines.wire.messages import WireError, decode, encode
 from mopd.engines.wire.weights import (
-    HeldConstants,
-    StagedWeights,
     Staging,
     TensorLedger,
-    WeightBegin,
     WeightChunk,
     WeightCommit,
     cut,
-    stage_updates,
 )
-from tests.fixtures.staged import stage_constants
-
-BEGIN = WeightBegin(update_id="u", weight_version=1)
 
 
 def weights() -> dict[str, Tensor]:
@@ -56,7 +49,7 @@ def commit(ledger: TensorLedger) -> WeightCommit:
 
 @pytest.mark.parametrize("data_bytes", [997, 4096, 10**7])
 def test_cut_and_put_together(data_bytes: int) -> None:
-    ledger, staging = TensorLedger(), Staging(weights(), BEGIN)
+    ledger, staging = TensorLedger(), Staging(weights(), "u")
     for chunk in chunks(weights(), ledger, data_bytes):
         staging.add(chunk)
     back = staging.finish(commit(ledger))
@@ -102,12 +95,12 @@ def test_an_incomplete_update_is_refused() -> None:
     ledger = TensorLedger()
     made = chunks(weights(), ledger, 997)
     for missing in (1, len(made) - 1):
-        staging = Staging(weights(), BEGIN)
+        staging = Staging(weights(), "u")
         with pytest.raises(WireError, match=r"was due|incomplete|arrived"):
             for chunk in [*made[:missing], *made[missing + 1 :]]:
                 staging.add(chunk)
             staging.finish(commit(ledger))
-    staging = Staging({"a": torch.zeros(2)}, BEGIN)
+    staging = Staging({"a": torch.zeros(2)}, "u")
     short = TensorLedger()
     for chunk in chunks({"a": torch.zeros(2)}, short, 997):
         staging.add(chunk)
@@ -118,7 +111,7 @@ def test_an_incomplete_update_is_refused() -> None:
 
 
 def test_a_tensor_that_comes_twice() -> None:
-    staging = Staging({"a": torch.zeros(2)}, BEGIN)
+    staging = Staging({"a": torch.zeros(2)}, "u")
     (chunk,) = chunks({"a": torch.zeros(2)}, TensorLedger(), 997)
     staging.add(chunk)
     again = WeightChunk(update_id="u", index=1, pieces=chunk.pieces, data=chunk.data)
@@ -140,7 +133,7 @@ def test_a_tensor_that_comes_twice() -> None:
     ],
 )
 def test_only_the_models_own_weights_take_memory(piece: tuple[object, ...], problem: str) -> None:
-    staging = Staging({"a": torch.zeros(4, dtype=torch.bfloat16)}, BEGIN)
+    staging = Staging({"a": torch.zeros(4, dtype=torch.bfloat16)}, "u")
     data = torch.zeros(piece[4]).byte().numpy()  # type: ignore[call-overload]
     with pytest.raises(WireError, match=problem):
         staging.add(WeightChunk(update_id="u", index=0, pieces=(piece,), data=data))
@@ -168,67 +161,3 @@ def test_impossible_pieces(piece: tuple[object, ...]) -> None:
     chunk = WeightChunk(update_id="u", index=0, pieces=(piece,), data=torch.zeros(4).byte().numpy())
     with pytest.raises(WireError):
         decode(encode(chunk), WeightChunk)
-
-
-def staged(constants: dict[str, Tensor], changing: dict[str, Tensor]) -> StagedWeights:
-    return stage_updates(changing.items(), 1, constants=stage_constants(constants.items()))
-
-
-def receive(sent: StagedWeights, slots: dict[str, Tensor], held: HeldConstants | None = None) -> Staging:
-    """What a receiver has after all that it lacks."""
-    staging = Staging(slots, sent.begin) if held is None else Staging(slots, sent.begin, held)
-    for body in sent.bodies_for(b"" if held is None else held.digest):
-        staging.add(decode(body, WeightChunk))
-    return staging
-
-
-SLOTS = {"a": torch.ones(3), "b": torch.ones(2, 2).bfloat16(), "c": torch.ones(4)}
-CONSTANT = {"b": SLOTS["b"], "a": SLOTS["a"]}
-
-
-def test_constants_arrive_once() -> None:
-    first, later = staged(CONSTANT, {"c": SLOTS["c"]}), staged(CONSTANT, {"c": torch.zeros(4)})
-    staging = receive(first, SLOTS)
-    assert staging.finish(first.commit("finish")).keys() == SLOTS.keys() and not staging.kept
-    held = staging.constants
-    assert held.names == CONSTANT.keys() and held.digest == later.begin.constants
-    again = receive(later, SLOTS, held)
-    assert again.kept == CONSTANT.keys() and again.constants == held
-    back = again.finish(later.commit("finish"))
-    assert back.keys() == {"c"} and torch.equal(back["c"], torch.zeros(4))
-
-
-@pytest.mark.parametrize("change", [{"a": torch.zeros(3)}, {"a": torch.ones(3).double().int()}, {"c": torch.ones(4)}])
-def test_constants_of_another_value_dtype_or_name_arrive_again(change: dict[str, Tensor]) -> None:
-    first, other = staged(CONSTANT, {}), staged(CONSTANT | change, {})
-    held = receive(first, SLOTS).constants
-    assert first.begin.constants != other.begin.constants
-    slots = SLOTS | {"a": change.get("a", SLOTS["a"])}
-    staging = receive(other, slots, held)
-    assert not staging.kept and staging.finish(other.commit("finish")).keys() == (CONSTANT | change).keys()
-
-
-def test_constants_that_are_not_those_that_were_announced() -> None:
-    sent, other = staged(CONSTANT, {"c": SLOTS["c"]}), staged({"a": torch.zeros(3), "b": SLOTS["b"]}, {})
-    assert sent.constants is not None and other.constants is not None
-    commit = sent.commit("finish")
-    swapped = Staging(SLOTS, sent.begin)
-    for body in sent.bodies:
-        swapped.add(decode(body, WeightChunk))
-    with pytest.raises(WireError, match="0 constants arrived that are not"):
-        swapped.finish(commit)
-    (chunk,) = (decode(body, WeightChunk) for body in other.constants.bodies)
-    theirs = WeightChunk(update_id=sent.constants.constants_id, index=0, pieces=chunk.pieces, data=chunk.data)
-    swapped.add(theirs)
-    with pytest.raises(WireError, match="2 constants arrived that are not"):
-        swapped.finish(commit)
-    with pytest.raises(WireError, match="another update"):
-        swapped.add(chunk)
-    kept = Staging(SLOTS, sent.begin, receive(sent, SLOTS).constants)
-    with pytest.raises(WireError, match="'a' arrives though it is a constant kept"):
-        kept.add(theirs)
-    twice = WeightChunk(update_id=sent.update_id, index=0, pieces=chunk.pieces, data=chunk.data)
-    both = Staging(SLOTS, sent.begin)
-    both.add(theirs)
-    with pytest.raises(WireError, match="'a' arrives twice"):
-        both.add(twice)
