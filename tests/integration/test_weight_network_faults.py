@@ -25,7 +25,6 @@ from mopd.engines.replicas.router import Router
 from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.transfer import CannotJoin, Transfer
-from mopd.student.sending import LARGE_BYTES
 from mopd.weights.group import CONNECT_S, VERDICT_MARGIN_S, GroupStore
 from tests.fixtures.linked import Sending
 from tests.fixtures.networks import (
@@ -94,14 +93,7 @@ class Sender:
         self.router = Router("rollout", members, RoutingConfig(), kind="rollout")
         self.targets = TransferTargets(self.router, on_running="finish", drain_s=10.0)
         student, options = Sending(site.weights), {"type": "collective", "bucket_mib": 1, "timeout_s": DEADLINE_S}
-        self.transfer = Transfer(
-            self.targets,
-            CollectiveConfig(**{**options, **way}),
-            student.ask,
-            tensors=student.tensors,
-            num_senders=1,
-            large_bytes=LARGE_BYTES,
-        )
+        self.transfer = Transfer(self.targets, CollectiveConfig(**{**options, **way}), student.ask, **student.announced)
 
     @property
     def versions(self) -> list[int]:

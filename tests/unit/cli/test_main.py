@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,21 @@ def test_answers_without_heavy_imports(recipe: str, arguments: list[str]) -> Non
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=60)
     assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_the_package_is_the_program_and_nothing_runs_where_it_is_only_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As by ``python -m mopd``; and as by a process that Python starts for a checkpoint, which imports it again."""
+    from mopd import __main__ as program
+
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "argv", ["mopd", "--help"])
+    assert runpy.run_path(str(program.__file__), run_name="__mp_main__")["main"] is main
+    assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(program.__file__), run_name="__main__")
+    assert ended.value.code == 0 and "usage: mopd" in capsys.readouterr().out
 
 
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:

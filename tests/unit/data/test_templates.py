@@ -293,6 +293,23 @@ def test_the_process_has_limits_and_nothing_of_the_runs(
     assert not child.is_running()
 
 
+@pytest.mark.parametrize("characters", [1, 2**21])
+def test_a_process_that_somebody_stopped_is_named(folder: Path, characters: int) -> None:
+    """It answers no more; beyond what fits into the socket it does not even take its rows."""
+    others = {*psutil.Process().children()}
+    with Renderer(DataConfig(train=("-",)), load_tokenizer(folder)) as renderer:
+        renderer.put(CHAT, "row 0")
+        renderer.texts()
+        (child,) = {*psutil.Process().children()} - others
+        child.suspend()
+        assert renderer._process is not None
+        renderer._process._socket.settimeout(0.2)
+        with pytest.raises(UserError, match=r"^row 1: the chat template failed: no answer within .* stopped its proc"):
+            renderer.put([{"role": "user", "content": "a" * characters}], "row 1")
+            renderer.texts()
+    assert not child.is_running()
+
+
 def test_the_process_dies_with_the_run(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(rendering, "MAX_RENDER_S", 600.0)
     (folder / "chat_template.jinja").write_text(ENDLESS["nested loops"])

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
+from mopd.base.types import UserError
 from mopd.launch import heartbeat
 
 SCRIPT = Path(__file__).parent / "heartbeat_script.py"
@@ -63,6 +67,35 @@ def test_rank_0_that_hangs_is_not_waited_for(start: Start, behaviour: str) -> No
 def test_rank_0_that_is_killed_is_known_at_once(start: Start) -> None:
     """By its connection: the deadline is far beyond the test's."""
     assert start("killed", 1000.0)() == "one\nlost\n"
+
+
+class Nothing:
+    """A group in which nothing is ever sent, and its work."""
+
+    def broadcast(self, *arguments: Any) -> Nothing:
+        return self
+
+    def wait(self, timeout: Any) -> None:
+        raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_store_that_does_not_answer_is_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at the first question nor at a later one."""
+    signs: list[int] = []
+
+    def refuse(prefix: str) -> None:
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(heartbeat, "agent_store", refuse)
+    watch = heartbeat.LeaderWatch(0.05)
+    watch.on_sign = lambda: signs.append(1)
+    nothing: Any = Nothing()
+    with pytest.raises(UserError, match=re.escape(SILENT.format(0.05))):
+        watch.receive(torch.zeros(1), nothing)
+    assert signs == []
 
 
 def test_an_event_loop_that_does_not_turn_is_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,11 @@ LOSSES = ("forward_kl", "reverse_kl", "jsd")
 TAILS = ("bucket", "generalized", "renormalize", "none")
 
 
-def from_probabilities(p: list[float], q: list[float], **options: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def from_probabilities(
+    p: list[float], q: list[float], dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """One row with student probabilities ``p``; the teacher lists ``q`` on the first ids. Loss, dz, metrics."""
-    z = torch.tensor([p], dtype=torch.float64).log().requires_grad_()
+    z = torch.tensor([p], dtype=torch.float64).log().to(dtype).requires_grad_()
     ids = torch.arange(len(q)).unsqueeze(0)
     loss, metrics = parallel_topk_distill(z, ids, torch.tensor([q], dtype=torch.float64).log(), **options)
     loss.sum().backward()
@@ -53,6 +55,16 @@ def test_both_layers_agree(loss: str, tail: str, options: dict[str, float]) -> N
     torch.testing.assert_close(results[0][1], results[1][1])
     for name, value in results[0][2].items():
         torch.testing.assert_close(value, results[1][2][name], msg=name)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_kernels_leave_the_same_gradient_at_a_clamp(loss: str, tail: str) -> None:
+    options = {"loss": loss, "tail": tail, "logprob_min_clamp": -3.0}
+    value, gradient, _ = from_probabilities(P, Q, torch.float32, backend="triton", **options)
+    expected = from_probabilities(P, Q, backend="reference", **options)
+    torch.testing.assert_close(value.double(), expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), expected[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

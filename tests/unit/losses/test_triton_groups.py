@@ -83,6 +83,51 @@ def test_a_small_tail_keeps_its_digits_beside_large_ids(overwrite: bool) -> None
     torch.testing.assert_close(gradient.cpu().double(), wanted, rtol=1e-4, atol=1e-9)
 
 
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_two_lists_of_everything_pull_at_a_tail_that_has_no_digits(
+    monkeypatch: pytest.MonkeyPatch, splits: int
+) -> None:
+    """Nothing lies outside both lists: a split has no column of its own, and the tail of the one is the other's ids."""
+    how = table.Launch(16, 1, 1)
+    monkeypatch.setattr(functions, "entry_for", lambda *_: table.Entry(8, "any", 1, "any", how, splits, how))
+    z = torch.randn(1, 8, generator=torch.Generator().manual_seed(0))
+    z[:, 4:] -= 100  # e**-100 of the whole, which fp32 cannot tell from 0 beside it
+    ids = torch.arange(8).view(1, 2, 4)
+    logq = torch.tensor([[[0.3, 0.2, 0.1, 0.2], [0.2, 0.3, 0.1, 0.1]]]).log()
+    weights = torch.tensor([[0.6, 0.4]])
+
+    def found(leaf: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        given = (one.to(leaf.device) for one in (ids, logq))
+        loss, _ = parallel_topk_distill(leaf, *given, teacher_weights=weights.to(leaf.device), backend=backend)
+        (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+        return loss.detach().cpu().double(), gradient.cpu().double()
+
+    actual, expected = found(z.to(DEVICE).requires_grad_(), "triton"), found(z.double().requires_grad_(), "reference")
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    assert float(expected[1][0, 4:].max()) < -0.05
+
+
+def test_nothing_is_written_behind_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several rows a program, of which the last program has one too many."""
+    calls = []
+
+    def with_a_row_behind(
+        z: launches.Logits, sorted_ids: torch.Tensor, pay: torch.Tensor, marks: torch.Tensor, *rest: int
+    ) -> None:
+        behind = [torch.cat([one, torch.full_like(one[:1], 77)]) for one in (pay, marks)]
+        launches.neighbours(z, sorted_ids, behind[0][:-1], behind[1][:-1], *rest)
+        calls.append([one[-1].unique().tolist() for one in behind])
+        for one, own in zip(behind, (pay, marks), strict=True):
+            own.copy_(one[:-1])
+
+    monkeypatch.setattr(functions, "neighbours", with_a_row_behind)
+    z = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
+    ids = torch.arange(3, 40, 4).expand(3, -1)
+    logq = torch.full(ids.shape, 0.05).log()
+    parallel_topk_distill(z.to(DEVICE), ids.to(DEVICE), logq.to(DEVICE), with_entropy=True, backend="triton")
+    assert calls == [[[77], [77]]]
+
+
 def test_memory_that_begins_nowhere_in_particular() -> None:
     """Of another library, say: as from memory of our own, columns taken one by one."""
     z = torch.randn(ROWS, 40, generator=torch.Generator().manual_seed(1)).bfloat16()

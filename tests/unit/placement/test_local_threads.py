@@ -16,10 +16,10 @@ from tests.fixtures.tiny_models import make_hf_model
 RECIPE = """\
 run_dir: run
 student: {model: model}
-teachers: {math: {model: model, domains: [math], placement: {type: in_process}}}
+teachers: {math: {model: model, domains: [math], engine: {type: torch, dtype: float32}, placement: {type: in_process}}}
 data: {train: [train.jsonl]}
 schedule: {steps: 1, prompts_per_step: 1}
-rollout: {placement: {type: local}, replicas: 3}
+rollout: {engine: {type: torch, dtype: float32}, placement: {type: local}, replicas: 3}
 """
 
 

@@ -64,6 +64,13 @@ def test_every_point_lies_on_the_drawing_and_higher_values_lie_higher() -> None:
     assert dots[2][1] < dots[0][1] < dots[1][1]
 
 
+@pytest.mark.parametrize("num", [3, 20])
+def test_a_curve_is_named_with_its_last_value(num: int) -> None:
+    svg = line_chart([Series(name="a", index=0, points=[(s, 50 + s) for s in range(num)])], label="x")
+    titles = re.findall(r"<polyline[^>]*><title>([^<]*)<", svg)
+    assert titles and set(titles) == {f"a: {49 + num} at step {num - 1}"}
+
+
 def test_labels_tell_close_ticks_apart() -> None:
     svg = line_chart([Series(name="a", index=0, points=[(s, 1 - s * 1e-5) for s in range(10)])], label="x")
     labels = re.findall(r'text-anchor="end">([^<]*)<', svg)

@@ -69,6 +69,13 @@ def test_what_is_set_or_counted_is_drawn_as_it_is(page: str) -> None:
     assert heights.count(min(heights)) == 1, "the one peak is there, as high as it was"
 
 
+@pytest.mark.parametrize(
+    "metric", ["staleness", "drawn_samples", "drawn_tokens", "refused_tokens", "response_versions/max"]
+)
+def test_numbers_of_an_asynchronous_run_are_drawn_as_they_are(metric: str) -> None:
+    assert not panel_of(metric).is_noisy and panel_of("response_versions/mean").is_noisy
+
+
 def test_extremes_lose_no_peak() -> None:
     rng = random.Random(0)
     points = [(float(x), rng.random()) for x in range(10_000)]

@@ -182,7 +182,7 @@ def test_hostile_programs_score_0_in_time_and_nothing_is_left(tmp_path: Path, mo
 def test_a_program_is_confined_with_and_without_landlock(use_landlock: bool, tmp_path: Path) -> None:
     """Older kernels have none: the filter then refuses every write."""
     source = """
-import os, sys
+import fcntl, os, struct, sys
 def refused(call):
     try: call()
     except OSError: return True
@@ -192,6 +192,9 @@ for call in (
     lambda: os.open(sys.argv[1] + '/kept', os.O_TRUNC), lambda: os.chmod(sys.argv[1], 0o777), lambda: os.mkdir('a'),
     lambda: os.unlink(sys.argv[1] + '/kept'), lambda: os.setsid(), lambda: os.setpriority(0, os.getppid(), 19),
     lambda: os.memfd_create('a'), lambda: os.rename(sys.argv[1] + '/kept', 'b'),
+    # Signals that the kernel would send in its name.
+    lambda: fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid()), lambda: fcntl.fcntl(0, 10, 9),
+    lambda: fcntl.fcntl(0, 15, struct.pack('ii', 1, os.getppid())),
 ):
     assert refused(call), call.__code__.co_firstlineno
 import resource, threading

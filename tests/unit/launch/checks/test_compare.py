@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mopd.base.types import UserError
 from mopd.config.load import load_recipe
-from mopd.launch.checks.conducting import compare
+from mopd.launch.checks.conducting import DEADLINE_S, compare
 from mopd.launch.checks.facts import NodeFacts, facts_of_this_node
 from mopd.launch.node import compared_environment
 from mopd.launch.preparing import rank_facts
@@ -165,3 +165,9 @@ def test_whatever_comes_is_an_account_or_one_line(data: Any) -> None:
     else:
         for check in compare([facts, node("b")]):
             assert isinstance(check.detail, str)
+
+
+def test_the_documentation_names_the_deadline_of_a_sum() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "cluster.md").read_text()
+    (row,) = (line for line in text.splitlines() if line.startswith("| all-reduce |"))
+    assert f"does not end in {DEADLINE_S:g} s;" in row

@@ -154,6 +154,12 @@ def test_a_rename_that_is_seen_late_is_named(recipe: Path, tmp_path: Path, monke
     assert check.status == "failed" and "b: " in check.detail and "a rename is seen after 0.3 s or more" in check.detail
 
 
+def test_the_documentation_says_how_late_a_rename_may_be_seen() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "cluster.md").read_text()
+    (row,) = (line for line in text.splitlines() if line.startswith("| rename |"))
+    assert "is not seen by all within a second" in row and run_folder.VISIBLE_IN_S == 1
+
+
 def test_a_disk_without_room_for_checkpoints_is_named(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,85 @@
+"""A teacher's scores as they lie in the data plane: of one teacher, and of several that answer for a domain."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mopd.config.data import DataConfig
+from mopd.config.groups import TeacherConfig, TorchEngineConfig
+from mopd.config.losses import TopKLossConfig
+from mopd.config.schema import PreflightConfig, Recipe, ScheduleConfig
+from mopd.config.student import StudentConfig
+from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.torch.engine import TorchEngine
+from mopd.launch.checks.inputs import Check
+from mopd.orchestrator.preflight.scores import ScoresCheck
+from mopd.orchestrator.teachers import TeacherWorker
+from tests.fixtures.tiny_models import BOS_ID, VOCAB_SIZE, make_hf_model
+from tests.unit.orchestrator.groups import meta_of, teacher_of
+
+TOP_K = 8
+ENGINE = TorchEngineConfig(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("teachers")
+    return {name: make_hf_model(root / name, seed=i) for i, name in enumerate(("one", "other", "third"))}
+
+
+def judged(folders: dict[str, Path], engines: dict[str, str], domains: dict[str, tuple[str, ...]]) -> dict[str, Check]:
+    """Judgement of every teacher by name, whose engine has the weights of the folder that ``engines`` names."""
+    teachers = {name: TeacherConfig(model=str(folders[name]), domains=own, weight=1.0) for name, own in domains.items()}
+    recipe = Recipe(
+        run_dir="unused",
+        student=StudentConfig(model="unused"),
+        teachers=teachers,
+        data=DataConfig(train=("unused",)),
+        loss=TopKLossConfig(top_k=TOP_K),
+        schedule=ScheduleConfig(steps=1, prompts_per_step=1),
+        preflight=PreflightConfig(compare_with_transformers=True),
+    )
+    groups = {name: teacher_of(name, TorchEngine.from_pretrained(folders[engines[name]], ENGINE)) for name in teachers}
+    generator = torch.Generator().manual_seed(3)
+    metas = [meta_of(i, domain, prompt=4 + i, response=5) for i, domain in enumerate(("math", "code", "math"))]
+    tokens = [
+        torch.cat([torch.tensor([BOS_ID]), torch.randint(3, VOCAB_SIZE, (8 + i,), generator=generator)])
+        for i in range(len(metas))
+    ]
+
+    async def judge() -> dict[str, Check]:
+        plane = LocalDataPlane()
+        await plane.put(metas, {"tokens": tokens})
+        worker = TeacherWorker(groups, recipe.assignment, plane, top_k=TOP_K, temperature=1.0)
+        assert await worker.score(metas) == []
+        workers: Any = SimpleNamespace(dataset=SimpleNamespace(images=None), teacher_groups=groups, plane=plane)
+        found = {}
+        for name in teachers:
+            own = [meta for meta in metas if name in recipe.assignment.teachers_of(meta.domain)]
+            found[name] = await ScoresCheck(recipe, workers, name, "float32").judge(own)
+        return found
+
+    return asyncio.run(judge())
+
+
+DOMAINS = {
+    "one for each domain": {"one": ("math",), "other": ("code",)},
+    "two for one domain": {"one": ("math", "code"), "other": ("code",)},
+    "two for both": {"one": ("code", "math"), "other": ("math", "code")},
+}
+
+
+@pytest.mark.parametrize("how", DOMAINS)
+def test_every_teacher_is_held_against_its_own_folder(folders: dict[str, Path], how: str) -> None:
+    domains = DOMAINS[how]
+    right = judged(folders, {"one": "one", "other": "other"}, domains)
+    assert {name: check.status for name, check in right.items()} == {"one": "ok", "other": "ok"}, right
+    wrong = judged(folders, {"one": "one", "other": "third"}, domains)
+    assert {name: check.status for name, check in wrong.items()} == {"one": "ok", "other": "failed"}, wrong
+    assert "the scores are not this teacher's; check teachers.other.engine" in wrong["other"].detail

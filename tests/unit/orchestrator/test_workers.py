@@ -1,0 +1,46 @@
+"""What a recipe's files become before any model is there, and the workers that are made of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mopd.config.data import DataConfig, ValidationConfig
+from mopd.config.groups import TeacherConfig
+from mopd.config.rewards import ExactMatchConfig
+from mopd.config.schema import Recipe, ScheduleConfig
+from mopd.config.student import StudentConfig
+from mopd.orchestrator.workers import build_validator, read_inputs
+from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """A recipe with validation; its teachers' folders need not exist."""
+    make_hf_model(tmp_path / "student")
+    make_tokenizer(tmp_path / "student")
+    for name, domains in (("train", ("math", "code")), ("held", ("code", "math", "code"))):
+        rows = [{"prompt": "1+1=", "data_source": domain, "reward_model": {"ground_truth": "2"}} for domain in domains]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return Recipe(
+        run_dir="unused",
+        student=StudentConfig(model=str(tmp_path / "student")),
+        teachers={"all": TeacherConfig(model="unused", domains=("math", "code"))},
+        data=DataConfig(train=(str(tmp_path / "train.jsonl"),), validation=(str(tmp_path / "held.jsonl"),)),
+        schedule=ScheduleConfig(steps=1, prompts_per_step=1),
+        rewards={"default": ExactMatchConfig(type="exact_match")},
+        validation=ValidationConfig(),
+    )
+
+
+def test_there_is_a_validator_where_the_recipe_asks_for_one(recipe: Recipe) -> None:
+    inputs = read_inputs(recipe)
+    assert inputs.rewards is not None and inputs.validation is not None
+    validator = build_validator(recipe, inputs)
+    assert validator is not None and set(validator.domains) == {"code", "math"}
+    without = replace(recipe, validation=None)
+    inputs = read_inputs(without)
+    assert inputs.validation is None and build_validator(without, inputs) is None
