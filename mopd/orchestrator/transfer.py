@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """Tries of one update; a replica that fails in all of them is left without the weights."""
+FIRST_ATTEMPTS = 2
+"""Tries of a first update into whose group nobody comes."""
 LOOPBACK = "127.0.0.1"
 PROBED_PORT = 9
 """Port for looking up a route; nothing is sent to it."""
@@ -113,7 +115,7 @@ class Transfer:
             lost |= {name for name, kind in failures.items() if kind == "lost"}
             if failures:
                 await self.close()
-            is_alone = attempt > 0 and not self._has_sent and len(failures) == len(names)
+            is_alone = attempt + 1 >= FIRST_ATTEMPTS and not self._has_sent and len(failures) == len(names)
             if is_alone and set(failures.values()) == {"refused"}:  # all answered: it is the network
                 raise CannotJoin(self._why_nobody_came())
         if left := await self._targets.lacking(asked):
@@ -228,9 +230,9 @@ class Transfer:
     def _why_nobody_came(self) -> str:
         where = self._stores[-1].host if self._stores else "this machine"
         return (
-            f"no rollout engine came into a process group with the student at {where} within "
-            f"{self._cfg.timeout_s:g} s: let all ports through between the machines, set weight_sync.interface to the "
-            "network that joins them, or weight_sync.type: http"
+            f"no rollout engine came into a process group with the student at {where}, in {FIRST_ATTEMPTS} attempts: "
+            "let all ports through between the machines, set weight_sync.interface to the network that joins them, or "
+            "weight_sync.type: http"
         )
 
     async def _share_memory(self, num_receivers: int) -> str:

@@ -170,20 +170,16 @@ def _computed(run_dir: Path) -> list[dict[str, float]]:
 
 
 def test_a_frozen_tower_stays_and_its_merger_learns(assets: Path, tmp_path: Path) -> None:
-    """On two pipeline stages, of which the first has the tower; a rollout server gets it once."""
+    """On two pipeline stages, of which the first has the tower."""
     run_dir = tmp_path / "run"
     layout = {"pipeline_model_parallel_size": 2}
     recipe = write_recipe(assets, run_dir, parallel=layout)
     placements = ("teachers.reader.placement={type: in_process}", "rollout.placement={type: local, num_threads: 1}")
-    done = mopd("train", recipe, "schedule.steps=2", "weight_sync.type=http", *placements)
+    done = mopd("train", recipe, "schedule.steps=2", *placements)
     assert done.returncode == 0, done.stderr
     before, after = (load_file(folder / "model.safetensors") for folder in (assets / "student", run_dir / "hf"))
     same = {name for name, weight in before.items() if torch.equal(weight, after[name])}
     assert same == {name for name in before if name.startswith(("visual.patch_embed.", "visual.blocks."))}
-    tower = sum(before[name].nbytes for name in same)
-    trained = sum(weight.nbytes for weight in before.values()) - tower
-    first, second = (record["rollout/payload_bytes"] for record in read_metrics(run_dir))
-    assert trained < second < trained + tower / 2 and first > 2 * trained + tower  # of its two updates one is whole
 
 
 def test_a_text_teacher_for_images_ends_before_anything_is_written(assets: Path, tmp_path: Path) -> None:

@@ -13,13 +13,6 @@ killed   a test fails, and does not on the unchanged copy; or the run ends in an
 unclear  the unchanged copy ends no better: nothing is known, and it counts as not killed
 survived no test fails
 ======== ==============================================================================================================
-
-A survivor is ``equivalent``, and does not count, where no test could see it:
-
-* no input shows a difference: what is changed is never read, or both forms give the same;
-* a limit, a pace, a deadline or a batch size becomes another that would serve as well, and nothing is promised of its
-  exact value: a test could only repeat the number. A limit that a standard or the documentation names is no such thing,
-  nor is a value that would not serve (``2 ^ 16`` bytes for ``2 ** 16``).
 """
 
 from __future__ import annotations
@@ -52,9 +45,7 @@ FOLDER = Path(__file__).parent
 SURVIVORS, OUTCOME = "survivors.yaml", "outcome.yaml"
 HEAD = """\
 # Written by `make mutations`, which keeps `equivalent` and `reason`: mutations that the fast unit tests do not see.
-# `equivalent`: no test could see it, as no input shows a difference; or it changes a limit, a pace, a deadline or a
-# batch size into one that would serve as well, of whose exact value nothing is promised: a test could only repeat the
-# number. The others are seen by slower tests, or by none; the reason says so.
+# `equivalent`: no test could see it. The others are seen by slower tests, or by none; the reason says so.
 """
 COUNT, SEED = 200, 0
 WANTED_SHARE = 0.9

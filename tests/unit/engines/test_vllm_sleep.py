@@ -31,7 +31,7 @@ def test_weights_come_between_the_two_halves_of_waking() -> None:
         workers, files = VllmWorkers(llm), StagedFiles(paths=["one"], num_tensors=1)
         await workers.sleep(keeps_weights=False)
         await workers.wake_up(weights_only=True)
-        await workers.load(files, "7", some_stay=False)
+        await workers.load(files, "7")
         await workers.wake_up(weights_only=False)
         reading = ["collective_rpc mopd_load_weights", "reset_prefix_cache", "reset_encoder_cache"]
         assert llm.log == [
@@ -42,7 +42,7 @@ def test_weights_come_between_the_two_halves_of_waking() -> None:
             "wake_up ['kv_cache']",
         ]
         llm.log.clear()
-        await workers.load(files, "8", some_stay=False)
+        await workers.load(files, "8")
         version = "update_weight_version 8"
         assert llm.log == ["pause_generation mode=keep", *reading, version, "resume_generation"]
         llm.log.clear()
