@@ -89,7 +89,7 @@ class StubWorker:
     def memory(self) -> dict[str, float]:
         return {}
 
-    def weights(self, part: str, **_: Any) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, **_: Any) -> Iterator[tuple[str, Tensor]]:
         yield from make_weights(TENSOR_MB).items()
 
 
