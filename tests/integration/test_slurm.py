@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ TOGETHER: dict[str, Any] = (
         **ON_NODES,
         "student__parallel": {"tensor_model_parallel_size": 2},
         "schedule__steps": 3,
-        "slurm": {"student_nodes": 2, "gpus_per_node": 2, "time": "10"},
+        "rollout__placement": {"type": "registered"},
+        "slurm": {"student_nodes": 2, "gpus_per_node": 3, "time": "10"},
     }
 )
 """The job that ``make test`` tries too, there with a rank on each node: nothing that a job starts is warm."""
@@ -100,14 +101,16 @@ def assert_trained_as_on_one_machine(run_dir: Path, expected: Path) -> None:
 def one_machine(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of as many ranks on one machine."""
     run_dir = tmp_path_factory.mktemp("one_machine") / "run"
-    keys: Mapping[str, Any] = {**TOGETHER, "teacher_defaults": {}, "slurm": None}
+    keys = {key: value for key, value in TOGETHER.items() if key != "rollout__placement"}
+    keys |= {"teacher_defaults": {}, "slurm": None}
     done = mopd("train", world.write_recipe(run_dir, **keys))
     assert done.returncode == 0, done.stderr
     return run_dir
 
 
 def test_two_nodes_train_as_one_machine(nodes: slurm.Cluster, world: World, one_machine: Path, tmp_path: Path) -> None:
-    """The ranks over both, each teacher in a step of its own, on the GPU of its node that the ranks leave."""
+    """The ranks over both, each teacher and the rollout in a step of its own, on the GPUs that the ranks leave; the
+    weights go to the rollout's node over the network."""
     run_dir = tmp_path / "run"
     code, output, errors = ended(command(nodes, "slurm", world.write_recipe(run_dir, **TOGETHER), "--wait"))
     assert code == 0, output + errors + job_logs(run_dir)
@@ -116,6 +119,9 @@ def test_two_nodes_train_as_one_machine(nodes: slurm.Cluster, world: World, one_
     assert (run_dir / "logs" / "node2" / "teachers.right.0.log").is_file()
     assert {path.parent.name for path in (run_dir / "logs").glob("node?/rank_*.log")} == {"node1", "node2"}
     assert "COMPLETED" in output and f"step {len(read_metrics(run_dir))}/" in output
+    if "rollout__placement" in TOGETHER:  # by a group: HTTP has no such number
+        written = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        assert all('"timing/weights_send_s"' in line for line in written)
     assert f"job {job_id(run_dir)} of {run_dir}" in output
     code, output, _ = ended(command(nodes, "status", run_dir))
     assert code == 0 and f"job {job_id(run_dir)} COMPLETED" in output
