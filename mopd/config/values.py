@@ -231,4 +231,9 @@ def _is_host(host: str, *, is_bracketed: bool) -> bool:
         except ValueError:
             return False
     labels = host.removesuffix(".").split(".")
+    if len(labels) == 4 and all(label.isdigit() for label in labels):
+        try:
+            ipaddress.IPv4Address(".".join(labels))
+        except ValueError:
+            return False
     return len(host) <= MAX_HOST_CHARACTERS and all(_LABEL.fullmatch(label) for label in labels)

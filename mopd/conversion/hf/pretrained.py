@@ -171,7 +171,7 @@ def read_stop_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
     generation = _read_generation_config(folder)
     path, eos = folder / GENERATION_CONFIG, generation.get("eos_token_id")
     if eos is None:
-        path, eos = folder / CONFIG_FILE, config.get_text_config().eos_token_id
+        path, eos = folder / CONFIG_FILE, getattr(config.get_text_config(), "eos_token_id", None)
     ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(type(token) is int and -1 <= token < _MAX_TOKEN_ID for token in ids):
         raise Keys({}, path).error("eos_token_id", f"{eos!a:.100} is no token id and no list of them; {_CURE}")

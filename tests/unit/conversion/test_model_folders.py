@@ -16,7 +16,7 @@ import pytest
 from mopd.base.types import UserError
 from mopd.cli.main import main
 from mopd.config.groups import TorchEngineConfig
-from mopd.conversion.hf.pretrained import load_config, load_tokenizer
+from mopd.conversion.hf.pretrained import load_config, load_tokenizer, read_stop_ids
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.hf.writer import require_exportable
 from mopd.conversion.jobs import streaming
@@ -254,3 +254,10 @@ def test_a_comparison_ends_after_a_thousand_differences(
     assert main(["convert", "verify", str(whole), str(model), "--json"]) == 1
     differences = json.loads(capsys.readouterr().out)["differences"]
     assert 1000 < len(differences) < 1010 and "not compared" in differences[-1]["problem"]
+
+
+def test_a_model_whose_config_has_no_place_for_stop_ids_has_none(tmp_path: Path) -> None:
+    """transformers' own text config of Qwen3-VL has none by itself."""
+    from transformers import Qwen3VLConfig  # heavy
+
+    assert read_stop_ids(tmp_path, Qwen3VLConfig()) == ()

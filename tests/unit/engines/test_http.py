@@ -298,6 +298,7 @@ BAD_TEXT = (
 BAD_URLS = BAD_TEXT.split()
 BAD_URLS += ["", "http://h\0", "http://h\nhost: other", "http://h x"]
 BAD_URLS += [f"http://{'a' * 64}", f"http://{'a.' * 200}b", f"http://h/{'x' * 3000}"]
+BAD_URLS += ["http://10.0.0.555", "http://00.0.0.5:80", "http://10.0.0.58000."]  # no addresses
 BAD_URLS += [f"http://{'a.' * 126}bc"]  # one more than a name may have
 
 

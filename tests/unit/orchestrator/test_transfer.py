@@ -245,7 +245,8 @@ def test_where_nobody_can_join_two_attempts_end_in_one_line(
     tried = engines_lack_interface(monkeypatch)
 
     async def action(sender: Sender) -> None:
-        with pytest.raises(CannotJoin, match=r"no rollout engine came into .* at 127\.0\.0\.1, .*weight_sync") as caught:
+        named = r"no rollout engine came into .* at 127\.0\.0\.1, .*weight_sync"
+        with pytest.raises(CannotJoin, match=named) as caught:
             await sender.publish(weights, 1)
         assert len(tried) == 2 and "\n" not in str(caught.value)
 
