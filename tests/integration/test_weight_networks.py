@@ -30,21 +30,14 @@ pytestmark = [
     pytest.mark.skipif(not can_make_networks(), reason="needs root, ip and iptables, to make networks"),
 ]
 TORCH = TorchEngineConfig(dtype="float32")
-VLLM = VllmEngineConfig(
-    type="vllm",
-    dtype="float32",
-    kv_cache_memory_bytes=32 * 2**20,
-    max_num_batched_tokens=512,
-    max_num_seqs=32,
-    max_scoring_tokens=512,
-    enforce_eager=True,
-)
 ENGINES: tuple[TorchEngineConfig | VllmEngineConfig, ...] = (TORCH,)
 LAYOUTS: tuple[str, ...] = ("pp2",)
 if IS_WHOLE:
     LAYOUTS = ("tp2", "pp2", "ep2")
     if importlib.util.find_spec("vllm"):
-        ENGINES = (TORCH, VLLM, dataclasses.replace(VLLM, tensor_parallel_size=2))
+        from tests.integration.test_server_vllm import CFG  # its module needs vLLM
+
+        ENGINES = (TORCH, CFG, dataclasses.replace(CFG, tensor_parallel_size=2))
 
 
 @pytest.mark.timeout(900)

@@ -33,8 +33,6 @@ MARGIN_S = 5.0
 """Seconds for an answer to come back beyond the deadline that its message carries."""
 Failures = dict[str, str]
 """Replica -> ``refused`` (it answered, and can be asked anew) or ``lost``."""
-CALLS = ("lacking", "join", "start", "finish", "published")
-"""Methods that another process may call."""
 
 
 class TransferTargets:
