@@ -67,11 +67,14 @@ def send(
         RuntimeError: the stream is not that of ``metas``.
     """
     order = carrier.group.order
-    with to_the_end(carrier.group, weights) as stream:
-        carrier.group.tell(num_skipped)  # the first word: the number of tensors at the beginning that do not come
-        parts = cut_parts(metas[num_skipped:], order.bucket_bytes, order.large_bytes)
-        filler = _Filler(carrier, stream, is_checked=verify or checks_values)
-        return _send(carrier, parts, filler, verify, longest_turn_s, on_part)
+    try:
+        with to_the_end(carrier.group, weights) as stream:
+            carrier.group.tell(num_skipped)  # the first word: the number of tensors at the beginning that do not come
+            parts = cut_parts(metas[num_skipped:], order.bucket_bytes, order.large_bytes)
+            filler = _Filler(carrier, stream, is_checked=verify or checks_values)
+            return _send(carrier, parts, filler, verify, longest_turn_s, on_part)
+    finally:
+        carrier.drop_room()  # the step that follows needs the memory
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import os
 import signal
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -268,7 +269,8 @@ def test_who_leaves_ends_its_own_wait_and_that_of_those_behind_it() -> None:
 def test_two_buckets_are_held_on_either_side(
     large_bytes: int, dtype: torch.dtype, num_buckets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an update of ten: the same tensor ten times, and one slot for all, so that nothing else takes memory."""
+    """Of an update of ten: the same tensor ten times, and one slot for all, so that nothing else takes memory. Between
+    updates none is held."""
     monkeypatch.setattr(transfer_group, "SLICE_BYTES", 8 * MIB)
     bucket = 32 * MIB
     shape = (bucket // dtype.itemsize,)
@@ -279,10 +281,13 @@ def test_two_buckets_are_held_on_either_side(
         metas, 1, slots=lambda: dict.fromkeys(names, slot), bucket_bytes=bucket, large_bytes=large_bytes
     ) as group:
         gc.collect()
-        peaks = HostPeaks({"own": os.getpid()})
+        peaks, own = HostPeaks({"own": os.getpid()}), psutil.Process()
+        before = own.memory_info().rss
         sending = group.pool.submit(group.send, 0, dict.fromkeys(names, one), verify=False)
         for _, tensor in group.receivers[0].tensors(verify=False, patience_s=DEADLINE_S):
             slot.copy_(tensor)
         sending.result(DEADLINE_S)
+        tensor = slot  # lets go of the last bucket
         assert abs(peaks.extra_bytes()["own"] / bucket - num_buckets) < 0.5
+        assert own.memory_info().rss - before < bucket / 2
         assert torch.equal(slot, one)
