@@ -49,9 +49,9 @@ from mopd.launch.link import LinkEnded, RankLink
 from mopd.launch.ranks import CommandChannel, follow, run_commands, student_facts
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.leading import collect_rarely
-from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
+from mopd.orchestrator.training import fresh_ledger
 
 GOAL = 2000.0
 """Samples a second through one orchestrator."""
@@ -153,7 +153,6 @@ async def measure(link: RankLink, recipe: Recipe, scenario: Scenario, workers: A
             await tasks.unless_failed(ranks.ask("is_saving"))
         call_s = (time.process_time() - spent) / NUM_CALLS
         student = StudentGroup(recipe, ranks, facts, workers.sync)
-        options: dict[str, Any] = {"max_staleness": recipe.schedule.max_staleness, "step": 0}
         begun, started = time.process_time(), time.perf_counter()
         controller = Controller(
             recipe=recipe,
@@ -164,7 +163,7 @@ async def measure(link: RankLink, recipe: Recipe, scenario: Scenario, workers: A
             student=student,
             plane=workers.plane,
             observer=observer,
-            ledger=Ledger(prompts_per_step=scenario.num_prompts, on_new_weights=recipe.on_new_weights, **options),
+            ledger=fresh_ledger(recipe),
             stop=Stop(),
             unit=1,
         )
