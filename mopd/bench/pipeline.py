@@ -46,7 +46,7 @@ from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.rewards import RewardWorker
 from mopd.orchestrator.rollout import RolloutWorker, derive_seed
 from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
-from mopd.placement.weights import GroupWeightSync
+from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.rewards.domains import build_rewards
 
 MOST_OF_BOUND = 1.10

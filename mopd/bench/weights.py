@@ -60,13 +60,12 @@ from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
-from mopd.engines.replicas.transfer import TransferTargets
 from mopd.launch.link import LinkEnded, RankLink
 from mopd.launch.ranks import CommandChannel, run_commands, student_facts
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
+from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.placement.engine_file import rollout_file
-from mopd.placement.weights import GroupWeightSync
 from mopd.student import cpu_shim, parallel
 from mopd.student.model.gpt import build_model
 from mopd.student.weights import hf_senders, hf_tensors, iter_hf_weights, iter_sender_weights
@@ -233,10 +232,9 @@ class Updates:
         ]
         replicas = [Replica(name=one.name, engine=one) for one in self._engines]
         self._router = Router("bench", replicas, RoutingConfig(), kind="rollout")
-        targets = TransferTargets(self._router, on_running="finish", drain_s=TIMEOUT_S)
         by_http = replace(recipe, weight_sync=HttpConfig(type="http"))
         self._students = {
-            self._way: through.student(recipe, GroupWeightSync(self._router, targets=targets)),
+            self._way: through.student(recipe, GroupWeightSync(self._router)),
             HTTP: through.student(by_http, GroupWeightSync(self._router)),
         }
         self._version = -1

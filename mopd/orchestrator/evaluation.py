@@ -26,11 +26,11 @@ from mopd.orchestrator.leading import Orchestrator, engine_device, join
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
 from mopd.orchestrator.validation import ValidationResult, Validator
+from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.orchestrator.workers import Inputs, build_routers, build_validator, read_inputs
 from mopd.placement.gpus import without_sharing
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
-from mopd.placement.weights import GroupWeightSync
 from mopd.report.terminal import Terminal
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,17 @@ from torch import Tensor
 
 from mopd.base.types import DomainSums, MicroBatchPlan, SampleMeta
 from mopd.config.schema import Recipe
-from mopd.config.weights import BucketsConfig, CollectiveConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import packing_rules
-from mopd.engines.wire.weights import StagedWeights
-from mopd.launch.failure import rank_0_host
 from mopd.orchestrator.ranks import Ranks
-from mopd.orchestrator.transfer import CannotJoin, Transfer
+from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.placement.sharing.turns import GpuTurns
-from mopd.placement.weights import GroupWeightSync
 
 logger = logging.getLogger(__name__)
 
 
 class StudentGroup:
-    """The student behind the link. Its weights go to the rollout by HTTP or into engines of this process, as chunks
-    that come over the link (``stage``) and are kept here (``send``), or straight from the ranks (``Transfer``)."""
+    """The student behind the link. Its weights go to the rollout as ``GroupWeightSync`` sends them."""
 
     def __init__(
         self,
@@ -49,13 +43,13 @@ class StudentGroup:
         self.weight_version = 0
         """Optimizer steps so far."""
         self._ranks, self._weights, self._turns = ranks, weights, turns
-        cfg = recipe.weight_sync
-        self._transfer = _transfer(recipe, ranks, facts["announced"], weights)
-        self._or_http = isinstance(cfg, CollectiveConfig) and cfg.or_http
-        if self._transfer is not None:
-            weights.send_again_by(self.send_again)
-        self._send: Callable[[], Awaitable[None]] | None = None
-        """Rest of an update that ``stage`` has begun."""
+        weights.attach(
+            ranks,
+            recipe,
+            facts["announced"],
+            takes_turns=turns is not None,
+            newest=lambda: self.weight_version,
+        )
 
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
         """Compute loss and gradients of one step; return sums per domain over all ranks. The student's turn on shared
@@ -72,9 +66,8 @@ class StudentGroup:
         self.weight_version = answer["weight_version"]
         if self._turns is not None:
             self._turns.end()
-        numbers = {} if self._transfer is None else self._transfer.take_numbers()
         values: dict[str, float] = answer["values"]
-        return values | numbers
+        return values | self._weights.take_numbers()
 
     async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
         """Return the student's log-probs of each sample's response tokens, [R] fp32."""
@@ -96,47 +89,11 @@ class StudentGroup:
     async def stage(self, weight_version: int) -> None:
         """Take the weights over into this process, or send them all the way by a group; replicas on shared GPUs are
         given theirs when they wake. The student is free then."""
-        async with self._ranks.turn:
-            if self._transfer is None:
-                self._send = partial(self._weights.send, await self._stage(weight_version))
-            elif self._turns is None:
-                await self._publish(self._transfer, weight_version)
-            else:
-                self._send = partial(self._weights.ask_for, weight_version)
-
-    async def _publish(self, transfer: Transfer, weight_version: int) -> None:
-        """Send by the group; where nobody can come into it and the recipe allows it, by HTTP from now on."""
-        try:
-            await transfer.publish(weight_version)
-        except CannotJoin as error:
-            if not self._or_http:
-                raise
-            logger.warning("the weights go by HTTP, about 0.5 GB/s, from now on: %s", error)
-            self._transfer = None
-            self._weights.leave_group()
-            self._send = partial(self._weights.send, await self._stage(weight_version))
+        await self._weights.stage(weight_version)
 
     async def send(self) -> None:
         """Return when every rollout replica that can has the staged weights. The student may work meanwhile."""
-        send, self._send = self._send, None
-        if send is not None:
-            await send()
-
-    async def send_again(self) -> None:
-        """Send the weights of the moment by the group, to replicas without those that are asked for."""
-        assert self._transfer is not None
-        async with self._ranks.turn:
-            await self._transfer.publish(self.weight_version, only_missing=True)
-
-    async def _stage(self, weight_version: int) -> StagedWeights:
-        told, bodies = await self._ranks.ask_for_frames("weights")
-        return StagedWeights(
-            weight_version=weight_version,
-            update_id=told["id"],
-            bodies=tuple(bodies),
-            num_tensors=told["num_tensors"],
-            digest=bytes.fromhex(told["digest"]),
-        )
+        await self._weights.send_staged()
 
     async def save(self, folder: Path, state: Mapping[str, Any], *, is_async: bool) -> None:
         """Write model, optimizer and schedule of all ranks into ``folder``, with the JSON-able ``state``; when
@@ -158,8 +115,7 @@ class StudentGroup:
         async with self._own_turn():
             answer = await self._ranks.ask("load", folder=str(folder), cure=cure)
         self.weight_version = answer["weight_version"]
-        if self._transfer is not None:
-            self._transfer.send_constants()
+        self._weights.send_constants()
         state: dict[str, Any] = answer["state"]
         return state
 
@@ -170,8 +126,7 @@ class StudentGroup:
     async def close(self) -> None:
         """Return when the ranks have executed their commands, and have left the group of the weights."""
         await self._ranks.settle()
-        if self._transfer is not None:
-            await self._transfer.close()
+        await self._weights.close()
 
     async def _ask(self, name: str, **kwargs: Any) -> Any:
         async with self._ranks.turn:
@@ -182,13 +137,3 @@ class StudentGroup:
         """Keep the student's memory on shared GPUs, and other commands from coming between."""
         async with nullcontext() if self._turns is None else self._turns.held("student"), self._ranks.turn:
             yield
-
-
-def _transfer(
-    recipe: Recipe, ranks: Ranks, announced: Mapping[str, Any] | None, weights: GroupWeightSync
-) -> Transfer | None:
-    """Return the transfer of the weights by a process group, if the recipe asks for it."""
-    cfg = recipe.weight_sync
-    if announced is None or weights.targets is None or not isinstance(cfg, BucketsConfig):
-        return None
-    return Transfer(weights.targets, cfg, ranks.ask, host=rank_0_host() or "", **announced)

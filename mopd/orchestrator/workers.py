@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from mopd.base.types import UserError
 from mopd.config.schema import Recipe
-from mopd.config.weights import BucketsConfig
 from mopd.data.image_processing import sees_images
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts, require_vision_teachers
 from mopd.data.tokenizer import load_tokenizer
@@ -22,16 +21,15 @@ from mopd.engines.interface import Generator, SamplingParams
 from mopd.engines.replicas.interface import info_of
 from mopd.engines.replicas.router import Router
 from mopd.engines.replicas.statistics import group_metrics
-from mopd.engines.replicas.transfer import TransferTargets
 from mopd.orchestrator.rewards import RewardWorker
 from mopd.orchestrator.rollout import RolloutWorker, reward_item
 from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
 from mopd.orchestrator.validation import Validator
+from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.sharing.rollout import TurnsGenerator
 from mopd.placement.sharing.turns import GpuTurns
-from mopd.placement.weights import GroupWeightSync
 from mopd.rewards.domains import DomainRewards, build_rewards
 
 logger = logging.getLogger(__name__)
@@ -139,9 +137,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     student publishes. ``vocab_size`` is the student's, without padding."""
     routers = build_routers(groups)
     routers[ROLLOUT].vocab_size = vocab_size
-    weights = GroupWeightSync(
-        routers[ROLLOUT], on_running=recipe.on_new_weights, targets=_targets(recipe, routers[ROLLOUT])
-    )
+    weights = GroupWeightSync(routers[ROLLOUT], on_running=recipe.on_new_weights)
     teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
     cfg = recipe.rollout
     sampling = SamplingParams(
@@ -180,16 +176,6 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         ),
         validator=build_validator(recipe, inputs),
         turns=groups.turns,
-    )
-
-
-def _targets(recipe: Recipe, rollout: Router) -> TransferTargets | None:
-    if not isinstance(recipe.weight_sync, BucketsConfig):
-        return None
-    return TransferTargets(
-        rollout,
-        on_running=recipe.on_new_weights,
-        drain_s=recipe.rollout.routing.request_timeout_s,
     )
 
 

@@ -26,14 +26,13 @@ from mopd.placement.engine_file import rollout_file, teacher_file
 from mopd.placement.engine_loading import load_engine
 from mopd.placement.external import ExternalGroup
 from mopd.placement.gpus import places_here
-from mopd.placement.interface import ROLLOUT, GroupPlan, Placement
+from mopd.placement.interface import ROLLOUT, GroupPlan, Placement, WeightSource, WeightWatch
 from mopd.placement.local import LocalLauncher
 from mopd.placement.registered import RegisteredGroup
 from mopd.placement.server_group import ServerGroup
 from mopd.placement.sharing.pool import SharedPool
 from mopd.placement.sharing.rollout import RolloutMemory
 from mopd.placement.sharing.turns import GpuTurns, MemoryHolder
-from mopd.placement.weights import GroupWeightSync, Repair
 from mopd.report.run_files import RunFiles
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class Groups:
 
         async with Groups(recipe, log_dir=run.logs, device=device) as groups:
             routers = {key: Router(...groups.replicas(key)...) for key in groups.keys}
-            groups.watch(routers, GroupWeightSync(routers["rollout"]))
+            groups.watch(routers, weights)
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Groups:
         self._temporary: TemporaryFolder | None = None
         self._placements: dict[str, Placement] = {}
         self._replicas: dict[str, list[Replica]] = {}
-        self._repair: Repair | None = None
+        self._weight_watch: WeightWatch | None = None
         self._cluster: RayCluster | None = None
         self._pools: dict[str, SharedPool] = {}
         self._rollout_memory = RolloutMemory()
@@ -149,28 +148,28 @@ class Groups:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def watch(self, routers: Mapping[str, Router], weight_sync: GroupWeightSync | None) -> None:
-        """Begin to restart replicas that die. Rollout replicas that lack the weights that ``weight_sync``
-        sent last get them once more."""
+    def watch(self, routers: Mapping[str, Router], weights: WeightSource | None) -> None:
+        """Begin to restart replicas that die. Rollout replicas that lack the weights that ``weights`` sent last get
+        them once more."""
         for key, router in routers.items():
             self._placements[key].watch(router)
-        if weight_sync is not None and self.turns is not None:
-            self._rollout_memory.sync = weight_sync
-            weight_sync.kept_awake = functools.partial(self.kept_awake, ROLLOUT)
+        if weights is not None and self.turns is not None:
+            self._rollout_memory.weights = weights
+            weights.kept_awake = functools.partial(self.kept_awake, ROLLOUT)
         is_remote = ROLLOUT in routers and not isinstance(self.plans[ROLLOUT].group.placement, InProcessConfig)
-        if is_remote and weight_sync is not None:
+        if is_remote and weights is not None:
             placement = self._placements[ROLLOUT]
             give_up = placement.lose if isinstance(placement, RegisteredGroup) else routers[ROLLOUT].remove
             patience_s = self.plans[ROLLOUT].group.routing.request_timeout_s
-            self._repair = Repair(routers[ROLLOUT], weight_sync, give_up, patience_s=patience_s)
+            self._weight_watch = weights.watch(give_up, patience_s=patience_s)
 
     async def close(self) -> None:
         """End every replica that was started; may be called twice."""
         if self.turns is not None:
             await self.turns.close()
-        if self._repair is not None:
-            await self._repair.close()
-            self._repair = None
+        if self._weight_watch is not None:
+            await self._weight_watch.close()
+            self._weight_watch = None
         placements, self._placements = self._placements, {}
         outcomes = await asyncio.gather(*(p.close() for p in placements.values()), return_exceptions=True)
         cluster, self._cluster = self._cluster, None  # before it ends: one that fails to must not be ended again

@@ -45,6 +45,33 @@ class GroupPlan:
         return f"{file_name(self.key)}.{index}"
 
 
+class WeightSource(Protocol):
+    """Source of the weights that the rollout's replicas answer with, as its placement needs it."""
+
+    kept_awake: KeptAwake
+    """Context that is held while weights are sent."""
+
+    async def stop(self) -> None:
+        """Send no weights from now on: the replicas sleep, and lose theirs."""
+        ...
+
+    async def go_on(self) -> int | None:
+        """Give replicas that are awake the weights of the moment; return the version that is asked for, if any."""
+        ...
+
+    def watch(self, give_up: Callable[..., None], *, patience_s: float) -> WeightWatch:
+        """Begin to send weights again to replicas without them; ``give_up`` one that cannot be reached."""
+        ...
+
+
+class WeightWatch(Protocol):
+    """A watch that was begun."""
+
+    async def close(self) -> None:
+        """End it."""
+        ...
+
+
 class Placement(Protocol):
     """The replicas of one group. Used on one event loop."""
 

@@ -137,8 +137,8 @@ class WeightSender:
 
 
 def announced(recipe: Recipe, worker: StudentWorker) -> dict[str, Any] | None:
-    """What the student will send by a group, as JSON: arguments of ``mopd.orchestrator.transfer.Transfer``; ``None`` of
-    a recipe whose weights go by HTTP."""
+    """What the student will send by a group, as JSON: arguments of the orchestrator's ``Transfer``; ``None`` where the
+    weights go by HTTP."""
     cfg, engine = recipe.weight_sync, recipe.rollout.engine
     if not isinstance(cfg, BucketsConfig):
         return None

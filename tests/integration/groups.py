@@ -21,10 +21,10 @@ from mopd.engines.replicas.interface import RouterLimits
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.launch.preparing import prepare
+from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.server_group import ServerGroup
-from mopd.placement.weights import GroupWeightSync
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model, make_tokenizer
 from tests.integration.world import World
 

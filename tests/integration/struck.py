@@ -25,10 +25,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mopd.engines.replicas.transfer import TransferTargets
 from mopd.launch import orchestrator
 from mopd.orchestrator import process
-from mopd.orchestrator.transfer import Transfer
+from mopd.orchestrator.weights.targets import TransferTargets
+from mopd.orchestrator.weights.transfer import Transfer
 from mopd.student.sending import WeightSender
 from mopd.student.worker import StudentWorker
 from mopd.weights.carrying import TravellingParts

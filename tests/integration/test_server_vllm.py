@@ -28,11 +28,11 @@ from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores, StaleWeights
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
-from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import encode
 from mopd.engines.wire.weights import StagedWeights, stage_updates
-from mopd.orchestrator.transfer import Transfer
+from mopd.orchestrator.weights.targets import TransferTargets
+from mopd.orchestrator.weights.transfer import Transfer
 from mopd.weights.carrying import TravellingParts
 from mopd.weights.group import Pending
 from tests.fixtures.linked import Sending

@@ -22,9 +22,9 @@ from mopd.config.weights import CollectiveConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
-from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.transfer import CannotJoin, Transfer
+from mopd.orchestrator.weights.targets import TransferTargets
+from mopd.orchestrator.weights.transfer import CannotJoin, Transfer
 from mopd.weights.group import CONNECT_S, VERDICT_MARGIN_S, GroupStore
 from tests.fixtures.linked import Sending
 from tests.fixtures.networks import (

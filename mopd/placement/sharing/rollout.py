@@ -20,8 +20,8 @@ from mopd.base.types import UserError
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import cancel
 from mopd.engines.interface import EngineUnavailable, Generation, Generator, Images, ResponseCallback, SamplingParams
+from mopd.placement.interface import WeightSource
 from mopd.placement.server_group import ServerGroup
-from mopd.placement.weights import GroupWeightSync
 
 
 class RolloutMemory:
@@ -30,22 +30,22 @@ class RolloutMemory:
     def __init__(self) -> None:
         self.group: ServerGroup | None = None
         """The rollout's group; ``None`` before it is placed."""
-        self.sync: GroupWeightSync | None = None
+        self.weights: WeightSource | None = None
         """Sends weights to replicas that wake; ``None`` before there are weights."""
 
     async def give_back(self) -> None:
         """Put every replica to sleep. ``UserError`` for a replica that cannot be ended either."""
-        if self.sync is not None:
-            await self.sync.stop()
+        if self.weights is not None:
+            await self.weights.stop()
         if self.group is not None:
             await self.group.all_do("sleep", lambda engine: engine.sleep())
 
     async def take(self) -> None:
-        """Wake every replica and give it weights. Raises as ``give_back`` and ``GroupWeightSync.send`` do."""
+        """Wake every replica and give it weights. Raises as ``give_back`` and ``WeightSource.go_on`` do."""
         if self.group is None:
             return
         await self.group.all_do("wake up for weights", lambda engine: engine.wake_up(weights_only=True))
-        version = None if self.sync is None else await self.sync.go_on()
+        version = None if self.weights is None else await self.weights.go_on()
 
         async def wake(engine: RemoteEngine) -> None:
             if version is not None and engine.weight_version < version:

@@ -27,14 +27,13 @@ from mopd.data_plane.interface import Storage
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
-from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import unpacked_weights
 from mopd.launch.link import RankLink, error_head
 from mopd.launch.ranks import CommandChannel, follow, run_commands, student_facts
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
-from mopd.placement.weights import GroupWeightSync
+from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.student.worker import StudentWorker
 from tests.fixtures.servers import RunningServer, running_server
 
@@ -162,9 +161,8 @@ class Sender:
         return found
 
     def _group(self, ranks: Ranks, router: Router, way: BucketsConfig, sends: dict[str, Any]) -> StudentGroup:
-        targets = TransferTargets(router, on_running="finish", drain_s=30.0)
         recipe = dataclasses.replace(self._recipe, weight_sync=way)
-        return StudentGroup(recipe, ranks, self._facts(recipe), GroupWeightSync(router, targets=targets))
+        return StudentGroup(recipe, ranks, self._facts(recipe), GroupWeightSync(router))
 
     def _facts(self, recipe: Recipe) -> dict[str, Any]:
         return student_facts(recipe, self._worker)

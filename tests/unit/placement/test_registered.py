@@ -24,10 +24,10 @@ from mopd.engines.interface import SamplingParams
 from mopd.engines.replicas.identity import Needs
 from mopd.engines.replicas.interface import RouterLimits
 from mopd.engines.replicas.router import Router
+from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.placement import registered
 from mopd.placement.interface import GroupPlan
 from mopd.placement.registered import Heartbeats
-from mopd.placement.weights import GroupWeightSync, Repair
 from mopd.serving import registration
 from mopd.serving.registration import Registrar, Registration
 from tests.fixtures.servers import GatedEngine, RunningServer, random_tokens, running_server
@@ -369,7 +369,7 @@ def test_a_rollouts_newcomer_gets_the_weights_first(tmp_path: Path, model: Path,
         async with working(place) as (group, router):
             sync = GroupWeightSync(router)
             await sync.publish(weights, 5)
-            repair = Repair(router, sync, group.lose, patience_s=60.0)
+            repair = sync.watch(group.lose, patience_s=60.0)
             second = place.start("b")
             await until(lambda: len(names(router)) == 2 and not router.needs_weights)
             place.leave("a")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,16 +20,14 @@ from mopd.config.weights import IpcConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
 from mopd.engines.replicas.router import Router
-from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.transfer import Transfer
+from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.placement import server_group
 from mopd.placement.groups import plan_groups
 from mopd.placement.process import ServerState
 from mopd.placement.server_group import Server, ServerGroup
 from mopd.placement.sharing.rollout import RolloutMemory, TurnsGenerator
 from mopd.placement.sharing.turns import GpuTurns
-from mopd.placement.weights import GroupWeightSync
 from tests.fixtures.linked import Sending
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.servers import RunningServer, running_server
@@ -106,37 +107,30 @@ class Shared:
             SHARED,
         ]
         self.launched = Launched(servers)
-        plan = plan_groups(load_recipe(recipe_file, settings).recipe, ["rollout"])["rollout"]
-        self.transfer: Transfer | None = None
+        self.recipe = load_recipe(recipe_file, settings).recipe
+        plan = plan_groups(self.recipe, ["rollout"])["rollout"]
         self.memory = RolloutMemory()
         self.memory.group = self.group = ServerGroup(plan, self.launched)
 
     async def start(self, source: TorchEngine) -> None:
         self.router = Router("rollout", await self.group.start(), RoutingConfig(), kind="rollout")
-        self.memory.sync = self.sync = GroupWeightSync(self.router)
+        self.memory.weights = self.sync = GroupWeightSync(self.router)
         await self.sync.publish(source.model.named_parameters(), 1)
 
     async def start_by_ipc(self, student: Student) -> GpuTurns:
         """Weights come from the student's own memory; the turns are real, the student lends nothing."""
         self.router = Router("rollout", await self.group.start(), RoutingConfig(), kind="rollout")
-        targets = TransferTargets(self.router, on_running="finish", drain_s=30.0)
-        cfg = IpcConfig(type="ipc", bucket_mib=1, timeout_s=5.0)
+        recipe = replace(self.recipe, weight_sync=IpcConfig(type="ipc", bucket_mib=1, timeout_s=5.0))
         sending = Sending(student.weights)
-        self.transfer = Transfer(targets, cfg, sending.ask, **sending.announced)
-        self.memory.sync = self.sync = GroupWeightSync(self.router, targets=targets)
-
-        async def again() -> None:
-            sending.own = student.weights
-            await self.transfer.publish(student.version, only_missing=True)
-
-        self.sync.send_again_by(again)
+        ranks: Any = SimpleNamespace(ask=sending.ask, turn=asyncio.Lock())
+        self.memory.weights = self.sync = GroupWeightSync(self.router)
+        self.sync.attach(ranks, recipe, sending.announced, takes_turns=True, newest=lambda: student.version)
         turns = GpuTurns(Lender(), self.memory)
         self.sync.kept_awake = lambda: turns.held("rollout")
         return turns
 
     async def close(self) -> None:
-        if self.transfer is not None:
-            await self.transfer.close()
+        await self.sync.close()
         for process in self.launched.processes:
             process.is_stuck = False
         await self.router.close()
@@ -195,7 +189,8 @@ def test_replicas_wake_with_the_weights_that_the_student_has(
             turns.end()
             if is_lost and version == 3:
                 monkeypatch.setattr(shared.group.engines[0], "post", lost)
-            await shared.sync.ask_for(version)
+            await shared.sync.stage(version)
+            await shared.sync.send_staged()
             (response,) = await shared.router.generate([[5, 6, 7]], SAMPLING, [1])
             assert set(response.token_versions.tolist()) == {version}
             for server in servers[is_lost and version == 3 :]:

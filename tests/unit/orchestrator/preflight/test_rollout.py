@@ -23,7 +23,7 @@ from mopd.engines.torch.engine import TorchEngine
 from mopd.launch.checks.inputs import Check
 from mopd.orchestrator.preflight.rollout import RolloutCheck
 from mopd.orchestrator.rollout import RolloutWorker
-from mopd.placement.weights import GroupWeightSync
+from mopd.orchestrator.weights.sync import GroupWeightSync
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
 from tests.unit.orchestrator.groups import router_of

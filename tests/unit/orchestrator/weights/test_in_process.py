@@ -15,7 +15,7 @@ from mopd.engines.interface import SamplingParams
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
-from mopd.placement.weights import GroupWeightSync
+from mopd.orchestrator.weights.sync import GroupWeightSync
 from tests.fixtures.tiny_models import make_hf_model
 
 

@@ -20,8 +20,8 @@ from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import decode
 from mopd.engines.wire.weights import WeightCommit, stage_updates
-from mopd.placement import weights as syncing
-from mopd.placement.weights import GroupWeightSync, Repair
+from mopd.orchestrator.weights import sync as syncing
+from mopd.orchestrator.weights.sync import GroupWeightSync
 from tests.fixtures.ports import free_port
 from tests.fixtures.servers import RunningServer, running_server
 
@@ -135,7 +135,7 @@ def test_a_server_that_is_away_is_waited_for(
         sync = GroupWeightSync(router)
         with serving():
             await sync.publish(weights, 1)
-            repair = Repair(router, sync, router.remove, patience_s=600.0)
+            repair = sync.watch(router.remove, patience_s=600.0)
         drawing = asyncio.create_task(router.generate([[5, 6, 7]], SAMPLING, [1]))
         retries = 0
         while (retries := retries + router.take_numbers().retries) < 2 * LIMITS.max_attempts:

@@ -19,13 +19,13 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from mopd.base.types import UserError
 from mopd.config.weights import BucketsConfig, IpcConfig
-from mopd.engines.replicas.transfer import TransferTargets
+from mopd.orchestrator.weights.targets import TransferTargets
 from mopd.weights.addresses import address_towards, interface_address
 from mopd.weights.carrying import part_memory_bytes
 from mopd.weights.group import GroupOrder, GroupStore
@@ -124,6 +124,11 @@ class Transfer:
         if self._numbers:
             self._numbers["timing/weights_update_s"] = time.monotonic() - began
         await self._targets.published(asked)
+
+    async def missing(self) -> Sequence[str]:
+        """Return the replicas with older weights than the router asks for, unless an update is on its way to them."""
+        await self._targets.hear()
+        return [] if self._targets.is_updating else await self._targets.lacking(None)
 
     def send_constants(self) -> None:
         """Send the constants again with the next update: they may be others now."""

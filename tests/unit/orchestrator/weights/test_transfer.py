@@ -24,12 +24,12 @@ from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams, StaleWeights
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
-from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator import transfer
 from mopd.orchestrator.student import StudentGroup
-from mopd.orchestrator.transfer import CannotJoin, Transfer
-from mopd.placement.weights import GroupWeightSync
+from mopd.orchestrator.weights import transfer
+from mopd.orchestrator.weights.sync import GroupWeightSync
+from mopd.orchestrator.weights.targets import TransferTargets
+from mopd.orchestrator.weights.transfer import CannotJoin, Transfer
 from mopd.weights.carrying import TravellingParts
 from tests.fixtures.linked import Sending, linked_ranks
 from tests.fixtures.recipe import RECIPE
@@ -284,7 +284,7 @@ def test_a_student_that_may_goes_on_by_http_where_nobody_can_join(
     facts = {"is_on_gpu": False, "announced": worker.announced}
 
     async def action(sender: Sender) -> None:
-        sync = GroupWeightSync(sender.router, targets=sender.targets)
+        sync = GroupWeightSync(sender.router)
         async with linked_ranks(worker) as ranks:
             student = StudentGroup(recipe, ranks, facts, sync)
             if or_http:
@@ -293,7 +293,7 @@ def test_a_student_that_may_goes_on_by_http_where_nobody_can_join(
                     assert [engine.weight_version for engine in sender.engines] == [version] * 2
                     worker.own = {name: tensor * 2 for name, tensor in worker.own.items()}
                 assert all(holds(server, {name: 2 * tensor for name, tensor in weights.items()}) for server in servers)
-                assert sync.targets is None and await sync.send_again() == ()
+                assert await sync.send_again() == ()
             else:
                 with pytest.raises(CannotJoin):
                     await student.publish(1)

@@ -1,9 +1,11 @@
-"""The student's weights for a group of rollout replicas, wherever they run, and for those that came back without.
+"""The student's weights for the rollout's replicas, wherever they run, and for those that came back without.
 
 ::
 
-    ranks ── chunks ──> StagedWeights (host memory) ── send ──> every replica that lacks them ──> router asks for them
-             one stream                                beside whatever runs     └── Repair sends them once more
+    stage ─┬─ by a group:      ranks ── parts (``Transfer``) ──> engines' workers           nothing is left to send
+           ├─ by HTTP:         ranks ── chunks ──> host memory here ─┬─ send_staged ──> every replica without them
+           └─ in_process:      ranks ── chunks ──> host memory here ─┘                  or the engines here
+    then the router asks for them; ``Repair`` sends them again, by the same way, to replicas that lack them
 """
 
 from __future__ import annotations
@@ -11,18 +13,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
 
 from mopd.base.text import one_line
 from mopd.base.types import UserError
+from mopd.config.schema import Recipe
+from mopd.config.weights import BucketsConfig, CollectiveConfig
 from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, EngineUnreachable, OnRunning, TakesWeights
 from mopd.engines.replicas.router import Router
-from mopd.engines.replicas.transfer import TransferTargets
 from mopd.engines.wire.weights import StagedWeights, stage_updates, unpacked_weights
+from mopd.launch.failure import rank_0_host
+from mopd.orchestrator.ranks import Ranks
+from mopd.orchestrator.weights.targets import TransferTargets
+from mopd.orchestrator.weights.transfer import CannotJoin, Transfer
 from mopd.placement.interface import KeptAwake
 
 logger = logging.getLogger(__name__)
@@ -36,27 +44,85 @@ MAX_PUSHES = 4
 
 
 class GroupWeightSync:
-    """Gives versions of the weights to every replica that is up and has older ones, at once. Knows names and tensors,
-    not where they come from. Replicas in this process are loaded directly; servers get what was staged.
+    """Gives versions of the weights to every replica that is up and has older ones, at once, by the way that the recipe
+    names. Replicas in this process are loaded directly; servers get what was staged, or what a group brings.
 
     A server that fails gets no work until a repair reaches it (``Repair``). That every one fails is then no error of
     the push: the requests that follow wait for the repair, and fail with its reason if there is none.
     """
 
-    def __init__(
-        self, router: Router, *, on_running: OnRunning = "finish", targets: TransferTargets | None = None
-    ) -> None:
-        """``on_running``: what becomes of responses that are under way (``rollout.on_new_weights``). ``targets``: the
-        replicas, where weights come to them by a collective."""
+    def __init__(self, router: Router, *, on_running: OnRunning = "finish") -> None:
+        """``on_running``: what becomes of responses that are under way (``rollout.on_new_weights``)."""
         self._router, self._on_running = router, on_running
-        self.targets = targets
-        self._again: Callable[[], Awaitable[None]] | None = None
+        self._ranks: Ranks | None = None
+        self._transfer: Transfer | None = None
+        """Way of the weights by a group of ranks and engines; ``None``: they go by HTTP, or into this process."""
+        self._or_http = self._takes_turns = False
+        self._newest: Callable[[], int] = lambda: -1
+        self._rest: Callable[[], Awaitable[None]] | None = None
+        """Rest of an update that ``stage`` has begun."""
         self._turn = asyncio.Lock()
         self.kept_awake: KeptAwake = contextlib.nullcontext
         """Context that is held while weights are sent."""
         self._is_stopped = False
         self._sent: StagedWeights | None = None
         """Weights that the router asks for."""
+
+    def attach(
+        self,
+        ranks: Ranks,
+        recipe: Recipe,
+        announced: Mapping[str, Any] | None,
+        *,
+        takes_turns: bool,
+        newest: Callable[[], int],
+    ) -> None:
+        """Say where weights come from; by ``recipe.weight_sync`` they go.
+
+        Args:
+            announced: what the ranks will send by a group (``mopd.student.sending.announced``); ``None``: by none.
+            takes_turns: student and rollout share GPUs: replicas are given their weights when they wake.
+            newest: returns the version of the ranks' weights, which may be newer than what the router asks for.
+        """
+        self._ranks, self._takes_turns, self._newest = ranks, takes_turns, newest
+        cfg = recipe.weight_sync
+        if announced is not None and isinstance(cfg, BucketsConfig):
+            drain_s = recipe.rollout.routing.request_timeout_s
+            targets = TransferTargets(self._router, on_running=self._on_running, drain_s=drain_s)
+            self._transfer = Transfer(targets, cfg, ranks.ask, host=rank_0_host() or "", **announced)
+            self._or_http = isinstance(cfg, CollectiveConfig) and cfg.or_http
+
+    async def stage(self, weight_version: int) -> None:
+        """Take the weights over into this process, or send them all the way by a group; replicas on shared GPUs are
+        given theirs when they wake. The student is free then. Raises as ``Transfer.publish``."""
+        assert self._ranks is not None
+        async with self._ranks.turn:
+            if self._transfer is None:
+                self._rest = partial(self.send, await self._staged(self._ranks, weight_version))
+            elif self._takes_turns:
+                self._rest = partial(self._ask_for, weight_version)
+            else:
+                await self._send_by_group(self._ranks, self._transfer, weight_version)
+
+    async def send_staged(self) -> None:
+        """Return when every replica that can has what was staged. The student may work meanwhile."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            await rest()
+
+    def send_constants(self) -> None:
+        """Send what no step changes with the next update too: it may be something else now."""
+        if self._transfer is not None:
+            self._transfer.send_constants()
+
+    def take_numbers(self) -> dict[str, float]:
+        """Return the metrics of the last update by a group since the last call."""
+        return {} if self._transfer is None else self._transfer.take_numbers()
+
+    async def close(self) -> None:
+        """Have the ranks leave the group."""
+        if self._transfer is not None:
+            await self._transfer.close()
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """``stage_updates`` and ``send``."""
@@ -80,23 +146,15 @@ class GroupWeightSync:
         async with self._turn:
             if self._is_stopped:
                 return ()
-            if self.targets is not None:
-                return await self._fetch(self.targets)
+            if self._transfer is not None:
+                return await self._send_again_by_group(self._transfer)
             lacking = self._router.needs_weights
             if self._sent is None or not lacking:
                 return ()
             await self._push(self._sent, lacking)
             return lacking
 
-    def leave_group(self) -> None:
-        """Send by HTTP from now on."""
-        self.targets = self._again = None
-
-    def send_again_by(self, again: Callable[[], Awaitable[None]]) -> None:
-        """``again`` sends newer weights than the router asks for, or these, to all ``targets`` without them."""
-        self._again = again
-
-    async def ask_for(self, weight_version: int) -> None:
+    async def _ask_for(self, weight_version: int) -> None:
         """Have requests ask for these weights, which the student has and replicas that wake are given. Returns when
         every replica that can has them."""
         async with self._turn:
@@ -114,20 +172,47 @@ class GroupWeightSync:
         if there is one. Raises as ``send``."""
         async with self._turn:
             self._is_stopped = False
-            if self.targets is not None:
-                await self._fetch(self.targets)
+            if self._transfer is not None:
+                await self._send_again_by_group(self._transfer)
                 return self._router.weight_version if self._router.weight_version >= 0 else None
             if self._sent is None:
                 return None
             await self._push(self._sent, self._router.lacking(self._sent.weight_version))
             return self._sent.weight_version
 
-    async def _fetch(self, targets: TransferTargets) -> Sequence[str]:
-        """The student sends its weights to those that lack them; returns whom."""
-        await targets.hear()
-        lacking = [] if targets.is_updating else await targets.lacking(None)
-        if self._again is not None and lacking:
-            await self._again()
+    def watch(self, give_up: Callable[..., None], *, patience_s: float) -> Repair:
+        """Begin to watch the group; see ``Repair``."""
+        return Repair(self._router, self, give_up, patience_s=patience_s)
+
+    async def _staged(self, ranks: Ranks, weight_version: int) -> StagedWeights:
+        """Take the chunks over that rank 0 sends."""
+        told, bodies = await ranks.ask_for_frames("weights")
+        return StagedWeights(
+            weight_version=weight_version,
+            update_id=told["id"],
+            bodies=tuple(bodies),
+            num_tensors=told["num_tensors"],
+            digest=bytes.fromhex(told["digest"]),
+        )
+
+    async def _send_by_group(self, ranks: Ranks, transfer: Transfer, weight_version: int) -> None:
+        """Send by the group; where nobody can come into it and the recipe allows it, by HTTP from now on."""
+        try:
+            await transfer.publish(weight_version)
+        except CannotJoin as error:
+            if not self._or_http:
+                raise
+            logger.warning("the weights go by HTTP, about 0.5 GB/s, from now on: %s", error)
+            self._transfer = None
+            self._rest = partial(self.send, await self._staged(ranks, weight_version))
+
+    async def _send_again_by_group(self, transfer: Transfer) -> Sequence[str]:
+        """Send the student's weights of the moment to replicas without those that are asked for; return whom."""
+        assert self._ranks is not None
+        lacking = await transfer.missing()
+        if lacking:
+            async with self._ranks.turn:
+                await transfer.publish(self._newest(), only_missing=True)
         return lacking
 
     async def _load(self, staged: StagedWeights) -> None:
