@@ -121,10 +121,14 @@ class KLLossConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyGradientConfig:
-    """Policy gradient with the detached advantage A = -(student - teacher log-prob) (+ weight x task advantage)."""
+    """Policy gradient with the detached advantage A = -(student - teacher log-prob) - baseline (+ weight x task
+    advantage)."""
 
     type: Literal["policy_gradient"]
     """Loss type."""
+    baseline: Literal["kl", "none"] = "kl"
+    """What the advantage is compared with. kl: its expectation over the student's tokens, by the teacher's top k and a
+    bucket: the same expected gradient with a fraction of its variance; none: nothing."""
     task_reward_weight: NotNegative = 0.0
     """Weight of the task advantage (reward minus the mean over the prompt's responses)."""
     old_logprobs: Literal["student", "rollout"] = "student"
@@ -139,7 +143,7 @@ class PolicyGradientConfig:
     """Weight of tokens, and choice of responses, that another policy than the current student has drawn; absent means
     none. Needed where ``schedule.max_staleness`` is above 0."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 16
-    """Teacher tokens per position, for the mass and overlap metrics only."""
+    """Teacher tokens per position, for the baseline and the mass and overlap metrics."""
     temperature: Positive = 1.0
     """Divides the logits of both sides; must equal ``rollout.temperature``."""
     aggregation: Aggregation = "token_mean"

@@ -41,6 +41,7 @@ from mopd.losses.sampled import (
     check_correction,
     check_estimator,
     correction_weight,
+    kl_baseline,
     policy_gradient,
     sampled_kl,
 )
@@ -209,6 +210,10 @@ def parallel_policy_gradient(
     target: Tensor,
     teacher_logprobs: Tensor,
     *,
+    baseline: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    topk_logprobs: Tensor | None = None,
+    topk_weights: Tensor | None = None,
     task_advantage: Tensor | None = None,
     task_reward_weight: float = 0.0,
     old_logprobs: Tensor | None = None,
@@ -220,12 +225,17 @@ def parallel_policy_gradient(
     reduce_loss: bool = False,
     **shared: Unpack[Shared],
 ) -> tuple[Tensor, Metrics]:
-    """Compute the policy-gradient loss with the detached advantage A = -(student - teacher log-prob) + weight x task
-    advantage.
+    """Compute the policy-gradient loss with the detached advantage A = -(student - teacher log-prob) - baseline +
+    weight x task advantage. The expected gradient is the same with every baseline, its variance is not.
 
     Args:
         target: int64 ``[rows]``, the sampled tokens.
         teacher_logprobs: fp32 ``[rows]``, the teacher's log-prob of ``target``.
+        baseline: fp32 ``[rows]``, what is subtracted; it must not depend on ``target``. None: 0.
+        topk_ids: int32 or int64 ``[rows, K]`` or ``[rows, D, K]``, ids of the teachers' largest probabilities: the
+            expected advantage over them and a bucket for the rest is the baseline (``kl_baseline``), in the same pass.
+        topk_logprobs: fp32, same shape, the teachers' log-probs of ``topk_ids``.
+        topk_weights: fp32 ``[rows, D]``, required for D > 1; those that made ``teacher_logprobs``.
         task_advantage: fp32 ``[rows]``; needed if ``task_reward_weight`` is not 0.
         old_logprobs: fp32 ``[rows]``, p_old of the PPO ratio; None means the student's own of this pass (ratio 1).
         rollout_logprobs: fp32 ``[rows]``, the sampler's log-probs; needed by ``correction``.
@@ -236,23 +246,33 @@ def parallel_policy_gradient(
 
     Returns:
         loss ``[rows]`` (or the sum) and metrics ``[rows]``: ``unweighted_loss``, ``student_logprobs``, ``k1`` (Delta),
-        ``ratio``, ``clip_fraction`` (0/1), ``correction_weight``, ``advantage``.
+        ``ratio``, ``clip_fraction`` (0/1), ``correction_weight``, ``advantage``, ``baseline``.
     """
+    if baseline is not None and topk_ids is not None:
+        raise ValueError("baseline and topk_ids are both given: each is a baseline, pass one")
     if (task_advantage is None) != (task_reward_weight == 0):
         given = "is missing" if task_advantage is None else "is given"
         raise ValueError(f"task_advantage {given} and task_reward_weight is {task_reward_weight}: set both or neither")
     surrogate = Surrogate(clip_ratio_low, clip_ratio_high, dual_clip, correction)
     surrogate.check(old=old_logprobs is not None, rollout=rollout_logprobs is not None)
     call = _open_call(inp, **shared)
-    logprobs, teacher = _sampled_rows(inp, call, target, teacher_logprobs)
+    if topk_ids is None or topk_logprobs is None:
+        logprobs, teacher = _sampled_rows(inp, call, target, teacher_logprobs)
+        subtracted = torch.zeros_like(teacher) if baseline is None else call.number("baseline", baseline)
+    else:
+        checks.check_teacher(call.rows, topk_ids, topk_logprobs, topk_weights, call.shard.vocab_size)
+        lists = teacher_rows(call, topk_ids, topk_logprobs, topk_weights, None)
+        both, teacher = _sampled_rows(inp, call, target, teacher_logprobs, beside=lists.ids_TDK.flatten(1))
+        logprobs, own = both[:, 0], both[:, 1:].detach()
+        subtracted = kl_baseline(own.view_as(lists.ids_TDK), lists)
     delta = (logprobs - teacher).detach()
-    total_advantage = -delta
+    total_advantage = -delta - subtracted
     if task_advantage is not None:
         total_advantage = total_advantage + task_reward_weight * call.number("task_advantage", task_advantage)
     old = None if old_logprobs is None else call.logprobs("old_logprobs", old_logprobs, sampled=True)
     rollout = _rollout_rows(call, rollout_logprobs)
     value, metrics = policy_gradient(logprobs, total_advantage, surrogate, old, rollout)
-    metrics |= {"unweighted_loss": value, "student_logprobs": logprobs, "k1": delta}
+    metrics |= {"unweighted_loss": value, "student_logprobs": logprobs, "k1": delta, "baseline": subtracted}
     return call.finish(call.weighted(value), call.masked(metrics), reduce_loss)
 
 
@@ -305,13 +325,18 @@ def _gather(inp: Tensor, call: LossCall, ids_TN: Tensor) -> tuple[Tensor, Tensor
     return logprobs, lse
 
 
-def _sampled_rows(inp: Tensor, call: LossCall, target: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sampled tokens' log-probs: the student's, differentiable, and the teacher's."""
+def _sampled_rows(
+    inp: Tensor, call: LossCall, target: Tensor, teacher_logprobs: Tensor, *, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sampled tokens' log-probs: the student's, differentiable, [T], or [T, 1 + N] with those of ids
+    ``beside`` [T, N] after them; and the teacher's [T]."""
     ids = call.ids("target", target)
     teacher = call.logprobs("teacher_logprobs", teacher_logprobs)
     if call.check_values:
         checks.check_targets(ids, teacher, call.active_T, call.shard.vocab_size)
-    return _gather(inp, call, ids.unsqueeze(1))[0].squeeze(1), teacher
+    if beside is None:
+        return _gather(inp, call, ids.unsqueeze(1))[0].squeeze(1), teacher
+    return _gather(inp, call, torch.cat([ids.unsqueeze(1).to(beside.dtype), beside], 1))[0], teacher
 
 
 def _rollout_rows(call: LossCall, rollout_logprobs: Tensor | None) -> Tensor | None:

@@ -9,9 +9,12 @@ With y sampled from the student and Delta = log p_y - log q_y:
 As *values* all of them estimate KL(student || teacher). k1 = Delta is not offered as a loss: see ``check_estimator``.
 It is the detached advantage of the policy gradient:
 
-    A    = -(log p_y - log q_y) + alpha * task advantage                        (detached)
+    A    = -(log p_y - log q_y) - b + alpha * task advantage                    (detached)
     rho  = p_y / p_old                                                          (p_old = sg(p_y) when none is given)
     loss = -w * min(rho A, clip(rho, 1 - low, 1 + high) A),  with dual clip c:  never more than -w c A where A < 0
+
+b is a baseline, which must not see y: the expected gradient is the same with any, its variance is not
+(``kl_baseline``).
 
 w, which also multiplies the estimators, corrects for samples that another policy has drawn: the rollout engine with its
 other rounding, or weights of some steps ago. It is detached:
@@ -32,8 +35,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mopd.losses.topk import TeacherRows
+
 ESTIMATORS = ("k2", "k3", "k3_reverse")
 CORRECTIONS = ("tis", "icepop", "gate")
+SMALLEST_TAIL = 1e-6
+"""Least mass that a baseline takes a teacher's tail for."""
 LARGEST_EXPONENT = 80.0
 """Largest exponent of k3: exp of more overflows fp32, so beyond it, from 5e34, k3 continues on its tangent."""
 
@@ -61,6 +68,21 @@ def sampled_kl(delta_T: Tensor, estimator: str) -> Tensor:
     if estimator == "k3":
         return k3
     return torch.where(k2 == torch.inf, k2, k2 + (k3 - k2).detach())
+
+
+def kl_baseline(logprobs_TDK: Tensor, teacher: TeacherRows) -> Tensor:
+    """Return [T], the expectation of the advantage -(log p_y - log q_y) over the student's own tokens y, as far as each
+    teacher's top k and one bucket for all other ids tell: -KL(student || teacher) of these K + 1 outcomes. Several
+    teachers are added up with their weights; a list that is not finite gives NaN.
+
+    ``logprobs_TDK`` are the student's of the teachers' ids.
+    """
+    valid = teacher.valid_TDK
+    p, q = (torch.where(valid, x, -torch.inf).exp() for x in (logprobs_TDK, teacher.logprobs_TDK))
+    inside = torch.where(p > 0, p * (logprobs_TDK - teacher.logprobs_TDK), 0).sum(-1)
+    p_out, q_out = (1 - p.sum(-1)).clamp_min(0), (1 - q.sum(-1)).clamp_min(SMALLEST_TAIL)
+    kl_TD = inside + torch.special.xlogy(p_out, p_out / q_out)
+    return -torch.where(teacher.weights_TD == 0, 0, teacher.weights_TD * kl_TD).sum(-1)
 
 
 def check_correction(correction: tuple[str, float, float] | None, *, rollout: bool) -> None:

@@ -132,7 +132,7 @@ class Objective:
         elif isinstance(self.loss, KLLossConfig):
             names += ["clamped"]
         else:
-            names += ["ratio", "clip_fraction", "correction_weight"]
+            names += ["ratio", "clip_fraction", "correction_weight", "baseline"]
         if self._correction is not None:
             names += ["rollout_kl"] + ([] if isinstance(self.loss, PolicyGradientConfig) else ["correction_weight"])
             names += [] if self._correction.sequence is None else [MASKED_SEQUENCES]
@@ -304,6 +304,9 @@ class Objective:
             return parallel_sampled_kl(
                 logits, own["targets"], teacher, loss.type, loss_max_clamp=loss.loss_max_clamp, **options
             )
+        if loss.baseline == "kl":
+            options |= {"topk_ids": own["teacher_ids"], "topk_logprobs": own["teacher_logprobs"]}
+            options["topk_weights"] = own.get("teacher_weights")
         return parallel_policy_gradient(
             logits,
             own["targets"],

@@ -97,6 +97,38 @@ def test_policy_gradient_has_the_gradient_of_k2_token_by_token(student: Tensor, 
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+@pytest.mark.parametrize("num_teachers", [1, 2])
+def test_a_baseline_keeps_the_expected_gradient_and_takes_variance_away(
+    student: Tensor, log_q: Tensor, num_teachers: int
+) -> None:
+    """Also with a baseline from half of the vocabulary. That of a whole one leaves an advantage of mean 0."""
+    teachers = torch.stack([log_q, torch.log_softmax(-log_q, -1)][:num_teachers])
+    weights = torch.tensor([0.75, 0.25][:num_teachers], dtype=torch.float64) if num_teachers > 1 else torch.ones(1)
+    mean_q, p = (weights.double()[:, None] * teachers).sum(0), torch.softmax(student, -1)
+
+    def of(options: dict[str, Tensor]) -> tuple[Tensor, float, Tensor]:
+        leaf, target, _ = every_token(student)
+        loss, metrics = parallel_policy_gradient(leaf, target, mean_q, **options)
+        (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+        mean = (p[:, None] * gradient).sum(0)
+        return mean, float((p[:, None] * (gradient - mean).square()).sum()), metrics["advantage"]
+
+    def topk(k: int) -> dict[str, Tensor]:
+        best = teachers.topk(k, -1)
+        given = {"topk_ids": best.indices, "topk_logprobs": best.values, "topk_weights": weights}
+        return {name: value.expand(VOCAB, *value.shape) for name, value in given.items()}
+
+    plain, half, whole = of({}), of(topk(VOCAB // 2)), of(topk(VOCAB))
+    constant = of({"baseline": torch.full((VOCAB,), -1.0, dtype=torch.float64)})
+    for mean, variance, _ in (half, whole, constant):
+        torch.testing.assert_close(mean, plain[0])
+        assert variance < 0.8 * plain[1]
+    assert abs(float((p * whole[2]).sum())) < 1e-14
+    if num_teachers == 1:
+        torch.testing.assert_close(plain[0], full_kls(student, log_q)["reverse"][1])
+        torch.testing.assert_close(whole[2], plain[2] + full_kls(student, log_q)["reverse"][0])
+
+
 def test_k3_as_advantage_would_be_biased(student: Tensor, log_q: Tensor) -> None:
     """E[k3 grad log p] = grad reverse KL - grad forward KL: the reason why the advantage is k1."""
     leaf = student.clone().requires_grad_()

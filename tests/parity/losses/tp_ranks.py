@@ -72,6 +72,11 @@ def cases(shard: Tensor, data: dict[str, Tensor], options: dict[str, Any]) -> di
     for estimator in ("k2", "k3", "k3_reverse"):
         calls[estimator] = lambda x, e=estimator: parallel_sampled_kl(x, data["target"], data["sampled"], e, **shared)
     calls["policy_gradient"] = lambda x: parallel_policy_gradient(x, data["target"], data["sampled"], **shared)
+    for name, given in (("kl", one), ("kl/two", two)):
+        topk = {key.replace("teacher", "topk"): value for key, value in given.items()}
+        calls[f"policy_gradient/{name}"] = lambda x, topk=topk: parallel_policy_gradient(
+            x, data["target"], data["sampled"], **topk, **shared
+        )
     results = {}
     for name, call in calls.items():
         leaf = shard.clone().requires_grad_()

@@ -33,6 +33,20 @@ def test_value_and_slope() -> None:
     assert float(metrics["advantage"]) == pytest.approx(math.log(2))
 
 
+@pytest.mark.parametrize(
+    ("listed", "kl"),
+    [
+        (0.5, 0.25 * math.log(0.5) + 0.75 * math.log(1.5)),
+        (0.0, 0.0),  # nothing is listed: all lies in one bucket
+    ],
+)
+def test_the_kl_to_the_listed_token_and_the_rest_is_the_baseline(listed: float, kl: float) -> None:
+    topk = {"topk_ids": torch.tensor([[0]]), "topk_logprobs": torch.tensor([[listed]]).log()}
+    _, slope, metrics = one_token(0.25, 0.5, **topk)
+    assert float(metrics["baseline"]) == pytest.approx(-kl, abs=1e-7)
+    assert slope == pytest.approx(-(math.log(2) + kl), abs=1e-7)
+
+
 def test_task_advantage_is_added_with_its_weight() -> None:
     _, slope, _ = one_token(0.25, 0.5, task_advantage=3.0, task_reward_weight=0.5)
     assert slope == pytest.approx(-(math.log(2) + 1.5))
@@ -95,6 +109,15 @@ def test_tis_compares_the_old_student_and_not_the_current_one() -> None:
         ({"correction": ("gate", 0.5, 2.0), "rollout_logprobs": 0.0, "old_logprobs": 0.0}, "leave old_logprobs"),
         ({"task_reward_weight": 1.0}, "task_advantage is missing"),
         ({"task_advantage": 1.0}, "task_advantage is given"),
+        (
+            {
+                "baseline": torch.zeros(1),
+                "topk_ids": torch.zeros(1, 1, dtype=torch.long),
+                "topk_logprobs": torch.ones(1, 1),
+            },
+            "baseline and topk_ids are both given",
+        ),
+        ({"topk_ids": torch.zeros(1, 2, dtype=torch.long), "topk_logprobs": torch.ones(1, 1)}, r"\[1, 2\] and"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

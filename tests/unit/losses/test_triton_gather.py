@@ -28,11 +28,18 @@ def test_either_output_alone(used: str) -> None:
     torch.testing.assert_close(gradient.cpu().double(), expected, rtol=3e-6, atol=3e-6)
 
 
+TOPK = {
+    "topk_ids": torch.tensor([[[3, 1], [1, 2]], [[-7, 1], [1, 1]], [[0, 5], [5, 9]], [[2, 4], [4, 2]]]).to(DEVICE),
+    "topk_logprobs": torch.tensor([0.5, 0.25]).log().expand(4, 2, 2).to(DEVICE),
+    "topk_weights": torch.tensor([0.75, 0.25]).expand(4, 2).to(DEVICE),
+}
+"""Two teachers' lists of two ids, also the same and the sampled one's; those of a row without weight are wrong."""
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "k2": lambda *a, **o: parallel_sampled_kl(*a, "k2", **o),
     "k3": lambda *a, **o: parallel_sampled_kl(*a, "k3", **o),
     "k3_reverse": lambda *a, **o: parallel_sampled_kl(*a, "k3_reverse", **o),
     "policy_gradient": parallel_policy_gradient,
+    "policy_gradient kl": lambda *a, **o: parallel_policy_gradient(*a, **TOPK, **o),
 }
 
 

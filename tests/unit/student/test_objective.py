@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import pytest
 import torch
@@ -35,14 +36,20 @@ CORRECTIONS = {
     "icepop": MismatchCorrectionConfig(type="icepop", low=0.8, high=1.2, sequence=BOUNDS),
     "without a sequence mask": MismatchCorrectionConfig(type="icepop", low=0.8, high=1.2),
 }
+BASELINES: tuple[Literal["kl", "none"], ...] = ("kl", "none")
+LISTED = -2.0
+"""Log-prob of every id that the teacher lists."""
 
 
 def losses(correction: MismatchCorrectionConfig) -> dict[str, KLLossConfig | PolicyGradientConfig]:
     return {
         **{name: KLLossConfig(type=name, correction=correction) for name in ("k2", "k3", "k3_reverse")},
-        "policy_gradient": PolicyGradientConfig(
-            type="policy_gradient", correction=correction, aggregation="sequence_mean"
-        ),
+        **{
+            f"policy_gradient {baseline}": PolicyGradientConfig(
+                type="policy_gradient", correction=correction, aggregation="sequence_mean", baseline=baseline
+            )
+            for baseline in BASELINES
+        },
     }
 
 
@@ -74,7 +81,8 @@ def by_definition(problem: Mapping[str, Tensor], loss: KLLossConfig | PolicyGrad
     total, num_masked, rollout_kl = torch.zeros((), dtype=torch.float64), 0, 0.0
     for b in range(B):
         rows = [s for s in range(S) if mask[s, b]]
-        log_p = [torch.log_softmax(weight @ hidden[s, b], 0)[problem["targets"][s, b]] for s in rows]
+        all_log_p = [torch.log_softmax(weight @ hidden[s, b], 0) for s in rows]
+        log_p = [log_p[problem["targets"][s, b]] for log_p, s in zip(all_log_p, rows, strict=True)]
         ratios = [math.exp(p.item() - float(problem["rollout"][s, b])) for p, s in zip(log_p, rows, strict=True)]
         rollout_kl -= sum(map(math.log, ratios))
         if correction.sequence is not None:
@@ -82,8 +90,10 @@ def by_definition(problem: Mapping[str, Tensor], loss: KLLossConfig | PolicyGrad
             if not correction.sequence.low <= mean <= correction.sequence.high:
                 num_masked += 1
                 continue
-        for p, ratio, s in zip(log_p, ratios, rows, strict=True):
+        for p, every, ratio, s in zip(log_p, all_log_p, ratios, rows, strict=True):
             delta = p - problem["teacher"][s, b].double()
+            if isinstance(loss, PolicyGradientConfig) and loss.baseline == "kl":
+                delta = delta - kl_to_lists(every.detach().exp())
             inside = correction.low <= ratio <= correction.high
             token = {"none": 1.0, "tis": min(ratio, correction.high), "icepop": ratio if inside else 0.0}
             share = 1 / (B * len(rows)) if loss.aggregation == "sequence_mean" else 1 / int(mask.sum())
@@ -100,8 +110,16 @@ def by_definition(problem: Mapping[str, Tensor], loss: KLLossConfig | PolicyGrad
     return {"loss": total.detach(), "hidden": grads[0], "weight": grads[1], **numbers}
 
 
+def kl_to_lists(p: Tensor) -> float:
+    """Return the KL from p [V] to the lists of ``loss_rows`` and one bucket."""
+    q = K * math.exp(LISTED)
+    inside = sum(float(p[k]) * (math.log(float(p[k])) - LISTED) for k in range(K))
+    rest = float(p[K:].sum())
+    return inside + rest * math.log(rest / (1 - q))
+
+
 def loss_rows(loss_mask: Tensor, targets: Tensor, teacher: Tensor, rollout: Tensor) -> LossRows:
-    """Rows of right-padded sequences, all [S, B], in three domains; the teacher's top-k plays no part."""
+    """Rows of right-padded sequences, all [S, B], in three domains; the teacher lists the same ids everywhere."""
     num = loss_mask.shape[1]
     return LossRows(
         loss_mask=loss_mask.flatten(),
@@ -113,7 +131,7 @@ def loss_rows(loss_mask: Tensor, targets: Tensor, teacher: Tensor, rollout: Tens
         sample_positions=torch.arange(num),
         fields={
             "teacher_ids": torch.arange(K).int().expand(loss_mask.numel(), K),
-            "teacher_logprobs": torch.full((loss_mask.numel(), K), -2.0),
+            "teacher_logprobs": torch.full((loss_mask.numel(), K), LISTED),
             "teacher_token_logprobs": teacher.flatten(),
             "rollout_logprobs": rollout.flatten(),
         },
@@ -128,7 +146,7 @@ def evaluate(objective: Objective, lm_head: LMHead, rows: LossRows) -> tuple[Sum
 
 @pytest.mark.parametrize("budget_mib", [64, 1])
 @pytest.mark.parametrize("kind", CORRECTIONS)
-@pytest.mark.parametrize("name", ["k2", "k3", "k3_reverse", "policy_gradient"])
+@pytest.mark.parametrize("name", ["k2", "k3", "k3_reverse", *(f"policy_gradient {one}" for one in BASELINES)])
 def test_equals_the_definition(
     layout: Layout, problem: dict[str, Tensor], name: str, kind: str, budget_mib: int
 ) -> None:
