@@ -130,7 +130,10 @@ class PolicyGradientConfig:
     """What the advantage is compared with. kl: its expectation over the student's tokens, by the teacher's top k and a
     bucket: the same expected gradient with a fraction of its variance; none: nothing."""
     task_reward_weight: NotNegative = 0.0
-    """Weight of the task advantage (reward minus the mean over the prompt's responses)."""
+    """Weight of the task advantage."""
+    task_advantage: Literal["mean", "leave_one_out", "grpo"] = "mean"
+    """A response's reward minus: the mean over its prompt's responses (mean), or over the others alone (leave_one_out,
+    RLOO); grpo: minus the mean, divided by their standard deviation."""
     old_logprobs: Literal["student", "rollout"] = "student"
     """p_old of the PPO ratio: the student's own (on-policy, ratio 1) or the rollout engine's."""
     clip_ratio_low: Positive = 0.2

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mopd.base.types import Prompt, SampleMeta
@@ -23,9 +26,15 @@ class RewardWorker:
     tokenizer: PreTrainedTokenizerBase
     rewards: DomainRewards
     plane: Storage
+    form: Literal["mean", "leave_one_out", "grpo"] = "mean"
+    """``loss.task_advantage``."""
+    _groups: Counter[str] = field(default_factory=Counter)
+    """Prompts judged since the last ``take_numbers``, by domain."""
+    _even: Counter[str] = field(default_factory=Counter)
+    """Those of them whose responses all have one reward, and so no task advantage."""
 
     async def judge(self, prompts: Sequence[Prompt], samples: Sequence[SampleMeta]) -> None:
-        """Write ``task_advantage`` [R] fp32: the reward of each response less the mean over its prompt's responses.
+        """Write ``task_advantage`` [R] fp32 of each response, made from the rewards of its prompt's responses.
 
         ``samples`` holds equally many of each prompt, prompt after prompt.
         """
@@ -40,9 +49,37 @@ class RewardWorker:
         ]
         values = [graded.value for graded in await self.rewards.score(items)]
         rewards = torch.tensor(values, dtype=torch.float64).view(len(prompts), per_prompt)
-        advantages = (rewards - rewards.mean(-1, keepdim=True)).flatten().tolist()
+        advantages = task_advantages(rewards, self.form).flatten().tolist()
+        for prompt, own in zip(prompts, rewards, strict=True):
+            self._groups[prompt.domain] += 1
+            self._even[prompt.domain] += bool((own == own[0]).all())
         fields = [
             torch.full((sample.response_length,), advantage)
             for sample, advantage in zip(samples, advantages, strict=True)
         ]
         await self.plane.update(ids, {"task_advantage": fields})
+
+    def take_numbers(self) -> dict[str, float]:
+        """Return, by domain, the share of prompts since the last call whose responses all have one reward."""
+        shares = {
+            f"even_rewards_share/{name}": self._even[name] / count for name, count in sorted(self._groups.items())
+        }
+        self._groups.clear()
+        self._even.clear()
+        return shares
+
+
+def task_advantages(rewards: Tensor, form: Literal["mean", "leave_one_out", "grpo"]) -> Tensor:
+    """Return the advantage of each response from the rewards [prompts, responses] float64; 0 where all of a prompt's
+    are equal.
+
+    Sources: RLOO, Ahmadian et al. 2024 (arXiv 2402.14740), eq. 9, for ``leave_one_out``; GRPO, Shao et al. 2024 (arXiv
+    2402.03300), section 4.1.2, for ``grpo``, whose division makes easy and hard prompts weigh as much as the others.
+    """
+    num, centred = rewards.size(-1), rewards - rewards.mean(-1, keepdim=True)
+    if form == "leave_one_out":
+        return centred * (num / (num - 1))
+    if form == "mean":
+        return centred
+    spread = rewards.std(-1, keepdim=True)
+    return torch.where(spread > 0, centred / spread.clamp_min(torch.finfo(spread.dtype).tiny), 0)

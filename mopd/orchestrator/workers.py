@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from mopd.base.types import UserError
+from mopd.config.losses import PolicyGradientConfig
 from mopd.config.schema import Recipe
 from mopd.data.image_processing import sees_images
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts, require_vision_teachers
@@ -77,7 +78,9 @@ class Workers:
         values: dict[str, float] = {}
         for router in self.routers.values():
             values |= group_metrics(router.take_numbers())
-        return values if self.turns is None else values | self.turns.take_numbers()
+        for source in (self.turns, self.rewards):
+            values |= {} if source is None else source.take_numbers()
+        return values
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -147,8 +150,8 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     if groups.turns is not None:
         generator = TurnsGenerator(routers[ROLLOUT], functools.partial(groups.kept_awake, ROLLOUT))
     rewards = None
-    if recipe.needs_task_advantage and inputs.rewards is not None:
-        rewards = RewardWorker(inputs.train, inputs.tokenizer, inputs.rewards, plane)
+    if isinstance(recipe.loss, PolicyGradientConfig) and recipe.needs_task_advantage and inputs.rewards is not None:
+        rewards = RewardWorker(inputs.train, inputs.tokenizer, inputs.rewards, plane, form=recipe.loss.task_advantage)
     groups.watch(routers, weights)
     return Workers(
         inputs=inputs,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from mopd.base.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
 from mopd.config.data import ValidationConfig
 from mopd.config.groups import TorchEngineConfig
-from mopd.config.rewards import CustomRewardConfig, ExactMatchConfig
+from mopd.config.rewards import ExactMatchConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import Generation, Generator, SamplingParams
@@ -24,6 +26,7 @@ from mopd.orchestrator.rewards import RewardWorker
 from mopd.orchestrator.rollout import RolloutWorker, derive_seed
 from mopd.orchestrator.validation import ValidationResult, Validator
 from mopd.rewards.domains import build_rewards
+from mopd.rewards.interface import RewardItem
 from tests.fixtures.tiny_models import EOS_ID, FP32_FORWARD_ATOL, make_hf_model, make_tokenizer
 from tests.unit.orchestrator.groups import router_of
 
@@ -184,32 +187,44 @@ def test_seeds_are_63_bit_and_of_two_families() -> None:
     assert derive_seed(1, 23) == derive_seed(1, 23, "rollout") != derive_seed(12, 3)
 
 
-def test_task_advantage_is_reward_minus_the_prompts_mean(
-    engine: TorchEngine, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+LENGTHS = {"code": [3.0, 3, 3, 3], "math": [1.0, 2, 3, 6]}
+"""Rewards of a prompt's four responses."""
+ADVANTAGES = {
+    "mean": [-2, -1, 0, 3],
+    "leave_one_out": [1 - 11 / 3, 2 - 10 / 3, 3 - 9 / 3, 6 - 6 / 3],
+    "grpo": [-2 / math.sqrt(14 / 3), -1 / math.sqrt(14 / 3), 0, 3 / math.sqrt(14 / 3)],
+}
+
+
+@pytest.mark.parametrize("form", ADVANTAGES)
+def test_task_advantages_compare_a_prompts_responses(
+    engine: TorchEngine,
+    dataset: PromptDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    form: Literal["mean", "leave_one_out", "grpo"],
 ) -> None:
-    source = tmp_path / "length.py"
-    source.write_text("def length(response, **row):\n    return len(response)\n")
-    rewards = build_rewards({"default": CustomRewardConfig(type="custom", path=str(source), function="length")})
     plane = LocalDataPlane()
     worker = RolloutWorker(engine, plane, dataset, sampling=SAMPLING, seed=1, samples_per_prompt=4)
 
-    async def run() -> dict:
-        given = prompts(dataset)
-        metas = await worker.generate(given)
-        await RewardWorker(dataset, tokenizer, rewards, plane).judge(given, metas)
-        return await plane.get([meta.sample_id for meta in metas], ["tokens", "task_advantage"])
+    class Rewards:
+        async def score(self, items: Sequence[RewardItem]) -> list[Any]:
+            values = [value for item in items[::4] for value in LENGTHS[item.domain]]
+            return [SimpleNamespace(value=value) for value in values]
 
-    fields = asyncio.run(run())
-    rewards.close()
-    per_sample = [values.unique().item() for values in fields["task_advantage"]]  # one value along a response
+    rewards: Any = Rewards()
+    judge = RewardWorker(dataset, tokenizer, rewards, plane, form=form)
+
+    async def run() -> dict[str, Any]:
+        metas = await worker.generate(prompts(dataset))
+        await judge.judge(prompts(dataset), metas)
+        return await plane.get([meta.sample_id for meta in metas], ["task_advantage"])
+
+    per_sample = [values.unique().item() for values in asyncio.run(run())["task_advantage"]]  # one along a response
     for start, row in zip(range(0, 20, 4), dataset.rows, strict=True):
-        answers = [
-            tokenizer.decode(t[len(row.tokens) :], skip_special_tokens=True)
-            for t in fields["tokens"][start : start + 4]
-        ]
-        mean = sum(map(len, answers)) / 4
-        assert per_sample[start : start + 4] == pytest.approx([len(answer) - mean for answer in answers])
-    assert any(per_sample)
+        expected = ADVANTAGES[form] if row.domain == "math" else [0.0] * 4
+        assert per_sample[start : start + 4] == pytest.approx(expected)
+    assert judge.take_numbers() == {"even_rewards_share/code": 1.0, "even_rewards_share/math": 0.0}
+    assert judge.take_numbers() == {}
 
 
 def run_validation(
