@@ -128,7 +128,8 @@ class Preflight:
                 yield Check(f"scores of {failed[0].teacher}", "failed", detail)
                 return
             for name in self.recipe.teachers:
-                yield await self._right_scores(name, samples)
+                async for check in self._right_scores(name, samples):
+                    yield check
         finally:
             await self.workers.plane.discard([sample.sample_id for sample in samples])
 
@@ -224,16 +225,19 @@ class Preflight:
         )
         return Check(title, "failed", detail)
 
-    async def _right_scores(self, name: str, samples: Sequence[SampleMeta]) -> Check:
-        """Check that the scores in the data plane are the teacher's."""
+    async def _right_scores(self, name: str, samples: Sequence[SampleMeta]) -> AsyncIterator[Check]:
+        """Check that the scores in the data plane are the teacher's, and report how far the student is from it."""
         own = [sample for sample in samples if name in self.recipe.assignment.teachers_of(sample.domain)]
         if not own:
-            return Check(f"scores of {name}", "warning", "no row in the data asks this teacher")
+            yield Check(f"scores of {name}", "warning", "no row in the data asks this teacher")
+            return
         scores = ScoresCheck(self.recipe, self.workers, name, self._infos[f"teachers.{name}"][0].dtype)
         check = await scores.judge(own)
         if scores.parity is not None:
             self.parity[name] = scores.parity
-        return check
+        yield check
+        if check.status == "ok":
+            yield await scores.distance(own)
 
     async def _better_teachers(self) -> AsyncIterator[Check]:
         """Check that every teacher beats the student on its own domains."""

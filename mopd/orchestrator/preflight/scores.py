@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mopd.base.hardware import free_memory_bytes
@@ -55,6 +56,25 @@ class ScoresCheck:
         judging = self._against_folder(samples) if is_compared else self._against_itself(samples, why)
         is_right, detail = await judging
         return Check(f"scores of {self._name}", "ok" if is_right else "failed", detail)
+
+    async def distance(self, samples: Sequence[SampleMeta]) -> Check:
+        """Report how far the student is from the teacher, on ``samples`` of its own.
+
+        The mean of log p(y) - log q(y) over the student's tokens y estimates KL(student || teacher); a token outside of
+        the teacher's top k is one that a top-k loss sees in its tail alone.
+        """
+        probes = await self._probes_of(samples)
+        drawn = (await self._fields_of(samples, "rollout_logprobs"))["rollout_logprobs"]
+        responses = [probe.tokens[probe.prompt_length :] for probe in probes]
+        rows = zip(probes, responses, strict=True)
+        outside = torch.cat([(probe.ids != own[:, None]).all(-1) for probe, own in rows]).double().mean().item()
+        num_tokens, top_k = sum(map(len, responses)), self._recipe.loss.top_k
+        told = f"{outside:.1%} of {num_tokens} tokens of the student are outside its top {top_k}"
+        both = [(p, row) for probe, row in zip(probes, drawn, strict=True) if (p := probe.token_logprobs) is not None]
+        if both:
+            kl = torch.cat([row.double() - teacher for teacher, row in both]).mean().item()
+            told = f"KL(student || teacher) about {kl:.3f} nats a token; {told}"
+        return Check(f"distance of {self._name}", "ok", told)
 
     async def _against_folder(self, samples: Sequence[SampleMeta]) -> Outcome:
         recipe, cfg, probes = self._recipe, self._recipe.preflight, await self._probes_of(samples)

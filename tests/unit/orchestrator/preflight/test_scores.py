@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from mopd.base.types import SampleMeta
 from mopd.config.data import DataConfig
 from mopd.config.groups import TeacherConfig, TorchEngineConfig
 from mopd.config.losses import TopKLossConfig
@@ -24,6 +27,8 @@ from tests.fixtures.tiny_models import BOS_ID, VOCAB_SIZE, make_hf_model
 from tests.unit.orchestrator.groups import meta_of, teacher_of
 
 TOP_K = 8
+DRAWN = -1.5
+"""The student's log-prob of each of its tokens."""
 ENGINE = TorchEngineConfig(dtype="float32")
 
 
@@ -33,8 +38,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_hf_model(root / name, seed=i) for i, name in enumerate(("one", "other", "third"))}
 
 
-def judged(folders: dict[str, Path], engines: dict[str, str], domains: dict[str, tuple[str, ...]]) -> dict[str, Check]:
-    """Judgement of every teacher by name, whose engine has the weights of the folder that ``engines`` names."""
+def probes() -> tuple[list[SampleMeta], list[Tensor]]:
+    """Return three samples with responses of five tokens, and their tokens."""
+    generator = torch.Generator().manual_seed(3)
+    metas = [meta_of(i, domain, prompt=4 + i, response=5) for i, domain in enumerate(("math", "code", "math"))]
+    tokens = [
+        torch.cat([torch.tensor([BOS_ID]), torch.randint(3, VOCAB_SIZE, (8 + i,), generator=generator)])
+        for i in range(len(metas))
+    ]
+    return metas, tokens
+
+
+def judged(
+    folders: dict[str, Path], engines: dict[str, str], domains: dict[str, tuple[str, ...]]
+) -> dict[str, list[Check]]:
+    """Judgement and distance of every teacher by name, whose engine has the weights of the folder that ``engines``
+    names."""
     teachers = {name: TeacherConfig(model=str(folders[name]), domains=own, weight=1.0) for name, own in domains.items()}
     recipe = Recipe(
         run_dir="unused",
@@ -46,23 +65,20 @@ def judged(folders: dict[str, Path], engines: dict[str, str], domains: dict[str,
         preflight=PreflightConfig(compare_with_transformers=True),
     )
     groups = {name: teacher_of(name, TorchEngine.from_pretrained(folders[engines[name]], ENGINE)) for name in teachers}
-    generator = torch.Generator().manual_seed(3)
-    metas = [meta_of(i, domain, prompt=4 + i, response=5) for i, domain in enumerate(("math", "code", "math"))]
-    tokens = [
-        torch.cat([torch.tensor([BOS_ID]), torch.randint(3, VOCAB_SIZE, (8 + i,), generator=generator)])
-        for i in range(len(metas))
-    ]
+    metas, tokens = probes()
 
-    async def judge() -> dict[str, Check]:
+    async def judge() -> dict[str, list[Check]]:
         plane = LocalDataPlane()
-        await plane.put(metas, {"tokens": tokens})
+        drawn = [torch.full((meta.response_length,), DRAWN) for meta in metas]
+        await plane.put(metas, {"tokens": tokens, "rollout_logprobs": drawn})
         worker = TeacherWorker(groups, recipe.assignment, plane, top_k=TOP_K, temperature=1.0)
         assert await worker.score(metas) == []
         workers: Any = SimpleNamespace(dataset=SimpleNamespace(images=None), teacher_groups=groups, plane=plane)
         found = {}
         for name in teachers:
             own = [meta for meta in metas if name in recipe.assignment.teachers_of(meta.domain)]
-            found[name] = await ScoresCheck(recipe, workers, name, "float32").judge(own)
+            check = ScoresCheck(recipe, workers, name, "float32")
+            found[name] = [await check.judge(own), await check.distance(own)]
         return found
 
     return asyncio.run(judge())
@@ -79,7 +95,29 @@ DOMAINS = {
 def test_every_teacher_is_held_against_its_own_folder(folders: dict[str, Path], how: str) -> None:
     domains = DOMAINS[how]
     right = judged(folders, {"one": "one", "other": "other"}, domains)
-    assert {name: check.status for name, check in right.items()} == {"one": "ok", "other": "ok"}, right
+    assert {name: found[0].status for name, found in right.items()} == {"one": "ok", "other": "ok"}, right
     wrong = judged(folders, {"one": "one", "other": "third"}, domains)
-    assert {name: check.status for name, check in wrong.items()} == {"one": "ok", "other": "failed"}, wrong
-    assert "the scores are not this teacher's; check teachers.other.engine" in wrong["other"].detail
+    assert {name: found[0].status for name, found in wrong.items()} == {"one": "ok", "other": "failed"}, wrong
+    assert "the scores are not this teacher's; check teachers.other.engine" in wrong["other"][0].detail
+
+
+def test_the_student_is_as_far_from_a_teacher_as_its_model_says(folders: dict[str, Path]) -> None:
+    """Ten tokens of two responses; of an ensemble's the log-probs are not one teacher's."""
+    model = AutoModelForCausalLM.from_pretrained(folders["one"], dtype=torch.float64)
+    metas, tokens = probes()
+    gaps, outside = [], []
+    for meta, sequence in zip(metas, tokens, strict=True):
+        if meta.domain == "math":
+            with torch.no_grad():
+                logprobs = model(sequence[None]).logits[0].log_softmax(-1)[meta.prompt_length - 1 : -1]
+            own = sequence[meta.prompt_length :, None]
+            gaps.append(DRAWN - logprobs.gather(1, own))
+            outside.append((logprobs > logprobs.gather(1, own)).sum(1) >= TOP_K)
+    distance = judged(folders, {"one": "one", "other": "other"}, DOMAINS["one for each domain"])["one"][1]
+    kl, share = float(torch.cat(gaps).mean()), float(torch.cat(outside).double().mean())
+    assert 0 < share < 1
+    told = f"{share:.1%} of 10 tokens of the student are outside its top {TOP_K}"
+    assert distance.detail == f"KL(student || teacher) about {kl:.3f} nats a token; {told}"
+    shared = judged(folders, {"one": "one", "other": "other"}, DOMAINS["two for both"])["one"][1]
+    assert shared.detail.endswith(f"of 15 tokens of the student are outside its top {TOP_K}")
+    assert "KL" not in shared.detail
