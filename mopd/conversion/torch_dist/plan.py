@@ -29,8 +29,8 @@ from mopd.conversion.models.towers import TOWER_PREFIX
 
 _LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers)\.\d+")
 _EXPERT_NUMBER = re.compile(r"(?<=\.experts)\.local_experts\.\d+")
-_LINEAR = re.compile(r"(.*\.(?:linear_\w+))\.weight")
-_EXTRA_STATE = "._extra_state"
+_MODULE = re.compile(r"(.*\.(?:linear_\w+|\w*layernorm))\.weight")
+EXTRA_STATE = "._extra_state"
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
@@ -185,10 +185,11 @@ def files(cut: Sequence[Piece], itemsize: Mapping[str, int], max_file_bytes: int
 
 
 def extra_state_keys(places: Sequence[ShardedKey]) -> list[str]:
-    """Return the keys of the empty objects that Megatron's linear layers (and TransformerEngine's attention) expect."""
+    """Return the keys of the empty objects that Megatron-Core asks for: its linear layers, TransformerEngine's norms
+    that stand alone (from 2.0 on), and in Megatron's older versions TransformerEngine's attention."""
     keys: dict[str, None] = {}
     for place in places:
-        found = _LINEAR.fullmatch(place.key)
+        found = _MODULE.fullmatch(place.key)
         if found is None or place.key.startswith(TOWER_PREFIX):  # a tower's layers are not Megatron's
             continue
         names = [found[1]]
@@ -197,7 +198,7 @@ def extra_state_keys(places: Sequence[ShardedKey]) -> list[str]:
         position = ".".join(map(str, place.index or (0,)))
         shape = ".".join(map(str, place.stacked or (1,)))
         for name in names:
-            keys[f"{name}{_EXTRA_STATE}/shard_{position}_{shape}"] = None
+            keys[f"{name}{EXTRA_STATE}/shard_{position}_{shape}"] = None
     return list(keys)
 
 

@@ -49,6 +49,7 @@ from mopd.base.files.reading import shown_path
 from mopd.base.files.writing import WriteRefusedError, reasoned, refusal, sync, write_text, writing
 from mopd.base.types import UserError
 from mopd.conversion.job import files_below, sha256_of
+from mopd.conversion.torch_dist.plan import EXTRA_STATE
 from mopd.conversion.torch_dist.reader import MANIFEST_FILE, STATE_FILE, read_hashes
 from mopd.conversion.torch_dist.writer import CONTENT
 from mopd.student import cpu_shim
@@ -238,13 +239,23 @@ def load_weights(folder: Path, *chunks: StudentModel) -> None:
 
 
 def sharded_weights(chunks: Sequence[StudentModel]) -> dict[str, Any]:
-    """Return sharded state dicts by chunk number. Names count a chunk's layers from 0; keys are the whole model's."""
-    return {str(number): chunk.sharded_state_dict(metadata=dict(CONTENT)) for number, chunk in enumerate(chunks)}
+    """Return sharded state dicts by chunk number. Names count a chunk's layers from 0; keys are the whole model's.
+
+    Layers' extra states are left out, of what is saved and of what is asked for: which layers have one depends on the
+    layer spec and on TransformerEngine's version (its norms have one from 2.0 on), all are empty without fp8, and with
+    it they are pickles.
+    """
+    states = [chunk.sharded_state_dict(metadata=dict(CONTENT)) for chunk in chunks]
+    return {
+        str(number): {name: value for name, value in state.items() if EXTRA_STATE not in name}
+        for number, state in enumerate(states)
+    }
 
 
 def _load_chunks(chunks: Sequence[StudentModel], loaded: Mapping[str, Any]) -> None:
     for number, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[str(number)])
+        extra_states = dict.fromkeys(name for name in chunk.state_dict() if EXTRA_STATE in name)
+        chunk.load_state_dict({**extra_states, **loaded[str(number)]})
 
 
 def write_hash_manifest(folder: Path, state: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:

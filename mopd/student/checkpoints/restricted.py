@@ -2,7 +2,7 @@
 
 Megatron itself unpickles ``.metadata`` and each object of a checkpoint without limits, so the author of a folder could
 run code here; ``manifest.json`` does not help, since it stands in the same folder. Here ``.metadata`` is read by
-``conversion.torch_dist.description``, ``common.pt`` and the objects by ``conversion.torch_dist.pickled``.
+``conversion.torch_dist.description``, ``common.pt`` by ``conversion.torch_dist.pickled``, and no object at all.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
-from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -28,11 +26,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from mopd.base.files.reading import open_regular, shown_path
 from mopd.base.types import UserError
 from mopd.conversion.torch_dist.description import read_description
-from mopd.conversion.torch_dist.pickled import DAMAGE, UnpicklingError, load_plain, reason_of
+from mopd.conversion.torch_dist.pickled import DAMAGE, load_plain, reason_of
 from mopd.conversion.torch_dist.reader import METADATA_FILE, require_format
 
 _CURE = "restore the folder or name another checkpoint"
-_EXTRA_STATE = "._extra_state"
 
 
 def load(sharded: dict[str, Any], folder: Path, *, is_part: bool = False) -> dict[str, Any]:
@@ -82,7 +79,7 @@ class _Common(TorchCommonLoadStrategy):
 
 
 class _Tensors(torch_dist.TorchDistLoadShardedStrategy):
-    """Loader of tensors and objects. ``load`` follows Megatron's method, with another reader and another planner."""
+    """Loader of tensors. ``load`` follows Megatron's method, with another reader and another planner."""
 
     def __init__(self, description: Metadata) -> None:
         super().__init__()
@@ -96,7 +93,6 @@ class _Tensors(torch_dist.TorchDistLoadShardedStrategy):
             shapes_validation_sharded_tensors=[tensor for tensor in tensors if not tensor.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
         )
-        planner.folder = Path(checkpoint_dir)
         reader = _CheckedReader(checkpoint_dir)
         reader.description = self._description
         _load_state_dict(targets, reader, planner=planner)  # torch's public ``load`` wants equal keys on all ranks
@@ -117,35 +113,11 @@ class _CheckedReader(FileSystemReader):
 
 
 class _Planner(torch_dist.MCoreLoadPlanner):
-    """Load planner whose objects are read as plain values."""
-
-    folder: Path
+    """Load planner of tensors alone: a student asks for no objects, which the superclass would unpickle."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read one object, in place of the superclass's unrestricted unpickling."""
-        key = str(read_item.dest_index.fqn)
-        try:
-            content = load_plain(value)
-            if _EXTRA_STATE in key and not _is_empty(content):
-                raise UnpicklingError("TransformerEngine would unpickle it")
-        except DAMAGE as error:
-            raise _damaged(self.folder, error, f"object {key!a:.200} in it ") from error
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[key], content)
-        else:
-            self.state_dict[key] = content
+        raise TypeError(f"an object is asked for: {read_item.dest_index.fqn}")
 
 
-def _is_empty(state: Any) -> bool:
-    """Return whether a layer's extra state is empty. TransformerEngine unpickles others; only FP8 needs them."""
-    if isinstance(state, Tensor):
-        return state.numel() == 0
-    if isinstance(state, (list, tuple)):
-        return all(map(_is_empty, state))
-    if isinstance(state, io.BytesIO):
-        return not state.getbuffer().nbytes or _is_empty(load_plain(state))
-    return state is None
-
-
-def _damaged(path: Path, error: BaseException, what: str = "") -> UserError:
-    return UserError(f"{shown_path(path)}: {what}cannot be read as plain values ({reason_of(error)}): {_CURE}")
+def _damaged(path: Path, error: BaseException) -> UserError:
+    return UserError(f"{shown_path(path)}: cannot be read as plain values ({reason_of(error)}): {_CURE}")

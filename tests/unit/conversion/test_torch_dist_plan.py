@@ -109,4 +109,5 @@ def test_extra_states(dims: dict[str, ModelDims]):
     keys = extra_state_keys(places)
     assert "decoder.layers.self_attention.linear_qkv._extra_state/shard_2_4" in keys
     assert "decoder.layers.self_attention.core_attention._extra_state/shard_0_4" in keys
-    assert len(keys) == len(set(keys)) == 5 * 4
+    assert "decoder.final_layernorm._extra_state/shard_0_1" in keys
+    assert len(keys) == len(set(keys)) == 7 * 4 + 1  # with the norms of queries and keys

@@ -1,7 +1,11 @@
-"""The name tables say where Megatron's own checkpoint of a real model keeps each parameter, and in what shape."""
+"""The name tables say where Megatron's own checkpoint of a real model keeps each parameter, in what shape, and what
+else its loader asks for where TransformerEngine's layers load it."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from mopd.config.student import StudentConfig
 from mopd.conversion.models import families
 from mopd.conversion.models.reading import read_dims
-from mopd.conversion.torch_dist.plan import TargetLayout, padded_shape, sharded_key
+from mopd.conversion.torch_dist.plan import TargetLayout, extra_state_keys, padded_shape, sharded_key
 from mopd.conversion.torch_dist.writer import CONTENT
 from mopd.student import cpu_shim
 from mopd.student.model.gpt import build_model
@@ -20,6 +24,7 @@ from mopd.student.parallel import Layout
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model
 from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
 
+ROOT = Path(__file__).parents[3]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in (*FAMILIES, *VISION_FAMILIES)),
     ("qwen3_moe", {"decoder_sparse_step": 2}),
@@ -27,10 +32,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def make_model(parent: Path, family: str, keys: dict[str, Any]) -> Path:
+    make = make_vision_model if family in VISION_FAMILIES else make_hf_model
+    return make(parent, family, tie_word_embeddings=False, **keys)
+
+
 @pytest.mark.parametrize(("family", "keys"), VARIANTS)
 def test_keys_and_shapes_are_megatrons(family: str, keys: dict[str, Any], layout: Layout, tmp_path: Path) -> None:
-    make = make_vision_model if family in VISION_FAMILIES else make_hf_model
-    folder = make(tmp_path, family, tie_word_embeddings=False, **keys)
+    folder = make_model(tmp_path, family, keys)
     dims = read_dims(folder)
     with cpu_shim.activate():
         model = build_model(StudentConfig(model=str(folder), dtype="float32"), dims, layout)
@@ -49,6 +58,20 @@ def test_keys_and_shapes_are_megatrons(family: str, keys: dict[str, Any], layout
         positions.add((place.key, place.index))
     assert found == expected
     assert len(positions) == len(list(families.all_params(dims))), "two parameters share a place"
+
+
+def test_a_conversion_holds_all_that_transformer_engine_asks_for(tmp_path: Path) -> None:
+    """Objects too: a standalone norm of TransformerEngine 2 has an extra state. Older versions of Megatron ask for its
+    attention's as well."""
+    folders = [make_model(tmp_path / str(number), *variant) for number, variant in enumerate(VARIANTS)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fixtures.asked_keys", *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for folder, asked in zip(folders, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        dims = read_dims(folder)
+        places = [sharded_key(placed, dims) for placed in families.all_params(dims)]
+        written = {place.key for place in places} | set(extra_state_keys(places))
+        assert {key for key in written if "core_attention" not in key} == set(asked)
 
 
 def _leaves(tree: Any) -> list[ShardedTensor]:
