@@ -66,7 +66,7 @@ class StudentWorker:
         self.constants = constant_names(self.dims, student.vision.freeze)
         """``hf_name`` of every tensor that no step changes."""
         kept_files(Path(student.model))  # raises now what ``save_hf`` would after the last step
-        _check_lengths(recipe, self.dims.max_positions)
+        longest = _longest(recipe, self.dims.max_positions)
         self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
         self.packing = packing_rules(student, self.dims, on_gpu=self.layout.device.type == "cuda")
         vision = self.dims.vision
@@ -75,6 +75,7 @@ class StudentWorker:
         self._images = None if vision is None else StudentImages(recipe, vision, has_tower=has_tower)
         with cpu_shim.activate():
             chunks = build_chunks(student, self.dims, self.layout)
+            check_attention(student, self.dims, self.layout, max_length=longest)
             load_hf_into(chunks, source, self.dims, self.layout)
             for chunk in chunks:
                 chunk.train()
@@ -389,13 +390,13 @@ def _list_samples(samples: Sequence[SampleMeta]) -> str:
     return "; ".join(parts)
 
 
-def _check_lengths(recipe: Recipe, max_positions: int) -> None:
-    """Raise ``UserError`` if prompts and responses may exceed the model's positions or its attention's limit."""
+def _longest(recipe: Recipe, max_positions: int) -> int:
+    """Return the tokens of the longest sample. Raise ``UserError`` if they may exceed the model's positions."""
     needed = recipe.data.max_prompt_length + recipe.rollout.max_response_length
-    check_attention(recipe.student, max_length=needed)
     if needed > max_positions:
         raise UserError(
             f"data.max_prompt_length {recipe.data.max_prompt_length} + rollout.max_response_length "
             f"{recipe.rollout.max_response_length} = {needed} exceeds the model's {max_positions} positions "
             f"({recipe.student.model}): lower one of them"
         )
+    return needed

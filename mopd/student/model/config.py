@@ -6,9 +6,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from megatron.core import __version__ as megatron_version
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import get_te_version
+from packaging.specifiers import SpecifierSet
 
 from mopd.base.text import one_line
 from mopd.base.types import UserError
@@ -19,6 +22,9 @@ from mopd.data.packing import FP8_MULTIPLE
 from mopd.student.model.overrides import check_overrides
 from mopd.student.parallel import Layout
 
+TRANSFORMER_ENGINE = ">=2.9,<2.13"
+"""Versions of TransformerEngine that go with megatron-core 0.16.1: its extra declares 2.9 to 2.11, and its lock file
+builds 2.12."""
 UNFUSED_MAX_LENGTH = 4096
 """Longest sequence, in tokens, for which whole score matrices are acceptable: 2 GiB a layer for 32 heads in fp32."""
 
@@ -27,7 +33,8 @@ def uses_transformer_engine(student: StudentConfig) -> bool:
     """Return whether the layers come from TransformerEngine.
 
     Raises:
-        UserError: the recipe asks for it where CUDA or the package is missing.
+        UserError: the recipe asks for it where CUDA or the package is missing, or the package's version is another than
+            Megatron-Core's.
     """
     is_available = HAVE_TE and torch.cuda.is_available()
     if student.transformer_impl == "transformer_engine" and not is_available:
@@ -35,21 +42,54 @@ def uses_transformer_engine(student: StudentConfig) -> bool:
         raise UserError(
             f"student.transformer_impl is 'transformer_engine' but {missing} is missing: set it to 'auto' or 'local'"
         )
-    return is_available and student.transformer_impl != "local"
+    if not is_available or student.transformer_impl == "local":
+        return False
+    if get_te_version() not in SpecifierSet(TRANSFORMER_ENGINE, prereleases=True):
+        raise UserError(
+            f"transformer_engine {get_te_version()} is installed, and megatron-core {megatron_version} goes with "
+            f"{TRANSFORMER_ENGINE}: install one of these, or set student.transformer_impl: local"
+        )
+    return True
 
 
-def check_attention(student: StudentConfig, *, max_length: int) -> None:
-    """Refuse TransformerEngine's attention in float32, which holds scores [B, heads, S, S], for long sequences.
+def check_attention(student: StudentConfig, dims: ModelDims, layout: Layout, *, max_length: int) -> None:
+    """Refuse a student for whose attention TransformerEngine has no kernel on this GPU, or for long or packed sequences
+    only the one that holds scores [B, heads, S, S]. Call with the model built: Megatron tells TransformerEngine of an
+    override ``attention_backend`` then.
 
     Raises:
         UserError: one line with the keys to set.
     """
-    if uses_transformer_engine(student) and student.dtype == "float32" and max_length > UNFUSED_MAX_LENGTH:
-        raise UserError(
-            f"student.dtype is float32, in which TransformerEngine's attention holds the scores of all {max_length} x "
-            f"{max_length} pairs of tokens (possible up to {UNFUSED_MAX_LENGTH}): set student.transformer_impl: local, "
-            "or student.dtype: bfloat16"
-        )
+    if not uses_transformer_engine(student):
+        return
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams, get_attention_backend
+
+    mla, is_packed = dims.mla, student.packing
+    keys, values = (
+        (dims.head_dim, dims.head_dim) if mla is None else (mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.v_head_dim)
+    )
+    params = AttentionParams(
+        qkv_dtype=getattr(torch, student.dtype),
+        qkv_layout="thd_thd_thd" if is_packed else "sbhd_sbhd_sbhd",
+        num_heads=dims.num_attention_heads // layout.tp_size,
+        num_gqa_groups=dims.num_query_groups // layout.tp_size,
+        max_seqlen_q=max_length,
+        max_seqlen_kv=max_length,
+        head_dim_qk=keys,
+        head_dim_v=values,
+        attn_mask_type="padding_causal" if is_packed else "causal",
+        window_size=(-1, 0),
+        context_parallel=layout.cp_size > 1,
+    )
+    has_flash, _, has_fused, _, has_unfused, _ = get_attention_backend(params)
+    if has_flash or has_fused or (has_unfused and not is_packed and max_length <= UNFUSED_MAX_LENGTH):
+        return
+    cure = ", or student.dtype: bfloat16" if student.dtype == "float32" else ""
+    raise UserError(
+        f"TransformerEngine has no attention on this GPU that does not hold all scores for student.dtype "
+        f"{student.dtype}, {'packed' if is_packed else 'padded'} sequences of up to {max_length} tokens and heads of "
+        f"{keys} and {values} channels: set student.transformer_impl: local{cure}"
+    )
 
 
 def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) -> TransformerConfig:
@@ -110,6 +150,11 @@ def check_fp8(student: StudentConfig, dims: ModelDims, tp_size: int) -> None:
     key = "student.megatron_overrides.fp8"
     if dims.moe is not None or dims.mla is not None or dims.vision is not None:
         raise UserError(f"{key}: mopd knows the shapes of dense text models alone; remove the override")
+    if "fp8_recipe" not in student.megatron_overrides:
+        raise UserError(
+            f"{key}: without fp8_recipe Megatron scales by a history that no checkpoint holds: set fp8_recipe: "
+            "tensorwise beside it, or remove the override"
+        )
     if student.dtype != "bfloat16":
         raise UserError(f"{key}: student.dtype is {student.dtype}: set it to bfloat16, or remove the override")
     widths = {

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from mopd.base.types import UserError
 from mopd.config.student import MoeConfig, ParallelConfig, StudentConfig, VisionConfig
@@ -13,8 +16,15 @@ from mopd.conversion.models.dims import MlaDims, ModelDims, MoeDims
 from mopd.conversion.models.reading import read_dims
 from mopd.conversion.models.stages import Stages
 from mopd.student.model import config as model_config
-from mopd.student.model.config import check_attention, check_fp8, transformer_config, uses_transformer_engine
+from mopd.student.model.config import (
+    TRANSFORMER_ENGINE,
+    check_attention,
+    check_fp8,
+    transformer_config,
+    uses_transformer_engine,
+)
 from mopd.student.parallel import Layout
+from tests.fixtures import transformer_engine as stand_in
 from tests.fixtures.vision import make_vision_model
 
 DIMS = ModelDims(
@@ -31,21 +41,29 @@ EXPERTS = MoeDims(
 )  # fmt: skip
 
 
+DEEPSEEK = replace(
+    DIMS, mla=MlaDims(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+)
+
+
 LATENT = MlaDims(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
 
 
 def test_fp8_takes_dense_models_of_fitting_widths() -> None:
-    check_fp8(student(), DIMS, 1)
-    check_fp8(student(), DIMS, 2)
+    fp8 = {"megatron_overrides": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}}
+    check_fp8(student(**fp8), DIMS, 1)
+    check_fp8(student(**fp8), DIMS, 2)
     for dims, tp_size, part in (
         (DIMS, 4, "intermediate_size is 24 on a tensor-parallel rank, no multiple of 16"),
         (replace(DIMS, hidden_size=72), 1, "hidden_size is 72"),
         (replace(DIMS, moe=EXPERTS), 1, "dense text models alone"),
     ):
         with pytest.raises(UserError, match=part):
-            check_fp8(student(), dims, tp_size)
+            check_fp8(student(**fp8), dims, tp_size)
     with pytest.raises(UserError, match="set it to bfloat16"):
-        check_fp8(student(dtype="float32"), DIMS, 1)
+        check_fp8(student(dtype="float32", **fp8), DIMS, 1)
+    with pytest.raises(UserError, match=r"without fp8_recipe .* set fp8_recipe: tensorwise beside it"):
+        check_fp8(student(megatron_overrides={"fp8": "hybrid"}), DIMS, 1)
 
 
 def student(**keys: Any) -> StudentConfig:
@@ -187,16 +205,66 @@ def test_what_transformer_engine_cannot_is_refused(
 ) -> None:
     """As on a machine that has it."""
     monkeypatch.setattr(model_config, "uses_transformer_engine", lambda student: student.transformer_impl != "local")
-    check_attention(student(dtype="float32"), max_length=4096)
-    with pytest.raises(UserError, match=r"all 4097 x 4097 pairs of tokens .* set student.transformer_impl: local"):
-        check_attention(student(dtype="float32"), max_length=4097)
-    check_attention(student(dtype="float32", transformer_impl="local"), max_length=4097)
-    check_attention(student(), max_length=4097)
     seeing = read_dims(make_vision_model(tmp_path / "seeing"))
     with pytest.raises(
         UserError, match=r"context_parallel_size is 2 and model_type qwen2_5_vl sees images: set student.tr"
     ):
         transformer_config(student(), seeing, replace(layout, cp_size=2))
+
+
+@pytest.mark.parametrize(
+    ("keys", "dims", "length", "capability", "line"),
+    [
+        ({}, DIMS, 8192, (9, 0), None),
+        ({"dtype": "float32", "packing": False}, DIMS, 4096, (9, 0), None),
+        ({"dtype": "float32", "packing": False}, DIMS, 4097, (9, 0), "padded sequences of up to 4097 tokens"),
+        ({"dtype": "float32"}, DIMS, 64, (9, 0), r"float32, packed .* local, or student.dtype: bfloat16"),
+        ({}, DEEPSEEK, 8192, (9, 0), None),
+        ({}, DEEPSEEK, 8192, (8, 0), "heads of 192 and 128 channels: set student.transformer_impl: local"),
+        ({}, DIMS, 8192, (12, 0), "packed sequences of up to 8192 tokens"),
+        ({"packing": False}, DIMS, 8192, (12, 0), None),
+        ({"dtype": "float32", "transformer_impl": "local"}, DEEPSEEK, 8192, (8, 0), None),
+    ],
+)
+def test_attention_without_a_kernel_is_refused(
+    keys: dict[str, Any], dims: ModelDims, length: int, capability: tuple[int, int], line: str | None, layout: Layout,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """TransformerEngine is asked, which knows the GPU."""
+    utils = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+    monkeypatch.setitem(sys.modules, utils, stand_in)  # type: ignore[arg-type]
+    monkeypatch.setattr(stand_in, "CAPABILITY", list(capability))
+    monkeypatch.setattr(model_config, "uses_transformer_engine", lambda student: student.transformer_impl != "local")
+    if line is None:
+        check_attention(student(**keys), dims, layout, max_length=length)
+        return
+    with pytest.raises(UserError, match=line) as error:
+        check_attention(student(**keys), dims, layout, max_length=length)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_taken"),
+    [("2.8.0", False), ("2.9.0+abc", True), ("2.12.0+5671fd36", True), ("2.13.0.dev0", False), ("2.15.0", False)],
+)
+def test_another_version_of_transformer_engine_is_refused(
+    version: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_config, "HAVE_TE", True)
+    monkeypatch.setattr(model_config, "get_te_version", lambda: Version(version))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not uses_transformer_engine(student(transformer_impl="local"))
+    if is_taken:
+        assert uses_transformer_engine(student())
+        return
+    with pytest.raises(UserError, match=rf"{re.escape(version)} is installed, .* >=2.9,<2.13: install one .* local$"):
+        uses_transformer_engine(student())
+
+
+def test_all_files_name_the_same_versions_of_transformer_engine() -> None:
+    root = Path(__file__).parents[3]
+    for name in ("pyproject.toml", "docker/Dockerfile.gpu"):
+        assert TRANSFORMER_ENGINE in (root / name).read_text(), name
 
 
 def test_context_parallel_ranks_are_ranks_of_a_stage() -> None:
