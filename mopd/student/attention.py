@@ -5,7 +5,8 @@ A micro-batch is right-padded (B sequences of S tokens; a real token only sees t
 padding) or packed (sequences end to end, B = 1). With context parallelism each sequence is cut into 2c chunks, and rank
 r of c holds chunks r and 2c - 1 - r, which gives all ranks equal work. A rank gathers all keys and values of its layer.
 
-TransformerEngine's layers do all of this themselves, from Megatron's own parameters.
+TransformerEngine's layers do all of this themselves, from Megatron's own parameters. Where its fused rope cannot turn
+queries and keys, the ropes of the local layers do, and ``EngineAttention`` stands between.
 
 Letters: T rows of this rank, H query heads, G key heads, D channels of a head, N sequences.
 """
@@ -21,6 +22,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -77,11 +79,15 @@ class _QueryPart:
 
 
 class RowParams(PackedSeqParams):
-    """Description of one micro-batch for the local layers. Megatron passes it to every layer and to its recomputation.
+    """Description of one micro-batch for layers whose ropes take rows. Megatron passes it to every layer and to its
+    recomputation.
 
     The format name is none of Megatron's: at ``"thd"`` Megatron would rotate queries and keys sequence by sequence,
     with lengths that it reads back from the device.
     """
+
+    packed: PackedSequences | None = None
+    """What ``EngineAttention`` needs of a packed micro-batch."""
 
     def __init__(
         self, positions: Tensor, lengths: Sequence[int], *, is_packed: bool, cp_size: int = 1, cp_rank: int = 0
@@ -234,6 +240,28 @@ class CoreAttention(MegatronModule):
             k, v = (x[:, : part.num_keys].transpose(1, 2) for x in (key, value))
             outs.append(_fused(q, k, v, self._scale).transpose(1, 2))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+
+class EngineAttention(MegatronModule):
+    """TransformerEngine's attention for layers whose ropes take rows: the format that keeps Megatron from turning each
+    sequence by itself, with lengths that it reads back from the device in every layer, is known here alone."""
+
+    def __init__(self, *, config: Any, **options: Any) -> None:
+        super().__init__(config=config)
+        self.engine = TEDotProductAttention(config=config, **options)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *unread: Any, packed_seq_params: RowParams, **options: Any
+    ) -> Tensor:
+        """Attend: [S, B, H, D] (latent attention with one sequence: [T, H, D]) -> [S, B, H D]."""
+        packed, rest = packed_seq_params.packed, {"attention_mask": None, **options}
+        if packed is None:
+            batch = [x if x.dim() == 4 else x.unsqueeze(1) for x in (query, key, value)]
+            out: Tensor = self.engine(*batch, **rest)
+            return out
+        rows = [x if x.dim() == 3 else x.squeeze(1) for x in (query, key, value)]
+        out = self.engine(*rows, packed_seq_params=packed.megatron_params(), **rest)
+        return out[:, None]
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

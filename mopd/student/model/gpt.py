@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import Llama3Rope, ModelDims
-from mopd.student.attention import CoreAttention, PackedSequences, RowParams, RowRotary
+from mopd.student.attention import CoreAttention, EngineAttention, PackedSequences, RowParams, RowRotary
 from mopd.student.model.config import rotary_base, transformer_config, uses_transformer_engine
 from mopd.student.parallel import Layout
 from mopd.student.vision import ImageInput, image_features, make_tower
@@ -116,10 +116,10 @@ class StudentModel(GPTModel):
         self, input_ids: Tensor, position_ids: Tensor, packed: PackedSequences | None
     ) -> PackedSeqParams | None:
         """Return where sequences begin, in the form that the kind of layers takes."""
-        if self.config.transformer_impl == "transformer_engine":
+        if not _takes_rows(self.config):
             return None if packed is None else packed.megatron_params()
         cp_group = self.pg_collection.cp
-        return RowParams(
+        rows = RowParams(
             # Right-padded sequences have the same positions, and a rope of three axes reads its own.
             position_ids.flatten(0, -2)[0],
             (input_ids.shape[1] * cp_group.size(),) if packed is None else packed.lengths,
@@ -127,6 +127,8 @@ class StudentModel(GPTModel):
             cp_size=cp_group.size(),
             cp_rank=cp_group.rank(),
         )
+        rows.packed = packed
+        return rows
 
     def _preprocess(self, *, padding_mask: Tensor | None = None, **rest: Any) -> Any:
         """Split the padding mask along the sequence on later stages too; Megatron does so on the first only."""
@@ -233,7 +235,7 @@ def _build_chunk(
     )
     if dims.vision is not None:
         _add_vision(model, student, dims)
-    if not uses_transformer_engine(student):
+    if _takes_rows(config):
         _turn_by_position(model, dims)
     model.to(device=layout.device)
     _mark_shards(model)
@@ -257,8 +259,13 @@ def _add_vision(model: StudentModel, student: StudentConfig, dims: ModelDims) ->
             layers[number].register_forward_hook(partial(_add_feature, number))
 
 
+def _takes_rows(config: TransformerConfig) -> bool:
+    """Return whether ropes turn each row by its own position, which only TransformerEngine's fused rope does not."""
+    return not (config.transformer_impl == "transformer_engine" and config.apply_rope_fusion)
+
+
 def _turn_by_position(model: StudentModel, dims: ModelDims) -> None:
-    """Give the ropes of local layers the rows' positions. A rope of three axes reads positions by itself."""
+    """Give ropes that take rows the rows' positions. A rope of three axes reads positions by itself."""
     if dims.mla is not None:
         layers: Any = model.get_submodule("decoder.layers")
         for layer in layers:
@@ -303,8 +310,13 @@ def _layer_specs(
     _mark_missing_imports()
     if uses_transformer_engine(student):
         if dims.moe is None:
-            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=dims.qk_norm)
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+            spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=dims.qk_norm)
+        else:
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        if _takes_rows(config):
+            for layer in [spec] if dims.moe is None else spec.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = EngineAttention
+        return spec
     specs = {has_experts: _local_spec(dims, has_experts=has_experts) for has_experts in (False, True)}
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [specs[dims.is_moe_layer(first + i)] for i in range(get_num_layers_to_build(config, vp_stage))]

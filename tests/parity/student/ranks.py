@@ -85,6 +85,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
         student=StudentConfig(
             model=model,
             dtype=case.get("dtype", "float32"),
+            transformer_impl=case.get("impl", "auto"),
             recompute=case.get("recompute", "none"),
             packing=case.get("packing", True),
             overlap=case.get("overlap"),
