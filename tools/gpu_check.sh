@@ -1,27 +1,31 @@
 #!/usr/bin/env bash
-# On a machine with a CUDA GPU: proves the compiled kernels, measures them, and runs the student; the stages stand below.
-# Needs torch, triton and pytest; installs nothing and uses no network. Run it from anywhere.
+# On a machine with a CUDA GPU: runs the quickstart, proves the compiled kernels, measures them, and runs the student;
+# the stages stand below. Needs torch, triton and pytest; uses no network and installs nothing but --wheels, for itself.
+# Run it from anywhere.
 set -euo pipefail
 
 # NAME SHARE WHAT, the most important first; SHARE of the time that is left goes to a stage, unused time to the next
 stages="
+first 27 the quickstart in two minutes: trains, sends weights to the rollout, scores, saves and resumes
 kernels 25 the compiled Triton kernels: every loss, tail, clamp and layout, not finite numbers, 2^31 logits, CUDA graphs
 goals 15 what the losses must reach on a GPU: time, memory, the fused LM head
 benchmark 20 the losses beside published styles and released packages
 losses 15 all other loss tests, on the GPU where they can be
-student 25 one student on the GPU beside fp32 on the CPU, a model of full size, the quickstart, a rollout that shares its GPU, weights from process to process (tools/gpu_student.py)
+student 25 students on the GPU beside fp32 on the CPU, experts, latent attention and vision too, a model of full size, a rollout that shares its GPU, weights from process to process (tools/gpu_student.py)
 "
 
 usage() {
     cat <<'TEXT'
 usage: tools/gpu_check.sh [--time-limit SECONDS] [--stages NAME,NAME ...] [--list] [--out FOLDER] [--python PYTHON]
-                          [--full] [--tune] [--shapes T,V,K ...]
+                          [--wheels FOLDER] [--full] [--tune] [--shapes T,V,K ...]
 
   --time-limit SECONDS  for everything (default 540); what is measured is kept, a stage without time left is skipped
   --stages NAME,NAME    these stages only, with all of the time; in the order of --list
   --list                the stages and their share of the time; needs no GPU
   --out FOLDER          where <gpu>-<date>.json and the logs go (default benchmarks)
   --python PYTHON       an interpreter that has torch, triton and pytest (default python3)
+  --wheels FOLDER       packages to add to that interpreter for this run: NAME.whl, or the pieces of a large one in order
+                        (split -b 60M NAME.whl NAME.whl.); with them goes what they depend on
   --full                the whole grid of shapes instead of a few
   --tune                first tune the Triton kernels for the shapes that are measured (use --shapes: it takes long);
                         the new table also goes to the folder
@@ -36,7 +40,7 @@ fail() {
     exit 2
 }
 
-limit=540 out=benchmarks python=python3 bench=(--tp-shard 1 8) shapes=(--quick) tune= chosen=
+limit=540 out=benchmarks wheels= python=python3 bench=(--tp-shard 1 8) shapes=(--quick) tune= chosen=
 known=$(awk 'NF { print $1 }' <<<"$stages" | paste -sd, -)
 while [ $# -gt 0 ]; do
     case $1 in
@@ -45,6 +49,7 @@ while [ $# -gt 0 ]; do
         --list) awk 'NF { share = $2; $2 = ""; print $0 " (" share " %)" }' <<<"$stages"; exit 0 ;;
         --out) out=${2:?--out needs a folder}; shift 2 ;;
         --python) python=${2:?--python needs an interpreter}; shift 2 ;;
+        --wheels) wheels=${2:?--wheels needs a folder}; shift 2 ;;
         --full) shapes=(); shift ;;
         --tune) tune=yes bench+=(--tune); shift ;;
         --shapes) shift; shapes=(--shapes "$@"); set -- ;;
@@ -59,6 +64,17 @@ done
 command -v "$python" >/dev/null || fail "--python: '$python' is not there: name an interpreter"
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
+if [ -n "$wheels" ]; then
+    store=$(mktemp -d)
+    trap 'rm -rf "$store"' EXIT
+    for piece in "$wheels"/*.whl "$wheels"/*.whl.*; do # in the order of their names
+        if [ -f "$piece" ]; then cat "$piece" >>"$store/$(basename "${piece%%.whl*}").whl"; fi
+    done
+    "$python" -m pip install --quiet --no-index --no-deps --target "$store/packages" "$store"/*.whl 2>"$out/.pip" ||
+        fail "--wheels: $(grep -m 1 ERROR "$out/.pip" || tail -n 1 "$out/.pip"): bring whole wheels, every piece of them"
+    rm -f "$out/.pip"
+    export PYTHONPATH="$store/packages${PYTHONPATH:+:$PYTHONPATH}"
+fi
 cd "$(dirname "$0")/.."
 
 probe='
@@ -105,8 +121,12 @@ benchmark() {
     [ -z "$tune" ] || cp mopd/losses/triton/tuning.json "$out/$name-tuning.json"
     return $status
 }
+first() {
+    PYTHONUNBUFFERED=1 "$python" tools/gpu_student.py --stages quickstart --time-limit "$1" --out "$out/$name-first.json"
+}
 student() {
-    PYTHONUNBUFFERED=1 "$python" tools/gpu_student.py --time-limit "$1" --out "$out/$name-student.json"
+    PYTHONUNBUFFERED=1 "$python" tools/gpu_student.py --stages student,families,training,scoring,shared,ipc,collective \
+        --time-limit "$1" --out "$out/$name-student.json"
 }
 
 run_stage() { # NAME SECONDS
@@ -139,5 +159,6 @@ while read -r stage share _ <&3; do
     run_stage "$stage" "$seconds"
 done 3<<<"$stages"
 
+"$python" tools/gpu_rows.py "$out/$name"
 echo "== results: $out/$name*"
 exit $code

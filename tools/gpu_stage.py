@@ -50,12 +50,13 @@ class Failed(Exception):
 
 def need(packages: Sequence[str]) -> None:
     """``Skipped`` unless this interpreter has them."""
-    missing = [name for name in packages if not _is_there(name)]
+    missing = [name for name in packages if not is_there(name)]
     if missing:
         raise Skipped(f"this interpreter lacks {', '.join(missing)}")
 
 
-def _is_there(name: str) -> bool:
+def is_there(name: str) -> bool:
+    """Whether a package of that name is installed."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of the package around it

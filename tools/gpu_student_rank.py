@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from mopd.config.groups import TeacherConfig
 from mopd.config.losses import TopKLossConfig
 from mopd.config.rewards import ExactMatchConfig
 from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
-from mopd.config.student import OptimizerConfig, ParallelConfig, StudentConfig
+from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig
+from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import pack
 from mopd.data_plane.local import LocalDataPlane
 from mopd.student import parallel
@@ -43,18 +45,32 @@ TOP_K = 8
 TIMEOUT_S = 120.0
 
 
-def make_recipe(model: str, dtype: Any, *, offload_fraction: float = 0.0) -> Recipe:
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What is trained, and how."""
+
+    model: str
+    dtype: Any
+    impl: Any = "auto"
+    data: str | None = None
+    """A data file with images (``tests/parity/student/pictures.py``)."""
+
+
+def make_recipe(of: Trained, *, offload_fraction: float = 0.0) -> Recipe:
     """One rank, forward KL on top-k; several micro-batches with padding."""
+    dims = read_dims(Path(of.model))
     return Recipe(
         run_dir="unused",
         student=StudentConfig(
-            model=model,
-            dtype=dtype,
+            model=of.model,
+            dtype=of.dtype,
+            transformer_impl=of.impl,
+            moe=MoeConfig(moe_grouped_gemm=dims.moe is not None and of.impl == "transformer_engine"),
             max_tokens_per_micro_batch=256,
             optimizer=OptimizerConfig(lr=1e-3, lr_warmup_steps=1, clip_grad=1.0, offload_fraction=offload_fraction),
         ),
         teachers={"all": TeacherConfig(model="unused", domains=DOMAINS)},
-        data=DataConfig(train=("unused",), validation=("unused",), max_prompt_length=LONGEST),
+        data=DataConfig(train=(of.data or "unused",), validation=("unused",), max_prompt_length=LONGEST),
         rollout=RolloutConfig(max_response_length=LONGEST),
         loss=TopKLossConfig(top_k=TOP_K),
         schedule=ScheduleConfig(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=TIMEOUT_S),
@@ -104,11 +120,23 @@ class Trainee:
         parallel.initialize(ParallelConfig(), timeout_s=TIMEOUT_S, seed=0)
         self.plane = LocalDataPlane()
         self.worker = StudentWorker(recipe, self.plane.reader(), DOMAINS)
+        self.recipe = recipe
 
     def plan(self, step: int) -> MicroBatchPlan:
-        metas, fields = make_samples(step, self.worker.dims.vocab_size)
+        if self.worker.dims.vision is None:
+            metas, fields = make_samples(step, self.worker.dims.vocab_size)
+        else:
+            metas, fields = self._seen(step)
         asyncio.run(self.plane.put(metas, fields))
         return pack(metas, self.worker.packing, dp_size=1)
+
+    def _seen(self, step: int) -> tuple[list[SampleMeta], dict[str, list[Tensor]]]:
+        from tests.parity.student.pictures import make_seen_samples  # a test's, as the models with a tower are
+
+        recipe = self.recipe
+        drawn = {"top_k": TOP_K, "seed": step, "first_id": 1000 * step}
+        metas, fields = make_seen_samples(NUM_SAMPLES, Path(recipe.student.model), Path(recipe.data.train[0]), **drawn)
+        return [replace(meta, domain=DOMAINS[i % 2]) for i, meta in enumerate(metas)], fields
 
     def step(self, gradients: Path | None = None) -> dict[str, float]:
         """One optimizer step; its loss and the norm of its gradient."""
@@ -119,9 +147,10 @@ class Trainee:
         return {"loss": loss, "grad_norm": self.worker.optim_step()["grad_norm"]}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of every parameter by Megatron's name, fp32 on the CPU."""
+        """Of every parameter that is trained by Megatron's name, fp32 on the CPU."""
         parameters: Mapping[str, Any] = dict(self.worker._chunks[0].module.named_parameters())
-        return {name: parameter.main_grad.float().cpu().contiguous() for name, parameter in parameters.items()}
+        trained = {name: one for name, one in parameters.items() if one.requires_grad}
+        return {name: parameter.main_grad.float().cpu().contiguous() for name, parameter in trained.items()}
 
     def weights_hash(self) -> str:
         digest = hashlib.sha256()
@@ -130,10 +159,10 @@ class Trainee:
         return digest.hexdigest()
 
 
-def measure(model: str, dtype: str, out: Path) -> dict[str, Any]:
+def measure(of: Trained, out: Path) -> dict[str, Any]:
     """Everything that is compared later."""
     started = time.monotonic()
-    recipe = make_recipe(model, dtype)
+    recipe = make_recipe(of)
     first = Trainee(recipe)
     samples = [sample for rank in first.plan(0).micro_batches for batch in rank for sample in batch]
     first_four = sorted(samples, key=lambda sample: sample.sample_id)[:4]
@@ -148,11 +177,11 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, Any]:
     loaded = again.weights_hash()
     resumed = [again.step(), again.step()]
     resumed_hash, peak_gib = again.weights_hash(), again.worker.memory()["memory/student_peak_gib"]
-    on_host = Trainee(make_recipe(model, dtype, offload_fraction=1.0))
+    on_host = Trainee(make_recipe(of, offload_fraction=1.0))
     on_host.worker.load(out / "checkpoint")
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "dtype": dtype,
+        "dtype": of.dtype,
         "logprobs": logprobs,
         "steps": steps,
         "saved_equals_loaded": saved == loaded and extra == {"note": "kept"},
@@ -170,10 +199,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
+    parser.add_argument("--impl", choices=("auto", "local", "transformer_engine"), default="auto")
+    parser.add_argument("--data")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True)
-    result = measure(args.model, args.dtype, args.out)
+    result = measure(Trained(args.model, args.dtype, args.impl, args.data), args.out)
     (args.out / "result.json").write_text(json.dumps(result), encoding="utf-8")
     torch.distributed.destroy_process_group()
     return 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+
+from tools import gpu_rows, gpu_student
 
 SCRIPT = Path(__file__).parents[3] / "tools" / "gpu_check.sh"
 
@@ -31,7 +35,7 @@ def test_says_what_is_missing(tmp_path: Path) -> None:
         (["--time-limit", "soon"], "--time-limit is 'soon': set whole seconds above 0"),
         (["--python", "no-such-python"], "--python: 'no-such-python' is not there: name an interpreter"),
         (["--fast"], "unknown option '--fast'"),
-        (["--stages", "speed"], "--stages names 'speed': choose among kernels,goals,benchmark,losses,student"),
+        (["--stages", "speed"], "--stages names 'speed': choose among first,kernels,goals,benchmark,losses,student"),
     ],
 )
 def test_refuses(options: list[str], line: str, tmp_path: Path) -> None:
@@ -49,14 +53,15 @@ if [ "$2" = mopd.bench.losses ]; then
     while [ $# -gt 0 ]; do [ "$1" = --output ] && echo '{}' >"$2"; shift; done
     exit BENCHMARK
 fi
-case "$*" in *gpu_student*) exit 0 ;; *test_kernels.py*) exit KERNELS ;; *tests/gpu*) exit GOALS ;; esac
+case "$*" in *gpu_rows*) exec PYTHON "$@" ;; *gpu_student*) exit 0 ;; esac
+case "$*" in *test_kernels.py*) exit KERNELS ;; *tests/gpu*) exit GOALS ;; esac
 exit LOSSES
 """
-STAGES = ["kernels", "goals", "benchmark", "losses", "student"]
+STAGES = ["first", "kernels", "goals", "benchmark", "losses", "student"]
 
 
 def stand_in(folder: Path, **codes: int) -> Path:
-    text = STAND_IN
+    text = STAND_IN.replace("PYTHON", sys.executable)
     for name in ("KERNELS", "GOALS", "BENCHMARK", "LOSSES"):
         text = text.replace(f"exit {name}", f"exit {codes.get(name.lower(), 0)}")
     python = folder / "python"
@@ -66,20 +71,23 @@ def stand_in(folder: Path, **codes: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected"), [({}, 0), *(({name: 1}, 1) for name in STAGES[:4]), ({"benchmark": 124}, 1)]
+    ("codes", "expected"), [({}, 0), *(({name: 1}, 1) for name in STAGES[1:5]), ({"benchmark": 124}, 1)]
 )
 def test_goes_through_all_stages(codes: dict[str, int], expected: int, tmp_path: Path) -> None:
     """A failure is kept until the end and stops nothing."""
     python = stand_in(tmp_path, **codes)
     done = check("--python", str(python), "--out", str(tmp_path / "out"), "--time-limit", "200", "--shapes", "8,9,1")
     assert done.returncode == expected, done.stderr
-    kernels, goals, bench, losses, student = (tmp_path / "calls").read_text().splitlines()
+    first, kernels, goals, bench, losses, student, _ = (tmp_path / "calls").read_text().splitlines()
+    assert first.startswith("tools/gpu_student.py --stages quickstart --time-limit 4")
     assert kernels.startswith("-m pytest ") and "tests/gpu/test_kernels.py" in kernels
     assert "tests/gpu --ignore-glob=*test_kernels*" in goals
     assert "--device cuda --shapes 8,9,1 --tp-shard 1 8" in bench
     assert 40 <= int(bench.split("--time-limit ")[1].split()[0]) <= 60
     assert "tests/parity/losses tests/unit/losses" in losses
-    assert student.startswith("tools/gpu_student.py --time-limit ") and student.endswith("-student.json")
+    assert student.startswith("tools/gpu_student.py --stages student,families,") and student.endswith("-student.json")
+    asked = {stage for call in (first, student) for stage in call.split("--stages ")[1].split()[0].split(",")}
+    assert asked == set(gpu_student.STAGES)
     (result,) = (tmp_path / "out").glob("*.json")
     assert result.name.startswith("nvidia-h100-20")
     said = [line.split(":")[0] for line in done.stdout.splitlines() if ": passed" in line or ": FAILED" in line]
@@ -89,7 +97,7 @@ def test_goes_through_all_stages(codes: dict[str, int], expected: int, tmp_path:
 
 def test_every_loss_test_stands_in_one_stage(tmp_path: Path) -> None:
     check("--python", str(stand_in(tmp_path)), "--out", str(tmp_path / "out"))
-    kernels, goals, _, losses, _ = (tmp_path / "calls").read_text().splitlines()
+    _, kernels, goals, _, losses, *_ = (tmp_path / "calls").read_text().splitlines()
     root = SCRIPT.parents[1]
     listed = {root / word for word in kernels.split() if word.endswith(".py")}
     for call, folders in ((goals, ("gpu",)), (losses, ("parity/losses", "unit/losses"))):
@@ -106,7 +114,7 @@ def test_chosen_stages_and_no_time(tmp_path: Path) -> None:
     python = str(stand_in(tmp_path))
     done = check("--python", python, "--out", str(tmp_path / "out"), "--stages", "losses,kernels")
     assert done.returncode == 0
-    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+    assert len((tmp_path / "calls").read_text().splitlines()) == 3
     assert "== benchmark: skipped, not among --stages" in done.stdout
     assert done.stdout.index("== kernels: passed") < done.stdout.index("== losses: passed")
     (tmp_path / "calls").unlink()
@@ -118,3 +126,51 @@ def test_lists_its_stages_and_options_without_a_gpu() -> None:
     listed, helped = check("--list"), check("--help")
     assert listed.returncode == helped.returncode == 0 and "--time-limit SECONDS" in helped.stdout
     assert [line.split()[0] for line in listed.stdout.splitlines()] == STAGES
+
+
+def test_wheels_come_in_pieces(tmp_path: Path) -> None:
+    """Joined in order, seen by what runs, gone afterwards; a piece that is missing is one line."""
+    wheel, pieces = "large_one-1.0-py3-none-any.whl", tmp_path / "pieces"
+    pieces.mkdir()
+    with zipfile.ZipFile(tmp_path / wheel, "w") as archive:
+        archive.writestr("large_one.py", "print('seen')")
+        archive.writestr("large_one-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: large-one\nVersion: 1.0\n")
+        archive.writestr(
+            "large_one-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("large_one-1.0.dist-info/RECORD", "")
+    content = (tmp_path / wheel).read_bytes()
+    for number, start in enumerate(range(0, len(content), 300)):
+        (pieces / f"{wheel}.a{chr(97 + number)}").write_bytes(content[start : start + 300])
+    python = tmp_path / "python"
+    python.write_text(f"""#!/usr/bin/env bash
+case "$*" in *"-m pip"*) exec {sys.executable} "$@" ;; -c*) echo NVIDIA >&2; echo gpu; exit 0 ;; esac
+exec {sys.executable} -c "import large_one"
+""")
+    python.chmod(0o755)
+    options = ["--python", str(python), "--out", str(tmp_path / "out"), "--stages", "losses", "--wheels", str(pieces)]
+    done = check(*options)
+    assert done.returncode == 0 and "seen" in done.stdout, done.stderr
+    (pieces / f"{wheel}.ab").unlink()
+    done = check(*options)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "--wheels: " in done.stderr and done.stderr.endswith("bring whole wheels, every piece of them\n")
+
+
+def test_says_which_rows_of_the_page_it_can_fill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row names a place that the tool knows."""
+    owed = gpu_rows.rows(gpu_rows.PAGE.read_text())
+    assert {place for _, place in owed} - set(gpu_rows.LOGS) <= set(gpu_student.STAGES)
+    results = tmp_path / "gpu-2026-01-01"
+    gpu_rows.main(str(results))
+    assert f"0 of {len(owed)} rows" in capsys.readouterr().out
+    Path(f"{results}-goals.log").write_text("4 passed, 1 skipped in 9 s")
+    stages = [
+        {"name": "training", "figures": {"x": 1}},
+        {"name": "scoring", "figures": {}, "reason": "no time is left"},
+    ]
+    Path(f"{results}-student.json").write_text(json.dumps({"stages": stages}))
+    gpu_rows.main(str(results))
+    said = capsys.readouterr().out
+    assert f"{len(owed) - 1} of {len(owed)} rows" in said and said.count("   no ") == 1
+    assert "(scoring: no time is left)" in said

@@ -83,12 +83,16 @@ def test_a_resumed_run_on_a_cpu_is_exact() -> None:
 
 
 @pytest.mark.slow
-def test_the_stages_that_run_on_this_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stages_that_run_on_this_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "result.json"
-    options = ["--device", "cpu", "--stages", "student,ipc", "--time-limit", "550", "--out", str(out)]
+    monkeypatch.setattr(gpu_student, "FAMILIES", (gpu_student.SEEING,))
+    options = ["--device", "cpu", "--stages", "student,families,ipc", "--time-limit", "550", "--out", str(out)]
     assert main(options) == 0, capsys.readouterr().out
     result = json.loads(out.read_text())
-    stage, ipc = result["stages"]
+    stage, families, ipc = result["stages"]
+    assert (families["status"], len(families["checks"])) == ("passed", 11)
     assert (result["device"], stage["name"], stage["status"]) == ("cpu", "student", "passed")
     assert (ipc["name"], ipc["status"], len(ipc["checks"])) == ("ipc", "passed", 2)
     assert len(stage["checks"]) == 11 and all(check["ok"] for check in stage["checks"])
@@ -158,7 +162,7 @@ def test_a_child_that_breaks_fails_its_stage(tmp_path: Path, monkeypatch: pytest
     ("options", "line"),
     [
         ([], "sees no CUDA device"),
-        (["--device", "cpu", "--stages", "student,nonsense"], "name some of student, training, quickstart"),
+        (["--device", "cpu", "--stages", "student,nonsense"], "name some of quickstart, student, families"),
         (["--device", "cpu", "--time-limit", "nan"], "set seconds above 0"),
     ],
 )
