@@ -2,11 +2,12 @@
 model of full size.
 
     quickstart   recipes/quickstart.yaml shortened, on one rank: student and engines share the GPU, in one process; it
-                 trains, sends its weights to the rollout, scores, saves, ends and goes on from its checkpoint
+                 trains, sends its weights to the rollout, scores, saves, ends and goes on from its checkpoint;
+                 the result answers a prompt
     student      forward, backward, optimizer steps (also with Adam's states in host memory), checkpoint and resume, in
                  bf16 on the GPU and in fp32 on the CPU
-    families     the same of experts, latent attention and vision: local layers in fp32, and TransformerEngine's where
-                 it is installed, with grouped products of experts, in bf16
+    families     the same of local layers, of experts, latent attention and vision in fp32; and of TransformerEngine's
+                 layers where it is installed, with grouped products of experts, in bf16
     training     mopd bench student --size qwen3-1.7b: tokens/s, share of the peak, memory, beside transformers
     scoring      mopd bench teachers --size qwen3-1.7b: tokens/s beside a bare forward pass
     shared       a rollout on the student's GPU by turns (share_gpus_with): vLLM's memory comes back, training goes on;
@@ -53,7 +54,7 @@ QUICKSTART_NEEDS = (
 BENCH_NEEDS = (*STUDENT_NEEDS, "rich", "pyarrow")
 SIZE = "qwen3-1.7b"
 SEEING = "qwen2_5_vl"
-FAMILIES = ("qwen3_moe", "deepseek_v3", SEEING)
+FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3", SEEING)
 QUICKSTART_STEPS = 4
 
 LIMITS: dict[str, dict[str, float]] = {
@@ -132,11 +133,10 @@ def families_stage(device: str, dtype: str, work: Path, stage: Stage, deadline: 
     if SEEING in FAMILIES:
         seen = make_vision_inputs(work / "seen")
         models[SEEING] = {"model": str(seen / SEEING), "data": str(seen / "data" / "rows.jsonl")}
-    impls = {"local": "float32"}
-    if device == "cuda" and is_there("transformer_engine"):
-        impls["transformer_engine"] = "bfloat16"
+    impls = ("local", *(["transformer_engine"] if device == "cuda" and is_there("transformer_engine") else []))
     for family, options in models.items():
-        for impl, of_impl in impls.items():
+        for impl in impls:
+            of_impl = dtype if impl != "local" or family == "qwen3" else "float32"
             own, slack = Stage(name=family, status=""), 10.0 if of_impl == "bfloat16" else 1.0
             (folder := work / f"{family}_{impl}").mkdir()
             _beside_the_cpu(device, of_impl, folder, own, deadline, {**options, "impl": impl}, slack=slack)
@@ -180,6 +180,8 @@ def quickstart_stage(device: str, dtype: str, work: Path, stage: Stage, deadline
     half = ["--set", f"schedule.steps={QUICKSTART_STEPS // 2}"]
     wait(start([*command, *half], device), "mopd train recipes/quickstart.yaml", deadline)
     wait(start([*command, "--resume"], device), "mopd train recipes/quickstart.yaml --resume", deadline)
+    asked = [sys.executable, "-m", "mopd", "generate", str(run), "abc", "--max-new-tokens", "4"]
+    wait(start(asked, device), "mopd generate", deadline)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     stage.checks = [
         Check(name="steps", value=len(lines), limit=QUICKSTART_STEPS, ok=len(lines) == QUICKSTART_STEPS),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,8 @@ from mopd.bench import teachers
 from mopd.bench.models import TOY
 from mopd.bench.teachers import measure_size
 from mopd.cli.main import main
+from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
+from mopd.engines.torch.engine import TorchEngine
 
 
 def test_the_whole_path_beside_the_bare_engine(
@@ -48,3 +54,22 @@ def test_scoring_beside_a_bare_forward_pass() -> None:
     assert engine["tokens_per_s"] == pytest.approx(80 / engine["median_s"])
     if not torch.cuda.is_available():
         assert main(["bench", "teachers", "--size", "qwen3-1.7b"]) == 2
+
+
+def test_both_sides_are_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[str] = []
+
+    def load(model: Path, cfg: TorchEngineConfig, device: str) -> Any:
+        devices.append(device)
+        return SimpleNamespace(score=print)
+
+    async def open_bare() -> None:
+        async with teachers._bare(Path(), TorchEngineConfig(), {}):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(TorchEngine, "from_pretrained", load)
+    asyncio.run(open_bare())
+    config = teachers._engine_config("vllm")
+    assert isinstance(config, VllmEngineConfig)
+    assert (devices, config.dtype, config.enforce_eager) == (["cuda"], "bfloat16", False)

@@ -259,3 +259,16 @@ def test_bfloat16_engine_reports_fp32_logprobs(folders: dict[str, Path]) -> None
     torch.testing.assert_close(
         score(engine, [[5, 6]], [generation])[0].token_logprobs, generation.logprobs, rtol=0, atol=0.1
     )
+
+
+def test_sleep_gives_the_gpus_memory_back(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the device, from torch's cache: after the weights' storages are freed."""
+    engine = TorchEngine.from_pretrained(folders["qwen3"], TorchEngineConfig(dtype="float32"))
+    held: list[int] = []
+    weights = list(engine.weight_slots.values())
+    monkeypatch.setattr(type(engine.model), "device", torch.device("cuda", 0))
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: held.append(sum(one.untyped_storage().nbytes() for one in weights))
+    )
+    asyncio.run(engine.sleep())
+    assert held == [0]

@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from mopd.base.types import UserError
@@ -193,3 +196,21 @@ def test_a_link_that_fails_at_once_on_one_node_waits_for_the_others(
         ends = [pool.submit(check_nodes, place, lambda: load_recipe(recipe), join_s=DEADLINE_S) for place in places(2)]
         for checks in [end.result(2 * DEADLINE_S) for end in ends]:
             assert checks[-1].name == "all-reduce" and "no such interface" in checks[-1].detail
+
+
+def test_gpus_are_measured_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the node's first GPU; gloo stands in for NCCL, and host memory for the device's."""
+    devices: list[Any] = []
+    empty, connect = torch.empty, dist.init_process_group
+
+    def connected(backend: str, **options: Any) -> None:
+        assert backend == "nccl" and options["timeout"].total_seconds() == conducting.OPERATION_S["nccl"]
+        connect("gloo", **options)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(torch, "empty", lambda size, device: devices.append(device) or empty(size))
+    monkeypatch.setattr(dist, "init_process_group", connected)
+    meeting: Any = SimpleNamespace(place=Place(num_nodes=1, node_rank=0), store=dist.HashStore())
+    assert conducting.measured_all_reduce(meeting) == {"backend": "nccl", "bytes_per_s": 0.0}
+    assert devices == [torch.device("cuda", 0)] * 2
