@@ -15,7 +15,7 @@ from mopd.base.types import UserError
 from mopd.cli.ranks import add_recipe
 from mopd.config.load import Loaded, load_recipe
 from mopd.config.machine.places import NodePool, place_recipe
-from mopd.planning.devices import GPUS, GPUS_PER_NODE, Cluster, Rates, rates_of
+from mopd.planning.devices import GPUS, Cluster, Rates, gpu_of, rates_of_gpu
 
 if TYPE_CHECKING:
     from mopd.config.schema import Recipe
@@ -38,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Light to import, as all of this file."""
     add_recipe(parser)
     add = parser.add_argument
-    add("--gpu", choices=tuple(GPUS), help="plan for nodes of these GPUs instead of this machine")
+    add_gpu(parser)
     add("--nodes", type=int, metavar="N", help="nodes (default: with --gpu those of the recipe's job, else 1)")
-    about = f"with --gpu (default: those of the recipe's job, else {GPUS_PER_NODE})"
+    about = "with --gpu (default: those of the recipe's job, else those of the GPU's usual server)"
     add("--gpus-per-node", type=int, metavar="N", help=about)
     add("--configs", type=Path, metavar="DIR", help="where DIR/NAME/config.json stands for models that are not here")
     add("--prompt-length", type=float, metavar="MEAN", help="tokens (default: half of data.max_prompt_length)")
@@ -50,6 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--measured", type=Path, metavar="RUN", help="take lengths from a run, and show the plan beside it")
     add("--probe", action="store_true", help="measure what this machine can do (some seconds; imports torch)")
     add("--json", action="store_true", help="print JSON, every number in bytes or seconds")
+
+
+def add_gpu(parser: argparse.ArgumentParser) -> None:
+    """Add what names GPUs."""
+    add = parser.add_argument
+    add("--gpu", metavar="NAME", help=f"nodes of these GPUs instead of this machine: {', '.join(GPUS)}")
+    add("--gpu-memory", type=float, metavar="GIB", help="memory of each GPU (default: that of --gpu)")
+    add("--tflops", type=float, metavar="N", help="dense bf16 operations of each GPU, 10^12 a second")
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -62,7 +70,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from mopd.planning.models import STUDENT, read_models
     from mopd.planning.plan import PlanInput, check_models, make_plan, settled_for
     from mopd.planning.show import plain, plain_suggestions, show, show_comparison, show_suggestions
-    from mopd.planning.suggest import suggest
+    from mopd.planning.suggest import helps, suggest
     from mopd.planning.workload import expected, measured
     from mopd.report.run_files import RunFiles
 
@@ -90,12 +98,12 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     given = PlanInput(recipe=loaded.recipe, models=models, work=work, cluster=cluster)
     if args.suggest:
         if rates is None or not cluster.gpus_per_node:
-            raise UserError("--suggest shares GPUs out: name them with --gpu")
+            raise UserError("--suggest shares GPUs out: name them with --gpu, or with --gpu-memory and --tflops")
         found = suggest(given, rates)
         if args.json:
             print(json_lines(plain_suggestions(found)))
         else:
-            show_suggestions(found, _yaml(found[0].keys))
+            show_suggestions(found, helps(given, rates, found[0]), yaml_lines(found[0].keys))
         return 0
     plan = make_plan(given, pool, rates)
     rows = compare(plan, steps) if steps else []
@@ -115,7 +123,7 @@ def _check_images(work: Workload, *, sees_images: bool) -> None:
     if not 0 <= work.image_tokens <= work.prompt_tokens:
         raise UserError(
             f"--image-length is {work.image_tokens:g}: set 0 to the {work.prompt_tokens:g} tokens of a prompt, which "
-            "they are part of"
+            "they are part of, or give a longer --prompt-length"
         )
     if work.image_tokens and not sees_images:
         raise UserError("--image-length: the student sees no images: leave it out")
@@ -127,43 +135,45 @@ def _nodes(args: argparse.Namespace, loaded: Loaded, hardware: Hardware) -> tupl
     for name in ("nodes", "gpus_per_node"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) <= MAX_NODES:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: set 1 to {MAX_NODES}")
-    if args.gpu is not None:
+    gpu, host = gpu_of(args.gpu, memory_gib=args.gpu_memory, tflops=args.tflops), 0
+    if gpu is not None:
         if args.probe:
             raise UserError("--gpu plans for other machines and --probe measures this one: give one of them")
-        loaded, pool = _job(args, loaded)
-        name, memory = args.gpu, GPUS[args.gpu].memory_bytes
+        loaded, pool = _job(args, loaded, gpu.per_node)
+        name, memory, host = args.gpu or "gpu", gpu.memory_bytes, gpu.host_bytes
     elif hardware.num_gpus and args.probe:
         raise UserError("--probe measures a CPU, and this machine has GPUs: name them with --gpu")
     elif hardware.num_gpus:
         pool = NodePool(gpus_per_node=hardware.num_gpus, num_nodes=args.nodes or 1)
-        name, memory = "gpu", min(hardware.gpu_memory_bytes)
+        name, memory, host = "gpu", min(hardware.gpu_memory_bytes), hardware.free_memory_bytes
     elif args.nodes not in (None, 1):
         raise UserError(f"--nodes is {args.nodes}, and this machine has no GPU to multiply: name some with --gpu")
     else:
         pool, name, memory = NodePool(gpus_per_node=0), "cpu", hardware.free_memory_bytes
     places, seen = place_recipe(loaded.recipe, pool), pool.gpus_per_node
-    if _is_job(args, loaded):
+    if gpu is not None and _is_job(loaded):
         from mopd.launch.slurm.layout import student_gpus
 
         seen = len(student_gpus(loaded, places)[0])
     if seen:
         hardware = Hardware(gpu_memory_bytes=(memory,) * seen, torch_cuda="planned", vllm="planned")
     nodes, gpus = sum(places.num_nodes), pool.gpus_per_node
-    return loaded, Cluster(name=name, nodes=nodes, gpus_per_node=gpus, memory_bytes=memory), pool, hardware
+    cluster = Cluster(name=name, nodes=nodes, gpus_per_node=gpus, memory_bytes=memory, host_bytes=host)
+    return loaded, cluster, pool, hardware
 
 
-def _is_job(args: argparse.Namespace, loaded: Loaded) -> bool:
+def _is_job(loaded: Loaded) -> bool:
     """The recipe's own job is planned for, as it asks for GPUs."""
-    return args.gpu is not None and loaded.recipe.slurm is not None and loaded.recipe.slurm.gpus_per_node > 0
+    return loaded.recipe.slurm is not None and loaded.recipe.slurm.gpus_per_node > 0
 
 
-def _job(args: argparse.Namespace, loaded: Loaded) -> tuple[Loaded, NodePool]:
+def _job(args: argparse.Namespace, loaded: Loaded, gpus_per_node: int) -> tuple[Loaded, NodePool]:
     """The nodes of the recipe's job, if it asks for GPUs; options go before its keys."""
     from mopd.launch.slurm.layout import job_nodes, of_job
 
     config = loaded.recipe.slurm
-    if config is None or not _is_job(args, loaded):
-        return loaded, NodePool(gpus_per_node=args.gpus_per_node or GPUS_PER_NODE, num_nodes=args.nodes or 1)
+    if config is None or not _is_job(loaded):
+        return loaded, NodePool(gpus_per_node=args.gpus_per_node or gpus_per_node, num_nodes=args.nodes or 1)
     nodes, gpus = args.nodes or config.nodes, args.gpus_per_node or config.gpus_per_node
     own = replace(loaded.recipe, slurm=replace(config, nodes=nodes, gpus_per_node=gpus))
     loaded = of_job(replace(loaded, recipe=own))
@@ -171,8 +181,9 @@ def _job(args: argparse.Namespace, loaded: Loaded) -> tuple[Loaded, NodePool]:
 
 
 def _rates(args: argparse.Namespace, recipe: Recipe, dims: ModelDims, work: Workload) -> Rates | None:
-    if args.gpu is not None:
-        return rates_of(args.gpu)
+    gpu = gpu_of(args.gpu, memory_gib=args.gpu_memory, tflops=args.tflops)
+    if gpu is not None:
+        return rates_of_gpu(args.gpu or "gpu", gpu) if gpu.flops else None
     if not args.probe:
         return None
     from mopd.planning.probe import probe
@@ -180,13 +191,13 @@ def _rates(args: argparse.Namespace, recipe: Recipe, dims: ModelDims, work: Work
     return probe(recipe, dims, work)
 
 
-def _yaml(tree: Mapping[str, Any], depth: int = 0) -> str:
+def yaml_lines(tree: Mapping[str, Any], depth: int = 0) -> str:
     """Sections of sections stand on lines of their own."""
     lines = []
     for key, value in tree.items():
         is_section = isinstance(value, dict) and any(isinstance(below, dict) for below in value.values())
         head = f"{'  ' * depth}{dump_inline(key)}:"
-        lines.append(f"{head}\n{_yaml(value, depth + 1)}" if is_section else f"{head} {dump_inline(value)}")
+        lines.append(f"{head}\n{yaml_lines(value, depth + 1)}" if is_section else f"{head} {dump_inline(value)}")
     return "\n".join(lines)
 
 

@@ -11,10 +11,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from mopd.planning.stages import StageTime
 
 ROLLOUT, TRAINER, WEIGHTS = "rollout", "trainer", "weight_sync"
+HANDED, TAKEN = "weights, the trainer waits", "weights, on their way"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +45,36 @@ class StepTimes:
         sync = self.staging_s + self.sending_s
         return {**found, TRAINER: self.trainer_s, **({WEIGHTS: sync} if sync else {})}
 
+    @cached_property
+    def spans(self) -> list[tuple[str, float, float]]:
+        """What goes on in a step, with the seconds from its begin at which each starts and ends: in an asynchronous run
+        all side by side, the trainer's handing over of weights after its work."""
+        busy, spans, at = self.seconds, list[tuple[str, float, float]](), 0.0
+        for name in sorted(self.in_turn & self.groups.keys()):
+            at += self.groups[name].step_s
+            spans.append((name, at - self.groups[name].step_s, at))
+        beside = [(name, at, at + busy[name]) for name in self.groups if name not in self.in_turn]
+        start = 0.0 if self.max_staleness else max([at, *(end for _, _, end in beside)])
+        handed = start + self.trainer_s + self.staging_s
+        spans += [*beside, (TRAINER, start, start + self.trainer_s), (HANDED, start + self.trainer_s, handed)]
+        begin = 0.0 if self.max_staleness else handed
+        return [span for span in [*spans, (TAKEN, begin, begin + self.sending_s)] if span[2] > span[1]]
+
     @property
     def step_s(self) -> float:
         """Seconds of a whole step."""
-        busy = self.seconds
-        if self.max_staleness:
-            return max(self.trainer_s + self.staging_s, self.sending_s, *(busy[name] for name in self.groups))
-        in_turn = sum(self.groups[name].step_s for name in self.in_turn)
-        beside = [busy[name] for name in self.groups if name not in self.in_turn]
-        return in_turn + max(beside, default=0.0) + self.trainer_s + self.staging_s + self.sending_s
+        return max((end for _, _, end in self.spans), default=0.0)
 
     @property
     def bound_by(self) -> str:
         """Stage that a step waits for: the one that is busy longest, or in an asynchronous run the slowest of those
-        that work side by side, where handing weights over is the trainer's work."""
-        busy = dict(self.seconds)
-        if self.max_staleness:
-            busy |= {TRAINER: self.trainer_s + self.staging_s, WEIGHTS: self.sending_s}
-        return max(busy, key=busy.__getitem__)
+        that work side by side, where handing weights over comes after the trainer's work."""
+        if not self.max_staleness:
+            return max(self.seconds, key=self.seconds.__getitem__)
+        last = max(self.spans, key=lambda span: span[2])[0]
+        if last == HANDED and self.trainer_s > self.staging_s:
+            return TRAINER
+        return {HANDED: WEIGHTS, TAKEN: WEIGHTS}.get(last, last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +107,10 @@ class TrainerLoad:
     label: str = ""
     keys: Mapping[str, int] = field(default_factory=dict)
     """Keys of ``student.parallel`` and their values."""
+    student: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys of ``student`` that differ from the recipe's, and their values."""
+    num_bytes: int = 0
+    """Bytes of its fullest GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,10 @@ A plan multiplies the two. mopd has not been measured on these GPUs yet: the sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import difflib
+from dataclasses import dataclass, fields, replace
+
+from mopd.base.types import UserError
 
 MIB, GIB = 2**20, 2**30
 
@@ -29,23 +32,72 @@ class Gpu:
     """Bytes a second to the other GPUs of its server (NVLink)."""
     network: float
     """Bytes a second to other servers: one network adapter for each GPU."""
+    host_bytes: int
+    """Memory of its server's host."""
     source: str
+    per_node: int = 8
+    """GPUs of its server."""
 
 
 GPUS = {
-    # memory, operations, bandwidth of the memory, NVLink, network adapter, source
-    "a100": Gpu(81_920 * MIB, 312e12, 2.039e12, 300e9, 25e9,
-             "NVIDIA A100 80GB SXM data sheet; DGX A100 user guide (one 200 Gb/s adapter for each GPU)"),
-    "h100": Gpu(81_559 * MIB, 989.4e12, 3.35e12, 450e9, 50e9,
-             "NVIDIA H100 SXM data sheet (1,979 TFLOP/s with sparsity); DGX H100 data sheet (400 Gb/s for each GPU)"),
-    "h200": Gpu(143_771 * MIB, 989.4e12, 4.8e12, 450e9, 50e9,
-             "NVIDIA H200 SXM data sheet; DGX H200 data sheet (400 Gb/s for each GPU)"),
-    "b200": Gpu(183_359 * MIB, 2_250e12, 8.0e12, 900e9, 50e9,
-             "NVIDIA DGX B200 data sheet (eight GPUs: 72 PFLOP/s fp8 with sparsity, 64 TB/s, 14.4 TB/s NVLink)"),
+    # memory, operations, bandwidth of the memory, NVLink or PCIe, network adapter, host, source
+    "a100": Gpu(81_920 * MIB, 312e12, 2.039e12, 300e9, 25e9, 2048 * GIB,
+             "NVIDIA A100 80GB SXM data sheet; DGX A100 user guide (one 200 Gb/s adapter for each GPU, 2 TB)"),
+    "h100": Gpu(81_559 * MIB, 989.4e12, 3.35e12, 450e9, 50e9, 2048 * GIB,
+             "NVIDIA H100 SXM data sheet (1,979 TFLOP/s with sparsity); DGX H100 data sheet (400 Gb/s for each GPU, "
+             "2 TB)"),
+    "h20": Gpu(97_871 * MIB, 148e12, 4.0e12, 450e9, 50e9, 2048 * GIB,
+             "NVIDIA H20 SXM data sheet (148 TFLOP/s, 96 GB); adapters and host as of a DGX H100"),
+    "h200": Gpu(143_771 * MIB, 989.4e12, 4.8e12, 450e9, 50e9, 2048 * GIB,
+             "NVIDIA H200 SXM data sheet; DGX H200 data sheet (400 Gb/s for each GPU, 2 TB)"),
+    "b200": Gpu(183_359 * MIB, 2_250e12, 8.0e12, 900e9, 50e9, 2048 * GIB,
+             "NVIDIA DGX B200 data sheet (eight GPUs: 72 PFLOP/s fp8 with sparsity, 64 TB/s, 14.4 TB/s NVLink, 2 TB)"),
+    "b300": Gpu(275_040 * MIB, 2_250e12, 8.0e12, 900e9, 100e9, 2048 * GIB,
+             "NVIDIA DGX B300 data sheet (eight GPUs: 72 PFLOP/s fp8 with sparsity, 2.3 TB, 800 Gb/s for each, 2 TB)"),
+    "gb200": Gpu(189_471 * MIB, 2_500e12, 8.0e12, 900e9, 50e9, 960 * GIB,
+             "NVIDIA GB200 NVL72 data sheet (72 GPUs: 360 PFLOP/s bf16 with sparsity, 576 TB/s); a tray of four, of "
+             "whose NVLink to other trays a plan knows nothing", per_node=4),
+    "mi300x": Gpu(196_592 * MIB, 1_307e12, 5.3e12, 448e9, 50e9, 2048 * GIB,
+             "AMD MI300X data sheet (1,307 TFLOP/s, 192 GB, seven links of 64 GB/s); adapters and host assumed"),
+    "l40s": Gpu(46_068 * MIB, 362e12, 0.864e12, 32e9, 25e9, 1024 * GIB,
+             "NVIDIA L40S data sheet (733 TFLOP/s with sparsity, PCIe 4); adapters and host assumed"),
+    "4090": Gpu(24_564 * MIB, 165.2e12, 1.008e12, 32e9, 12.5e9, 256 * GIB,
+             "NVIDIA Ada whitepaper (165 TFLOP/s with fp32 sums, PCIe 4); adapters and host assumed"),
 }  # fmt: skip
 """Name that ``mopd plan --gpu`` takes -> GPU."""
 GPUS_PER_NODE = 8
-"""GPUs of each server that the table is about."""
+"""GPUs of each server that the table is about, but where it says otherwise."""
+OPERATIONS_PER_BYTE = 300
+"""bf16 operations for each byte of memory bandwidth, as an H100 has: for a GPU of which only operations are given."""
+
+
+def gpu_of(name: str | None, *, memory_gib: float | None, tflops: float | None) -> Gpu | None:
+    """Return the GPU ``name`` of the table in any case of letters, with memory and operations of its own where given;
+    ``None`` if nothing is given.
+
+    Raises:
+        UserError: no such name; operations of a GPU whose memory nobody knows.
+    """
+    if name is None and memory_gib is None and tflops is None:
+        return None
+    if name is None:
+        if memory_gib is None:
+            raise UserError("--tflops of which GPU? Name it with --gpu, or give --gpu-memory too")
+        found = Gpu(0, 0.0, 0.0, 32e9, 12.5e9, 256 * GIB, "as given; links as of PCIe 4, and the host, assumed")
+    elif name.lower() in GPUS:
+        found = GPUS[name.lower()]
+    else:
+        near = difflib.get_close_matches(name.lower(), GPUS, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(
+            f"--gpu {name!a:.40}: it is none of {', '.join(GPUS)}{meant}: name one, or give --gpu-memory and --tflops"
+        )
+    if memory_gib is not None:
+        found = replace(found, memory_bytes=round(memory_gib * GIB))
+    if tflops is not None:
+        flops = tflops * 1e12
+        found = replace(found, flops=flops, bandwidth=found.bandwidth or flops / OPERATIONS_PER_BYTE)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +111,13 @@ class Share:
 SHARES = {
     "training": Share(value=0.40, source="Megatron-LM: 44 to 52 % of an A100 (Narayanan et al. 2021), 41 to 48 % of an "
                       "H100 (its README); less for our shorter sequences"),
-    "training_moe": Share(value=0.20, source="half of a dense model's: small products, and tokens exchanged"),
+    "device": Share(value=0.05, source="of a GPU's memory that no plan fills: what the driver keeps (79.11 of 79.6 GiB "
+                    "are there), other contexts, buffers that NCCL makes later"),
+    "training_moe": Share(value=0.30, source="grouped products of few tokens: with expert_layer_s, between what "
+                          "NeMo-RL, ms-swift and a tuned pretraining reach (docs/planning.md)"),
+    "expert_layer_s": Share(value=3.5e-3, source="routing, sorting, launches and a look of the host at the counts, a "
+                            "layer and micro-batch, likewise"),
+    "prefill_moe": Share(value=0.20, source="vLLM scores 21,000 to 24,000 tokens/s of 235B on eight H100 (gpustack)"),
     "prefill": Share(value=0.50, source="Pope et al. 2022 reach 76 % with large batches; ours are single requests"),
     "bandwidth": Share(value=0.70, source="copies reach 80 to 90 % of the data sheet; attention over pages less"),
     "link": Share(value=0.70, source="nccl-tests on NVLink and InfiniBand, large messages"),
@@ -97,9 +155,11 @@ class Rates:
     train: float
     """Operations a second, forward and backward of a dense model."""
     train_moe: float
-    """The same with experts."""
+    """The same with experts, their exchange and ``expert_layer_s`` apart."""
     prefill: float
-    """Operations a second of a forward pass."""
+    """Operations a second of a forward pass of a dense model."""
+    prefill_moe: float
+    """The same with experts, their exchange apart."""
     bandwidth: float
     """Bytes a second of its memory."""
     link: float
@@ -110,6 +170,8 @@ class Rates:
     """Bytes a second of host memory, of a rank's part of an optimizer step there."""
     call_s: float
     """Seconds of one operation, however small."""
+    expert_layer_s: float
+    """Seconds of a forward pass through the experts of one layer, however few tokens it has."""
     tensor_s: float
     """Seconds of the optimizer for one parameter tensor, however small."""
     decode_step_s: float
@@ -134,14 +196,19 @@ class Rates:
 
 def rates_of(name: str) -> Rates:
     """Return the rates of a GPU of the table."""
-    gpu = GPUS[name]
+    return rates_of_gpu(name, GPUS[name])
+
+
+def rates_of_gpu(name: str, gpu: Gpu) -> Rates:
+    """Return the rates of a GPU whose operations are known."""
     share = {key: entry.value for key, entry in SHARES.items()}
-    peaks = {"prefill", "bandwidth", "link"}
+    peaks = {"prefill", "prefill_moe", "bandwidth", "link"}
     as_they_are = [field.name for field in fields(Rates) if field.name in share.keys() - peaks]
     return Rates(
         train=gpu.flops * share["training"],
         train_moe=gpu.flops * share["training_moe"],
         prefill=gpu.flops * share["prefill"],
+        prefill_moe=gpu.flops * share["prefill_moe"],
         bandwidth=gpu.bandwidth * share["bandwidth"],
         link=gpu.link * share["link"],
         network=gpu.network * share["link"],
@@ -163,6 +230,13 @@ class Cluster:
     """0 without GPUs."""
     memory_bytes: int
     """Memory of one GPU; of a node's host where there is none."""
+    host_bytes: int = 0
+    """Memory of a node's host beside GPUs; 0 where nobody knows it."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of one GPU that a plan fills; without GPUs all of it."""
+        return round(self.memory_bytes * (1 - SHARES["device"].value)) if self.gpus_per_node else self.memory_bytes
 
     @property
     def num_gpus(self) -> int:

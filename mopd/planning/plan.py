@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from mopd.base.hardware import Hardware
 from mopd.base.types import UserError
@@ -19,7 +19,17 @@ from mopd.conversion.models.stages import stages_of
 from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad, times_of
 from mopd.planning.devices import Cluster, Rates, gib
 from mopd.planning.memory.activations import micro_batches
-from mopd.planning.memory.ranks import HeadPlan, RankPlan, head_plans, host_bytes, plan_ranks
+from mopd.planning.memory.ranks import (
+    COPY,
+    LENT,
+    STATES,
+    HeadPlan,
+    HostPlan,
+    RankPlan,
+    head_plans,
+    plan_hosts,
+    plan_ranks,
+)
 from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
 from mopd.planning.memory.shards import total_weights
 from mopd.planning.models import STUDENT
@@ -59,7 +69,8 @@ class RunPlan:
     ranks: Sequence[RankPlan]
     replicas: Mapping[str, ReplicaPlan]
     """Key of the group -> its replica; groups that run elsewhere are left out."""
-    hosts: Mapping[str, int]
+    hosts: Sequence[HostPlan]
+    """Memory of every node beside its GPUs."""
     links: Sequence[Flow]
     heads: Sequence[HeadPlan]
     trainer: Mapping[str, float]
@@ -133,9 +144,7 @@ def make_plan(given: PlanInput, pool: NodePool, rates: Rates | None) -> RunPlan:
             share = 1.0 if key == ROLLOUT else work.teacher_shares[key.removeprefix("teachers.")]
             replicas[key] = replica_of(given, key, group, samples=work.samples * share / group.num_replicas)
     ranks = plan_ranks(recipe, dims, work, cluster, replicas)
-    hosts = host_bytes(recipe, dims, work)
-    if any(rank.rollout_turn for rank in ranks):
-        hosts["optimizer states, lent"] = places.ranks_per_node * max(rank.parts["optimizer"] for rank in ranks)
+    hosts = plan_hosts(recipe, dims, work, places, ranks)
     trainer: Mapping[str, float] = {}
     times: StepTimes | None = None
     update: WeightUpdate | None = None
@@ -176,9 +185,8 @@ def stage_of(key: str) -> str:
 
 def replica_of(given: PlanInput, key: str, group: EngineGroupConfig, *, samples: float) -> ReplicaPlan:
     """Plan one replica of a group to which so many ``samples`` of a step come."""
-    memory_bytes = given.cluster.memory_bytes
     dims = given.dims_of(key)
-    return plan_replica(group, dims, given.work, memory_bytes=memory_bytes, scores=key != ROLLOUT, samples=samples)
+    return plan_replica(group, dims, given.work, given.cluster, scores=key != ROLLOUT, samples=samples)
 
 
 def update_nodes(recipe: Recipe, places: Places) -> int:
@@ -221,44 +229,65 @@ def group_load(given: PlanInput, rates: Rates, key: str, group: EngineGroupConfi
     """Return the load of one group whose replicas are planned as ``own``."""
     work, dims = given.work, given.dims_of(key)
     if key == ROLLOUT:
-        time = partial(drawing_time, group, dims, work, own, rates)
+        time = partial(drawing_time, group, dims, work, own, rates, given.recipe.schedule.max_staleness)
     else:
         time = partial(scoring_time, group, dims, work, own, rates, work.teacher_shares[key.removeprefix("teachers.")])
-    return GroupLoad(name=stage_of(key), gpus=own.gpus, time=time, at_most=min(MAX_BALANCED, work.samples))
+    return GroupLoad(
+        name=stage_of(key), gpus=own.gpus, time=lru_cache(maxsize=None)(time), at_most=min(MAX_BALANCED, work.samples)
+    )
 
 
 def _too_large(
     ranks: Sequence[RankPlan],
     replicas: Mapping[str, ReplicaPlan],
-    hosts: Mapping[str, int],
+    hosts: Sequence[HostPlan],
     places: Places,
     cluster: Cluster,
 ) -> list[tuple[tuple[str, ...], str]]:
-    """Return what does not fit into a GPU, or without GPUs into the host's free memory."""
+    """Return what does not fit into a GPU or a node's host, or without GPUs into the host's free memory."""
     problems = [
         ((*path_of(key), *below.split(".")), text) for key, plan in replicas.items() for below, text in plan.problems
     ]
     if cluster.gpus_per_node == 0:
         per_stage = len(places.of("student")) // len(ranks)
-        total = sum(sum(rank.parts.values()) for rank in ranks) * per_stage
-        total += sum(plan.num_bytes * len(places.of(key)) for key, plan in replicas.items()) + sum(hosts.values())
+        total = sum(sum(rank.parts.values()) for rank in ranks) * per_stage + sum(host.num_bytes for host in hosts)
+        total += sum(plan.num_bytes * len(places.of(key)) for key, plan in replicas.items())
         if total > cluster.memory_bytes:
             text = f"ranks and replicas need {gib(total)} and the host has {gib(cluster.memory_bytes)} free: "
             problems.append((("student", "model"), f"{text}plan for GPUs with --gpu, or use smaller models"))
         return problems
+    most = gib(cluster.usable_bytes)
     for rank in ranks:
-        turn, most = sum(rank.rollout_turn.values()), gib(cluster.memory_bytes)
-        if turn > cluster.memory_bytes:
+        turn = sum(rank.rollout_turn.values())
+        if turn > cluster.usable_bytes:
             parts = ", ".join(f"{name} {gib(size)}" for name, size in rank.rollout_turn.items())
             taken = f"{gib(turn)} of a GPU's {most} are taken while the rollout draws ({parts})"
             key = ("rollout", "engine", "gpu_memory_utilization")
             problems.append((key, f"with placement.share_gpus_with {taken}: lower it"))
-        elif rank.num_bytes > cluster.memory_bytes:
+        elif rank.num_bytes > cluster.usable_bytes:
             parts = ", ".join(f"{name} {gib(size)}" for name, size in {**rank.parts, **rank.shared}.items())
             name = "every rank" if len(ranks) == 1 else f"ranks of pipeline stage {rank.stage}"
             key = ("student", "parallel", "tensor_model_parallel_size")
             problems.append((key, f"{name} needs {gib(rank.num_bytes)} of {most} ({parts}): {_cure(rank)}"))
+    full = [host for host in hosts if 0 < cluster.host_bytes < host.num_bytes]
+    for host in sorted(full, key=lambda host: -host.num_bytes)[:1]:
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in host.parts.items())
+        path, cure = _HOST_CURES.get(max(host.parts, key=host.parts.__getitem__), _WEIGHTS_CURE)
+        where = f"node {host.node}" + (f" of component {host.component}" if host.component else "")
+        text = f"the host of {where} needs {gib(host.num_bytes)} of {gib(cluster.host_bytes)} ({parts}): {cure}"
+        problems.append((path, text))
     return problems
+
+
+_HOST_CURES: dict[str, tuple[tuple[str, ...], str]] = {
+    STATES: (("student", "optimizer", "offload_fraction"), "lower it, or give the student more nodes"),
+    LENT: (("rollout", "placement", "share_gpus_with"), "give the student more nodes, or the rollout its own GPUs"),
+    COPY: (("checkpoint", "async_save"), "set it to false, or give the student more nodes"),
+}
+_WEIGHTS_CURE: tuple[tuple[str, ...], str] = (
+    ("weight_sync", "type"),
+    "set collective, which keeps no copy, or lower rollout.replicas",
+)
 
 
 def _cure(rank: RankPlan) -> str:

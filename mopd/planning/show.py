@@ -10,21 +10,25 @@ from rich.table import Table
 
 from mopd.config.machine.places import STUDENT, Places, Tenant
 from mopd.config.reading.tree import dotted
+from mopd.planning.balance import StepTimes
 from mopd.planning.devices import GIB, SHARES, Rates
 from mopd.planning.measured import PlannedAndMeasured
+from mopd.planning.memory.ranks import HostPlan
 from mopd.planning.plan import RunPlan
-from mopd.planning.suggest import Suggestion
+from mopd.planning.suggest import Help, Suggestion
 from mopd.planning.updates import WeightUpdate
 from mopd.planning.vision import TowerPlan
 from mopd.report.terminal import Terminal
 
+BAR = 38
+"""Characters of a step in its picture."""
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
     """Return the plan as plain values, every number in bytes or seconds."""
     return {
-        "cluster": dataclasses.asdict(plan.cluster),
+        "cluster": {**dataclasses.asdict(plan.cluster), "usable_bytes": plan.cluster.usable_bytes},
         "samples": dataclasses.asdict(plan.work),
         "places": [dataclasses.asdict(tenant) for tenant in plan.places.tenants],
         "elsewhere": list(plan.places.elsewhere),
@@ -32,7 +36,7 @@ def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
         "replicas": {
             key: {**dataclasses.asdict(one), "num_bytes": one.num_bytes} for key, one in plan.replicas.items()
         },
-        "host_bytes": dict(plan.hosts),
+        "hosts": [{**dataclasses.asdict(host), "num_bytes": host.num_bytes} for host in plan.hosts],
         "links": [dataclasses.asdict(link) for link in plan.links],
         "vision_tower": None if plan.tower is None else dataclasses.asdict(plan.tower),
         "lm_head": [dataclasses.asdict(head) for head in plan.heads],
@@ -52,6 +56,7 @@ def _plain_times(plan: RunPlan) -> dict[str, Any] | None:
         "step_s": times.step_s,
         "bound_by": times.bound_by,
         "stages": times.seconds,
+        "spans": [{"what": name, "start_s": start, "end_s": end} for name, start, end in times.spans],
         "groups": {name: dataclasses.asdict(time) for name, time in times.groups.items()},
         "trainer": dict(plan.trainer),
         "balanced_replicas": dict(plan.balanced),
@@ -62,7 +67,13 @@ def plain_suggestions(found: Sequence[Suggestion]) -> list[dict[str, Any]]:
     """Return suggestions as plain values, the fastest first."""
     times = [one.split.times for one in found]
     return [
-        {"keys": one.keys, "gpus": one.split.gpus, "step_s": own.step_s, "bound_by": own.bound_by}
+        {
+            "keys": one.keys,
+            "gpus": one.split.gpus,
+            "step_s": own.step_s,
+            "bound_by": own.bound_by,
+            "num_bytes": one.num_bytes,
+        }
         for one, own in zip(found, times, strict=True)
     ]
 
@@ -93,6 +104,8 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
     kind = f"max_staleness {times.max_staleness}" if times.max_staleness else "synchronous"
     bound = times.bound_by.replace("_", " ")
     console.print(f"step  {times.step_s:.3g} s ({kind}), bound by {bound}", highlight=False)
+    for line in [*_picture(times), *_never_keep_up(plan)]:
+        console.print(line, highlight=False)
     if rates is not None:
         console.print(f"rates  {rates.source}", highlight=False)
 
@@ -123,12 +136,14 @@ def _places_table(places: Places) -> Table:
 
 def _range(numbers: Iterable[int]) -> str:
     ordered = sorted(numbers)
+    if ordered[-1] - ordered[0] >= len(ordered):
+        return ", ".join(map(str, ordered))
     return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]}-{ordered[-1]}"
 
 
 def _memory_table(plan: RunPlan) -> Table:
     table = Table("memory", "GiB", "of", "parts, GiB")
-    limit = f"{plan.cluster.memory_bytes / GIB:.1f}"
+    limit = f"{plan.cluster.usable_bytes / GIB:.1f}"
     for rank in plan.ranks:
         name = "each rank" if len(plan.ranks) == 1 else f"ranks of stage {rank.stage}, {rank.num_layers} layers"
         own = sum(rank.parts.values())
@@ -142,7 +157,14 @@ def _memory_table(plan: RunPlan) -> Table:
         room = f"; {one.sequences} sequences" if one.cache_tokens else ""
         per = "" if one.gpus == 1 else f" (each of {one.gpus} GPUs)"
         table.add_row(f"{key}{per}", f"{one.num_bytes / GIB:.2f}", limit, _parts(one.parts) + room)
-    table.add_row("host", f"{sum(plan.hosts.values()) / GIB:.2f}", "", _parts(plan.hosts))
+    alike: dict[str, list[HostPlan]] = {}
+    for host in plan.hosts:
+        alike.setdefault(f"{host.component} {_parts(host.parts)}", []).append(host)
+    known = f"{plan.cluster.host_bytes / GIB:.0f}" if plan.cluster.host_bytes else ""
+    for first, *more in alike.values():
+        which = f"{'nodes' if more else 'node'} {_range(host.node for host in (first, *more))}"
+        name = f"host of {which}" + (f" of component {first.component}" if first.component else "")
+        table.add_row(name, f"{first.num_bytes / GIB:.2f}", known, _parts(first.parts))
     return table
 
 
@@ -188,9 +210,31 @@ def _stage_table(plan: RunPlan) -> Table:
             f"{seconds:.3g}",
             bound if name in ("trainer", *plan.times.groups) else "",
             str(replicas) if group else "",
-            ("no number" if balanced is None else str(balanced)) if group else "",
+            ("none does" if balanced is None else str(balanced)) if group else "",
         )
     return table
+
+
+def _picture(times: StepTimes) -> list[str]:
+    """Return a line for each thing of a step, with a bar from its start to its end."""
+    width = max(len(name) for name, _, _ in times.spans)
+    lines = []
+    for name, start, end in times.spans:
+        first, last = (round(BAR * seconds / times.step_s) for seconds in (start, end))
+        bar = f"{' ' * min(first, BAR - 1)}{'█' * max(1, last - first)}"
+        lines.append(f"{name.replace('_', ' '):{width}}  {bar:{BAR}}  {end - start:.3g} s")
+    return lines
+
+
+def _never_keep_up(plan: RunPlan) -> list[str]:
+    """Return a sentence for each group that no number of replicas makes as fast as the trainer."""
+    assert plan.times is not None
+    return [
+        f"{name}: no number of replicas keeps up with the trainer's {plan.times.trainer_s:.3g} s, as one sample alone "
+        "takes longer: raise schedule.max_staleness, prompts_per_step or the engine's tensor_parallel_size"
+        for name, count in plan.balanced.items()
+        if count is None
+    ]
 
 
 def _update_table(update: WeightUpdate) -> Table:
@@ -214,10 +258,10 @@ def show_comparison(rows: Sequence[PlannedAndMeasured], bound_planned: str | Non
     console.print(f"slowest stage, measured: {bound_measured.replace('_', ' ')}{named}", highlight=False)
 
 
-def show_suggestions(found: Sequence[Suggestion], keys: str) -> None:
-    """Print the suggestions, and the ``keys`` that the first one sets."""
+def show_suggestions(found: Sequence[Suggestion], helps: Sequence[Help], keys: str) -> None:
+    """Print the suggestions, what would help further, and the ``keys`` that the first one sets."""
     console = Terminal()
-    table = Table("student", "GPUs", "replicas", "step, s", "bound by")
+    table = Table("student", "GPUs", "replicas", "step, s", "bound by", "fullest GPU, GiB")
     for one in found:
         times = one.split.times
         table.add_row(
@@ -226,8 +270,13 @@ def show_suggestions(found: Sequence[Suggestion], keys: str) -> None:
             ", ".join(f"{name} {count}" for name, count in one.split.replicas.items()),
             f"{times.step_s:.3g}",
             times.bound_by.replace("_", " "),
+            f"{one.num_bytes / GIB:.1f}",
         )
     console.print(table)
+    for help_ in helps:
+        console.print(
+            f"with {help_.change}: {help_.step_s:.3g} s, bound by {help_.bound_by.replace('_', ' ')}", highlight=False
+        )
     console.print("set for the first:", highlight=False)
     for line in keys.splitlines():
         console.print(line, highlight=False)

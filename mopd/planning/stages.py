@@ -1,11 +1,11 @@
 """Seconds of each stage by roofline: operations, bytes of memory, calls, links; whichever takes longest.
 
-training     3 x forward (4 x with full recompute) + what is not overlapped: pipeline bubble, data-parallel sums,
-             the optimizer's pass over its states
+training     3 x forward (4 x with full recompute) + what is not overlapped: routing and exchange of experts, pipeline
+             bubble, data-parallel sums, the optimizer's pass over its states
 forward      2 operations a weight and token, 2 q a token of context and layer for scores and their sums
-scoring      forward, and a pass of fp32 log-probs over [rows, vocabulary]
+scoring      forward, sums of tensor parallelism, and a pass of fp32 log-probs over [rows, vocabulary]
 drawing      a step of decoding reads the weights once and every sequence's cache; as many steps as the longest
-             response has, or as the tokens need at full room
+             response has, or as the tokens need at full room; with staleness n as many sequences as n + 1 steps have
 
 Updates of the rollout's weights are in ``updates.py``.
 """
@@ -17,15 +17,17 @@ from dataclasses import dataclass
 
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.config.schema import Recipe
+from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.devices import Rates
 from mopd.planning.memory.activations import MicroBatchSize
-from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT, ReplicaPlan, kv_bytes
+from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT, ReplicaPlan, kv_bytes, scoring_rows
 from mopd.planning.memory.shards import (
     BYTES,
     GRADIENT_BYTES,
     active,
     expert_weights,
+    max_expert_layers,
     num_tensors,
     offloaded_bytes,
     own_layers,
@@ -34,6 +36,7 @@ from mopd.planning.memory.shards import (
     total_weights,
     tower_weights,
 )
+from mopd.planning.traffic import exchanged_bytes
 from mopd.planning.vision import slowest_stage, tower_flops, trained_tower_flops
 from mopd.planning.workload import Workload
 
@@ -110,6 +113,10 @@ def training_time(
         sums = batch.in_step * rates.collective_s + border / rates.sums
         parts["tensor_parallel"] = COLLECTIVES_PER_LAYER * (layers + 1) * sums
     chunks = parallel.virtual_pipeline_model_parallel_size
+    if dims.moe is not None:
+        passes = batch.in_step * max_expert_layers(dims, parallel) * repeats
+        parts["experts"] = passes * rates.expert_layer_s
+        parts["exchange"] = _exchange_s(dims, student, batch.padded_tokens, rates, per_node)
     parts["bubble"] = sum(parts.values()) * (pp - 1) / (batch.in_step * chunks)
     own = shard(dims, parallel, 0)
     copies = parallel.num_copies
@@ -127,19 +134,37 @@ def training_time(
     return parts
 
 
+def _exchange_s(dims: ModelDims, student: StudentConfig, tokens: int, rates: Rates, per_node: int) -> float:
+    """Return the seconds in which a rank's copies of tokens go to their experts and come back: those of other nodes
+    over its adapter, beside those of its own."""
+    parallel = student.parallel
+    ranks, inside = parallel.expert_model_parallel_size, parallel.expert_model_parallel_size
+    if per_node:
+        inside = max(1, min(ranks, per_node // parallel.resolved_expert_tensor_parallel_size))
+    moved = exchanged_bytes(dims, student, tokens=tokens)
+    return moved * max((inside - 1) / ranks / rates.link, (ranks - inside) / ranks / rates.network)
+
+
 def drawing_time(
-    group: EngineGroupConfig, dims: ModelDims, work: Workload, own: ReplicaPlan, rates: Rates, replicas: int
+    group: EngineGroupConfig,
+    dims: ModelDims,
+    work: Workload,
+    own: ReplicaPlan,
+    rates: Rates,
+    max_staleness: int,
+    replicas: int,
 ) -> StageTime:
-    """Return the time of ``replicas`` that share the drawing of a step's samples evenly."""
+    """Return the time of ``replicas`` that share the drawing of a step's samples evenly. ``max_staleness`` steps more
+    may be under way beside it."""
     samples, size = work.samples / replicas, BYTES[group.engine.dtype]
-    at_once = max(1.0, min(samples, own.sequences))
+    at_once = max(1.0, min(samples * (max_staleness + 1), own.sequences))
     context = work.prompt_tokens + work.response_tokens / 2
 
     def step_s(sequences: float) -> tuple[float, str]:
         flops = forward_flops(dims, tokens=sequences, context=context, rows=sequences)
         read = _read_weights(dims, sequences) * size + sequences * context * kv_bytes(dims, size)
         times = {
-            "operations": flops / (own.gpus * rates.prefill),
+            "operations": flops / (own.gpus * _forward_rate(dims, rates)),
             "memory": read / (own.gpus * rates.bandwidth),
             "calls": _step_cost(group, dims, own.gpus, rates),
         }
@@ -151,12 +176,19 @@ def drawing_time(
     full, bound = step_s(at_once)
     prompt = forward_flops(dims, tokens=samples * work.prompt_tokens, context=work.prompt_tokens / 2, rows=samples)
     prompt += samples * tower_flops(dims, work.image_tokens)
-    prefill = prompt / (own.gpus * rates.prefill)
+    prefill = prompt / (own.gpus * _forward_rate(dims, rates))
+    prefill += _sums_s(dims, samples * work.prompt_tokens * size, own.gpus, rates)
     if isinstance(group.engine, VllmEngineConfig):
-        capacity = samples * work.response_tokens / at_once * full
+        rows = samples * work.response_tokens / at_once
+        capacity = rows * full
+        if max_staleness:
+            # A response that lasts as long as all steps that are under way together bounds each of them.
+            share = work.longest_response / (max_staleness + 1)
+            beside, _ = step_s(max(1.0, min(at_once, samples * work.response_tokens / share)))
+            capacity = max(capacity, share * beside)
         alone, _ = step_s(max(1.0, at_once / 8))
-        tail = max(0.0, work.longest_response - samples * work.response_tokens / at_once)
-        return StageTime(capacity_s=prefill + capacity, step_s=prefill + capacity + tail * alone, bound=bound)
+        tail = max(0.0, work.longest_response - rows)
+        return StageTime(capacity_s=prefill + capacity, step_s=prefill + rows * full + tail * alone, bound=bound)
     # A batch of the torch engine goes on until its longest response ends; rows that have ended leave it late.
     rounds = math.ceil(samples / at_once) * work.longest_response * full
     return StageTime(capacity_s=prefill + rounds, step_s=prefill + rounds, bound=bound)
@@ -180,12 +212,23 @@ def scoring_time(
     batches = max(1.0, samples * work.length / _tokens_per_batch(group))
     read = batches * _read_weights(dims, samples * work.length) * BYTES[group.engine.dtype]
     times = {
-        "operations": flops / (own.gpus * rates.prefill) + SCORE_PASSES * logits / rates.bandwidth,
+        "operations": flops / (own.gpus * _forward_rate(dims, rates)) + SCORE_PASSES * logits / rates.bandwidth,
         "memory": read / rates.bandwidth / own.gpus,
         "calls": batches * _step_cost(group, dims, own.gpus, rates),
     }
     seconds = max(times.values())
+    seconds += _sums_s(dims, samples * work.length * BYTES[group.engine.dtype], own.gpus, rates)
     return StageTime(capacity_s=seconds, step_s=seconds, bound=max(times, key=times.__getitem__))
+
+
+def _forward_rate(dims: ModelDims, rates: Rates) -> float:
+    return rates.prefill if dims.moe is None else rates.prefill_moe
+
+
+def _sums_s(dims: ModelDims, element_bytes: float, gpus: int, rates: Rates) -> float:
+    """Return the seconds of the sums over a replica's GPUs, two a layer, of hidden states of so many bytes for each of
+    their numbers."""
+    return 2 * dims.num_layers * 2 * (gpus - 1) / gpus * dims.hidden_size * element_bytes / rates.link
 
 
 def _step_cost(group: EngineGroupConfig, dims: ModelDims, gpus: int, rates: Rates) -> float:
@@ -208,5 +251,5 @@ def _read_weights(dims: ModelDims, tokens: float) -> float:
 
 def _tokens_per_batch(group: EngineGroupConfig) -> int:
     if isinstance(group.engine, VllmEngineConfig):
-        return min(group.engine.max_num_batched_tokens, group.engine.max_scoring_tokens)
+        return scoring_rows(group.engine)
     return int(getattr(group.engine, "max_tokens_per_batch", 65_536))

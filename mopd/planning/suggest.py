@@ -6,18 +6,21 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mopd.base.types import UserError
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.config.machine.places import NodePool, engine_groups, place
 from mopd.config.placements import ExternalConfig, LocalConfig, RegisteredConfig
-from mopd.config.student import ParallelConfig
+from mopd.config.schema import Recipe
+from mopd.config.student import ParallelConfig, StudentConfig
+from mopd.config.weights import CollectiveConfig
 from mopd.conversion.models.dims import ModelDims, layout_problem
 from mopd.conversion.models.stages import Stages
 from mopd.planning.balance import ROLLOUT, Split, TrainerLoad, ranked
 from mopd.planning.devices import Cluster, Rates
 from mopd.planning.memory.ranks import plan_ranks
+from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT, scoring_rows
 from mopd.planning.models import STUDENT
 from mopd.planning.plan import PlanInput, group_load, replica_of, stage_of, trainer_load
 from mopd.planning.stages import head_layers
@@ -26,6 +29,9 @@ from mopd.planning.workload import Workload
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 SHOWN = 8
 LAST = "num_layers_in_last_pipeline_stage"
+CHUNKS = "virtual_pipeline_model_parallel_size"
+HELPFUL = 0.95
+"""Share of a step at which a change is worth a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,17 @@ class Suggestion:
     split: Split
     keys: Mapping[str, Any]
     """Keys to set, as a tree of the recipe."""
+    num_bytes: int
+    """Bytes of the fullest GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Help:
+    """A change of what is learned or where, which the search leaves to the user, and the best step with it."""
+
+    change: str
+    step_s: float
+    bound_by: str
 
 
 def suggest(given: PlanInput, rates: Rates) -> list[Suggestion]:
@@ -55,31 +72,67 @@ def suggest(given: PlanInput, rates: Rates) -> list[Suggestion]:
     # Teachers take as few GPUs as hold them; a rollout that shares its weights over more has more room for sequences.
     choices = [{**lowest, ROLLOUT: rollout} for rollout in fitting.get(ROLLOUT, [])]
     least = sum(group.gpus_per_replica for group in lowest.values())
-    trainers = list(_trainers(given, rates, at_most=cluster.num_gpus - least))
-    splits: list[tuple[Split, Mapping[str, EngineGroupConfig]]] = []
+    layouts = list(trainers(given, rates, at_most=cluster.num_gpus - least))
+    splits: list[tuple[Split, Mapping[str, EngineGroupConfig], int]] = []
     for groups in choices or [lowest]:
         plans = {key: replica_of(given, key, group, samples=given.work.samples) for key, group in groups.items()}
         loads = [group_load(given, rates, key, group, plans[key]) for key, group in groups.items()]
-        best = ranked(cluster.num_gpus, trainers, loads, max_staleness=recipe.schedule.max_staleness)
-        splits += [(split, groups) for split in best]
-    splits.sort(key=lambda one: (float(f"{one[0].times.step_s:.3g}"), *_plainness(one[0])))
-    placed = ((split, groups) for split, groups in splits if _has_places(split, groups, cluster))
-    found = [Suggestion(split=split, keys=_keys(split, groups)) for split, groups in itertools.islice(placed, SHOWN)]
+        best = ranked(cluster.num_gpus, layouts, loads, max_staleness=recipe.schedule.max_staleness)
+        fullest = max((plan.num_bytes for plan in plans.values()), default=0)
+        splits += [(split, groups, max(fullest, split.trainer.num_bytes)) for split in best]
+    splits.sort(key=lambda one: (float(f"{one[0].times.step_s:.3g}"), *_plainness(one[0], one[2], cluster)))
+    placed = (one for one in splits if _has_places(one[0], one[1], cluster))
+    found: dict[tuple[object, ...], Suggestion] = {}  # of equals the plainest
+    for split, own, num_bytes in placed:
+        equals = (f"{split.times.step_s:.3g}", split.trainer.gpus)
+        if equals not in found:
+            found[equals] = Suggestion(split=split, keys=_keys(split, own, recipe), num_bytes=num_bytes)
+        if len(found) == SHOWN:
+            break
     if not found:
         raise UserError(
             f"--suggest: no layout of the student beside {least} GPUs of engines fits {cluster.nodes} nodes of "
             f"{cluster.gpus_per_node} {cluster.name}: give more --nodes, lower student.max_tokens_per_micro_batch, or "
             "set student.recompute: full"
         )
-    return found
+    return [*found.values()]
 
 
-def _plainness(split: Split) -> tuple[int, ...]:
-    """Return the order of splits that are equally fast: fewest stages, least tensor and expert parallelism, even stages
-    and fewest GPUs first."""
+def helps(given: PlanInput, rates: Rates, best: Suggestion) -> list[Help]:
+    """Return the changes that make the suggested step at least a twentieth faster, the most helpful first: they change
+    how old samples may be, or how the weights travel."""
+    recipe, found = given.recipe, list[Help]()
+    schedule, sync = recipe.schedule, max(recipe.schedule.sync_every_steps, 1)
+    changes: dict[str, dict[str, Any]] = {
+        "schedule.sync_every_steps: {sync_every_steps}, max_staleness: {max_staleness}": {
+            "schedule": replace(
+                schedule, sync_every_steps=4 * sync, max_staleness=max(schedule.max_staleness, 4 * sync - 1)
+            )
+        },
+        "schedule.max_staleness: {max_staleness}": {
+            "schedule": replace(schedule, max_staleness=max(1, 2 * schedule.max_staleness))
+        },
+    }
+    if not isinstance(recipe.weight_sync, CollectiveConfig):
+        changes["weight_sync.type: collective"] = {"weight_sync": CollectiveConfig(type="collective")}
+    for text, change in changes.items():
+        own = replace(recipe, **change)
+        times = suggest(replace(given, recipe=own), rates)[0].split.times
+        if times.step_s < HELPFUL * best.split.times.step_s:
+            shown = text.format(**{key: getattr(own.schedule, key) for key in ("sync_every_steps", "max_staleness")})
+            found.append(Help(change=shown, step_s=times.step_s, bound_by=times.bound_by))
+    return sorted(found, key=lambda one: one.step_s)
+
+
+def _plainness(split: Split, num_bytes: int, cluster: Cluster) -> tuple[float, ...]:
+    """Return the order of splits that are equally fast: those that leave a tenth of a GPU's memory, or else most of it,
+    then fewest stages, least tensor and expert parallelism, even stages and fewest GPUs first."""
     keys = split.trainer.keys
     return (
+        round(max(0.9, num_bytes / cluster.usable_bytes), 2),
+        len(split.trainer.student),
         keys["pipeline_model_parallel_size"],
+        keys.get(CHUNKS, 1),
         keys["tensor_model_parallel_size"],
         keys["expert_model_parallel_size"],
         int(LAST in keys),
@@ -94,6 +147,11 @@ def _with_own_gpus(given: PlanInput, key: str, group: EngineGroupConfig) -> list
     if engine.dtype == "auto":
         engine = replace(engine, dtype="bfloat16")
     placement = LocalConfig(type="local") if cluster.nodes == 1 else RegisteredConfig(type="registered")
+    if key != ROLLOUT and cluster.gpus_per_node:
+        # its prompt log-probs come beside what vLLM takes
+        scoring = scoring_rows(engine) * given.dims_of(key).vocab_size * VLLM_BYTES_PER_LOGIT
+        room = math.floor(100 * (cluster.usable_bytes - scoring) / cluster.memory_bytes) / 100
+        engine = replace(engine, gpu_memory_utilization=max(0.01, min(engine.gpu_memory_utilization, room)))
     found, problems = [], list[tuple[str, str]]()
     for degree in (degree for degree in DEGREES if degree <= cluster.gpus_per_node):
         own = replace(group, engine=replace(engine, tensor_parallel_size=degree), placement=placement, replicas=1)
@@ -105,29 +163,52 @@ def _with_own_gpus(given: PlanInput, key: str, group: EngineGroupConfig) -> list
     return found
 
 
-def _trainers(given: PlanInput, rates: Rates, *, at_most: int) -> Iterator[TrainerLoad]:
-    """Yield every layout that divides model and batch and fits, with full recompute only where nothing else fits."""
+def trainers(given: PlanInput, rates: Rates, *, at_most: int) -> Iterator[TrainerLoad]:
+    """Yield every layout that divides model and batch and fits, with the least recompute that fits, and with optimizer
+    states on the host only where no recompute does."""
     recipe, cluster, elsewhere = given.recipe, given.cluster, LocalConfig(type="local")
     recipe = replace(
         recipe,
         rollout=replace(recipe.rollout, placement=elsewhere),
         teachers={name: replace(teacher, placement=elsewhere) for name, teacher in recipe.teachers.items()},
     )
+    student, given_offload = recipe.student, recipe.student.optimizer.offload_fraction
+    ways: list[tuple[Literal["none", "full"], float]] = [("none", given_offload), ("full", given_offload)]
+    ways += [("full", 1.0)] if given_offload < 1 and student.optimizer.use_distributed_optimizer else []
     for parallel in _layouts(given, at_most):
-        for recompute in dict.fromkeys((recipe.student.recompute, "full")):
-            own = replace(recipe, student=replace(recipe.student, parallel=parallel, recompute=recompute))
-            ranks = plan_ranks(own, given.models[STUDENT], given.work, cluster, {})
-            if all(rank.num_bytes <= cluster.memory_bytes for rank in ranks):
-                degrees = ("tensor_model", "pipeline_model", "data", "expert_model", "context")
-                keys = {f"{name}_parallel_size": getattr(parallel, f"{name}_parallel_size") for name in degrees}
-                label = "TP {} PP {} DP {} EP {}".format(*keys.values())
-                if parallel.num_layers_in_last_pipeline_stage is not None:
-                    keys[LAST] = parallel.num_layers_in_last_pipeline_stage
-                    label += f" last {keys[LAST]}"
-                label += f" CP {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
-                label += "" if recompute == "none" else f" recompute {recompute}"
-                yield trainer_load(replace(given, recipe=own), rates, cluster.gpus_per_node, label, keys)
+        for recompute, offload in ways:
+            optimizer = replace(student.optimizer, offload_fraction=offload)
+            own = replace(recipe, student=replace(student, parallel=parallel, recompute=recompute, optimizer=optimizer))
+            fullest = max(rank.num_bytes for rank in plan_ranks(own, given.models[STUDENT], given.work, cluster, {}))
+            if fullest <= cluster.usable_bytes:
+                changed: dict[str, Any] = {"recompute": recompute} if recompute != student.recompute else {}
+                changed |= {"optimizer": {"offload_fraction": offload}} if offload != given_offload else {}
+                load = trainer_load(
+                    replace(given, recipe=own), rates, cluster.gpus_per_node, _label(own.student), _degrees(parallel)
+                )
+                yield replace(load, student=changed, num_bytes=fullest)
                 break
+
+
+def _degrees(parallel: ParallelConfig) -> dict[str, int]:
+    degrees = ("tensor_model", "pipeline_model", "data", "expert_model", "context")
+    keys = {f"{name}_parallel_size": getattr(parallel, f"{name}_parallel_size") for name in degrees}
+    if parallel.num_layers_in_last_pipeline_stage is not None:
+        keys[LAST] = parallel.num_layers_in_last_pipeline_stage
+    if parallel.virtual_pipeline_model_parallel_size > 1:
+        keys[CHUNKS] = parallel.virtual_pipeline_model_parallel_size
+    return keys
+
+
+def _label(student: StudentConfig) -> str:
+    """Return a layout as the table shows it."""
+    keys = _degrees(student.parallel)
+    label = "TP {} PP {} DP {} EP {}".format(*keys.values())
+    label += f" last {keys[LAST]}" if LAST in keys else ""
+    label += f" VP {keys[CHUNKS]}" if CHUNKS in keys else ""
+    label += f" CP {keys['context_parallel_size']}" if keys["context_parallel_size"] > 1 else ""
+    label += "" if student.recompute == "none" else f" recompute {student.recompute}"
+    return label + (" offload" if student.optimizer.offload_fraction else "")
 
 
 def _layouts(given: PlanInput, at_most: int) -> Iterator[ParallelConfig]:
@@ -135,11 +216,17 @@ def _layouts(given: PlanInput, at_most: int) -> Iterator[ParallelConfig]:
     recipe, dims = given.recipe, given.models[STUDENT]
     experts, cp = DEGREES if dims.moe is not None else (1,), recipe.student.parallel.context_parallel_size
     for tp, pp, ep in itertools.product(DEGREES, DEGREES, experts):
-        for last in _last_stages(dims, given.work, pp):
+        ways = [(last, 1) for last in _last_stages(dims, given.work, pp)] + [(None, 2)] * (pp > 1)
+        for last, chunks in ways:
+            stages = Stages(
+                pipeline_model_parallel_size=pp,
+                num_layers_in_last_pipeline_stage=last,
+                virtual_pipeline_model_parallel_size=chunks,
+            )
             problem = layout_problem(
                 dims,
                 tensor_model_parallel_size=tp,
-                stages=Stages(pipeline_model_parallel_size=pp, num_layers_in_last_pipeline_stage=last),
+                stages=stages,
                 expert_model_parallel_size=ep,
                 expert_tensor_parallel_size=1 if dims.moe is not None else None,
             )
@@ -157,6 +244,7 @@ def _layouts(given: PlanInput, at_most: int) -> Iterator[ParallelConfig]:
                     expert_tensor_parallel_size=1 if dims.moe is not None and tp > 1 else None,
                     sequence_parallel=tp > 1,
                     num_layers_in_last_pipeline_stage=last,
+                    virtual_pipeline_model_parallel_size=chunks,
                 )
 
 
@@ -178,20 +266,22 @@ def _has_places(split: Split, groups: Mapping[str, EngineGroupConfig], cluster: 
     return not place(placed, split.trainer.gpus, pool).problems
 
 
-def _keys(split: Split, groups: Mapping[str, EngineGroupConfig]) -> dict[str, Any]:
-    parallel: dict[str, Any] = {key: value for key, value in split.trainer.keys.items() if value > 1 or key == LAST}
-    if split.trainer.keys["tensor_model_parallel_size"] > 1:
+def _keys(split: Split, groups: Mapping[str, EngineGroupConfig], recipe: Recipe) -> dict[str, Any]:
+    """Return what to set; a key that the recipe has and a layout does without is set back."""
+    always = (LAST, CHUNKS) if recipe.student.parallel.pipeline_model_parallel_size > 1 else (LAST,)
+    keys = split.trainer.keys
+    parallel: dict[str, Any] = {key: value for key, value in keys.items() if value > 1 or key in always}
+    if keys["tensor_model_parallel_size"] > 1:
         parallel["sequence_parallel"] = True
         if "expert_model_parallel_size" in parallel:
             parallel["expert_tensor_parallel_size"] = 1
-    tree: dict[str, Any] = {"student": {"parallel": parallel}, "teachers": {}}
-    if "recompute" in split.trainer.label:
-        tree["student"]["recompute"] = split.trainer.label.rpartition(" ")[2]
+    tree: dict[str, Any] = {"student": {"parallel": parallel, **split.trainer.student}, "teachers": {}}
     for key, group in groups.items():
-        own = {
-            "engine": {"type": "vllm", "tensor_parallel_size": group.gpus_per_replica},
-            "replicas": split.replicas[stage_of(key)],
-        }
+        assert isinstance(group.engine, VllmEngineConfig)
+        own: dict[str, Any] = {"engine": {"type": "vllm", "tensor_parallel_size": group.gpus_per_replica}}
+        if key != ROLLOUT:
+            own["engine"]["gpu_memory_utilization"] = group.engine.gpu_memory_utilization
+        own |= {"placement": {"type": group.placement.type}, "replicas": split.replicas[stage_of(key)]}
         if key == ROLLOUT:
             tree[ROLLOUT] = own
         else:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from mopd.config.groups import EngineGroupConfig
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
+from mopd.config.student import StudentConfig
 from mopd.config.weights import BucketsConfig
 from mopd.conversion.models.dims import ModelDims
-from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, own_layers, shard, update_bytes
+from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, max_expert_layers, own_layers, shard, update_bytes
 from mopd.planning.workload import ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES, Workload, sample_bytes
 
 REQUEST_HEAD, ANSWER_HEAD = 180, 170
@@ -123,13 +124,22 @@ def _between_ranks(recipe: Recipe, dims: ModelDims, *, tokens: int) -> list[Flow
         add("data-parallel", (shared - 1) / shared * trained * (GRADIENT_BYTES + gathers))
     if dims.moe is not None:
         ep, etp = parallel.expert_model_parallel_size, parallel.resolved_expert_tensor_parallel_size
-        moe_layers = sum(map(dims.is_moe_layer, range(layers)))
-        exchanged = border / tp * dims.moe.experts_per_token * 2 * repeats * moe_layers
-        add("expert-parallel", (ep - 1) / ep * exchanged)
+        add("expert-parallel", (ep - 1) / ep * exchanged_bytes(dims, student, tokens=tokens))
         copies = parallel.ranks_per_stage // (ep * etp)
         if copies > 1:
             add("expert data-parallel", (copies - 1) / copies * own.experts * (GRADIENT_BYTES + size))
     return found
+
+
+def exchanged_bytes(dims: ModelDims, student: StudentConfig, *, tokens: int) -> float:
+    """Return the bytes of the copies that one rank hands to all experts, its own included, and takes back, in a step
+    of ``tokens`` of its data-parallel group."""
+    if dims.moe is None:
+        return 0.0
+    parallel, repeats = student.parallel, 3 if student.recompute == "full" else 2
+    own = tokens / parallel.context_parallel_size / parallel.tensor_model_parallel_size
+    each = own * dims.hidden_size * BYTES[student.dtype] * dims.moe.experts_per_token
+    return each * 2 * repeats * max_expert_layers(dims, parallel)
 
 
 def _key_width(dims: ModelDims) -> int:

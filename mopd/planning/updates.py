@@ -25,7 +25,7 @@ from mopd.config.student import Freeze, ParallelConfig
 from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
-from mopd.conversion.models.stages import stages_of
+from mopd.conversion.models.stages import Stages, stages_of
 from mopd.conversion.models.towers import is_merger
 from mopd.planning.devices import MIB, Cluster, Rates
 from mopd.planning.memory.shards import BYTES, update_bytes
@@ -81,14 +81,22 @@ class WeightUpdate:
     """What takes longest: gathering, link, network, memory, latency, loading, control; by HTTP packing, sending."""
 
 
-@lru_cache(maxsize=4096)
 def pieces(
     dims: ModelDims, parallel: ParallelConfig, freeze: Freeze, size: int, bucket_bytes: int, large_bytes: int
 ) -> Pieces:
     """Return what travels of a model with ``size`` bytes a weight; tensors of ``large_bytes`` are cut, not packed."""
+    return _pieces(
+        dims, stages_of(parallel), parallel.expert_model_parallel_size, freeze, size, bucket_bytes, large_bytes
+    )
+
+
+@lru_cache(maxsize=4096)
+def _pieces(
+    dims: ModelDims, stages: Stages, expert_ranks: int, freeze: Freeze, size: int, bucket_bytes: int, large_bytes: int
+) -> Pieces:
     tensors = parts = turns = room = 0
     senders, previous = set[tuple[int, int]](), None
-    for sender, weights in _tensors(dims, parallel, freeze):
+    for sender, weights in _tensors(dims, stages, expert_ranks, freeze):
         num_bytes = weights * size
         if sender != previous:
             senders.add(sender)
@@ -103,10 +111,12 @@ def pieces(
     return Pieces(tensors=tensors, parts=parts, turns=turns, senders=len(senders))
 
 
-def _tensors(dims: ModelDims, parallel: ParallelConfig, freeze: Freeze) -> Iterator[tuple[tuple[int, int], int]]:
+def _tensors(
+    dims: ModelDims, stages: Stages, expert_ranks: int, freeze: Freeze
+) -> Iterator[tuple[tuple[int, int], int]]:
     """Yield the sender (pipeline stage, expert-parallel rank) and the weights of each tensor that travels, in the
     checkpoint's order."""
-    stages, last = stages_of(parallel), (parallel.pipeline_model_parallel_size - 1, 0)
+    last = stages.pipeline_model_parallel_size - 1, 0
     for placed in families.tower_params(dims):
         if freeze == "none" or (freeze == "tower" and is_merger(placed.megatron[0])):
             yield (0, 0), math.prod(placed.hf_shapes[0])
@@ -116,7 +126,7 @@ def _tensors(dims: ModelDims, parallel: ParallelConfig, freeze: Freeze) -> Itera
     for layer in range(dims.num_layers):
         stage, kind = stages.stage_of(layer, dims.num_layers), dims.is_moe_layer(layer)
         if kind not in of_kind:
-            of_kind[kind] = _layer_tensors(dims, layer, parallel.expert_model_parallel_size)
+            of_kind[kind] = _layer_tensors(dims, layer, expert_ranks)
         for rank, weights in of_kind[kind]:
             yield (stage, rank), weights
     yield last, dims.hidden_size

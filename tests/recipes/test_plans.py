@@ -87,7 +87,7 @@ def planned(path: Path, configs: Path) -> tuple[dict[str, Any], int]:
 
 def header_of(plan: dict[str, Any]) -> str:
     """The line that a recipe's header has: of the fullest rank and each replica, and of a step."""
-    limit = plan["cluster"]["memory_bytes"] / GIB
+    limit = plan["cluster"]["usable_bytes"] / GIB
     ranks = f"rank {max(rank['num_bytes'] for rank in plan['ranks']) / GIB:.0f}"
     replicas = [f"{key} {one['num_bytes'] / GIB:.0f}" for key, one in plan["replicas"].items()]
     times = plan["times"]

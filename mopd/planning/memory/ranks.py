@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mopd.config.groups import VllmEngineConfig
-from mopd.config.machine.places import engine_groups
+from mopd.config.machine.places import Places, engine_groups
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, IpcConfig
@@ -30,6 +31,11 @@ EAGER_BYTES = 12
 """Bytes for each logit, beside it: a loss in eager PyTorch over all logits of a micro-batch holds three fp32 copies of
 them (a published vocabulary-parallel loss, measured; docs/planning.md)."""
 HEAD_DEGREES = (1, 2, 4, 8)
+ROLLOUT = "rollout"
+REPLICAS = "weights kept aside by rollout replicas"
+STATES = "optimizer states"
+LENT = "optimizer states, lent"
+COPY = "copy for a checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +58,19 @@ class RankPlan:
     @property
     def num_bytes(self) -> int:
         return max(self.training_bytes, sum(self.rollout_turn.values()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPlan:
+    """Plan of one node's memory beside its GPUs."""
+
+    component: int
+    node: int
+    parts: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,31 +168,53 @@ def head_plans(
                 ours_bytes=ours,
                 eager_bytes=eager,
                 rank_bytes=rank.training_bytes,
-                fits=rank.training_bytes <= cluster.memory_bytes,
-                fits_eager=rank.training_bytes - ours + eager <= cluster.memory_bytes,
+                fits=rank.training_bytes <= cluster.usable_bytes,
+                fits_eager=rank.training_bytes - ours + eager <= cluster.usable_bytes,
             )
         )
     return plans
 
 
-def host_bytes(recipe: Recipe, dims: ModelDims, work: Workload) -> dict[str, int]:
-    """Return what processes hold in host memory beside GPUs, on the node of rank 0 and where a rollout replica is;
-    ranks' states and what they copy for a checkpoint are spread over their nodes."""
+def plan_hosts(
+    recipe: Recipe, dims: ModelDims, work: Workload, places: Places, ranks: Sequence[RankPlan]
+) -> list[HostPlan]:
+    """Plan what processes hold in each node's memory beside GPUs; nodes in order, the student's first."""
     student, parallel = recipe.student, recipe.student.parallel
-    model = total_weights(dims) * BYTES[student.dtype]
-    in_flight = (recipe.schedule.max_staleness + 1) * work.samples
-    found = {"data plane": in_flight * sample_bytes(recipe, work)}
-    if student.optimizer.offload_fraction:
-        stages = range(parallel.pipeline_model_parallel_size)
-        held = sum(offloaded_bytes(shard(dims, parallel, stage), student) for stage in stages)
-        found["optimizer states, over all nodes"] = held * parallel.ranks_per_stage
-    if recipe.checkpoint.async_save:
-        found["copy for a checkpoint, over all nodes"] = checkpoint_bytes(dims, student)
+    held: defaultdict[tuple[int, int], Counter[str]] = defaultdict(Counter)
+    rows = places.of("student")
+    held[0, 0]["data plane"] += (recipe.schedule.max_staleness + 1) * work.samples * sample_bytes(recipe, work)
+    for key, size in _weights_on_hosts(recipe, dims):
+        for tenant in places.of(ROLLOUT) if key == REPLICAS else ():
+            held[tenant.component, tenant.node][key] += size
+        held[0, 0][key] += 0 if key == REPLICAS else size
+    copied = checkpoint_bytes(dims, student) // parallel.pipeline_model_parallel_size
+    writers = max(parallel.tensor_model_parallel_size, parallel.expert_ranks)
+    for tenant in rows:
+        stage, number = divmod(tenant.number, parallel.ranks_per_stage)
+        own = held[tenant.component, tenant.node]
+        if student.optimizer.offload_fraction:
+            own[STATES] += offloaded_bytes(shard(dims, parallel, stage), student)
+        if ranks[stage].rollout_turn:
+            own[LENT] += ranks[stage].parts["optimizer"]
+        if recipe.checkpoint.async_save and number < writers:
+            own[COPY] += copied // writers
+    return [
+        HostPlan(component=component, node=node, parts={name: size for name, size in own.items() if size})
+        for (component, node), own in sorted(held.items())
+    ]
+
+
+def _weights_on_hosts(recipe: Recipe, dims: ModelDims) -> Iterator[tuple[str, int]]:
+    """Yield what holds weights on their way to the rollout, and its bytes; ``REPLICAS`` are those of each replica."""
+    model = total_weights(dims) * BYTES[recipe.student.dtype]
     if isinstance(recipe.rollout.placement, InProcessConfig):
-        return {"weights for the rollout, as they come and as they are loaded": 2 * model, **found}
-    if isinstance(recipe.weight_sync, BucketsConfig):
-        whose = "which engines map" if isinstance(recipe.weight_sync, IpcConfig) else "and of each rollout replica"
-        return {f"buckets of weights, of rank 0, {whose}": 2 * recipe.weight_sync.bucket_mib * MIB, **found}
-    beside = "weights kept by the orchestrator", "newer ones on their way there"
-    own = 2 * model if isinstance(recipe.rollout.engine, VllmEngineConfig) else model
-    return {**dict.fromkeys(beside, model), "weights kept aside by each rollout replica": own, **found}
+        yield "weights for the rollout, as they come and as they are loaded", 2 * model
+    elif isinstance(recipe.weight_sync, BucketsConfig):
+        buckets = 2 * recipe.weight_sync.bucket_mib * MIB
+        yield "buckets of weights, of rank 0", buckets
+        if not isinstance(recipe.weight_sync, IpcConfig):
+            yield REPLICAS, buckets
+    else:
+        yield "weights kept by the orchestrator", model
+        yield "newer weights on their way there", model
+        yield REPLICAS, 2 * model if isinstance(recipe.rollout.engine, VllmEngineConfig) else model

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.conversion.models.dims import ModelDims
-from mopd.planning.devices import SHARES, gib
+from mopd.planning.devices import SHARES, Cluster, gib
 from mopd.planning.memory.shards import BYTES, total_weights
 from mopd.planning.workload import Workload
 
@@ -40,6 +40,11 @@ class ReplicaPlan:
         return sum(self.parts.values())
 
 
+def scoring_rows(engine: VllmEngineConfig) -> int:
+    """Return the most prompt tokens whose log-probs vLLM holds at a time."""
+    return min(engine.max_num_batched_tokens, engine.max_scoring_tokens)
+
+
 def kv_bytes(dims: ModelDims, size: int) -> int:
     """Return the bytes of one token's keys and values in all layers; of latent attention the compressed ones."""
     if dims.mla is not None:
@@ -48,17 +53,16 @@ def kv_bytes(dims: ModelDims, size: int) -> int:
 
 
 def plan_replica(
-    group: EngineGroupConfig, dims: ModelDims, work: Workload, *, memory_bytes: int, scores: bool, samples: float
+    group: EngineGroupConfig, dims: ModelDims, work: Workload, cluster: Cluster, *, scores: bool, samples: float
 ) -> ReplicaPlan:
     """Plan one replica of a group whose engine and dtype are settled.
 
     Args:
-        memory_bytes: memory of one GPU; without GPUs that of the host.
         scores: it is a teacher's; else it draws.
         samples: samples of a step that come to one replica.
     """
     if isinstance(group.engine, VllmEngineConfig):
-        return _vllm(group.engine, dims, work, memory_bytes=memory_bytes, scores=scores, samples=samples)
+        return _vllm(group.engine, dims, work, cluster, scores=scores, samples=samples)
     engine, size = group.engine, BYTES[group.engine.dtype]
     budget = getattr(engine, "max_tokens_per_batch", 65_536)
     tokens = round(min(budget, max(1.0, samples) * work.max_tokens))
@@ -75,10 +79,11 @@ def plan_replica(
 
 
 def _vllm(
-    engine: VllmEngineConfig, dims: ModelDims, work: Workload, *, memory_bytes: int, scores: bool, samples: float
+    engine: VllmEngineConfig, dims: ModelDims, work: Workload, cluster: Cluster, *, scores: bool, samples: float
 ) -> ReplicaPlan:
     """vLLM takes ``gpu_memory_utilization`` of a GPU, and what weights and reserve leave of it is the cache."""
     tp, size = engine.tensor_parallel_size, BYTES[engine.dtype]
+    memory_bytes, usable_bytes = cluster.memory_bytes, cluster.usable_bytes
     weights, reserve = total_weights(dims) * size // tp, int(SHARES["vllm_reserve_bytes"].value)
     own = int(engine.gpu_memory_utilization * memory_bytes)
     each = max(1, kv_bytes(dims, size) // (tp if dims.mla is None else 1))
@@ -91,7 +96,8 @@ def _vllm(
     longest = engine.max_model_len or work.max_tokens
     scoring = 0
     if scores:
-        tokens = min(engine.max_scoring_tokens, max(1.0, samples) * work.max_tokens)
+        # its runner scores a prompt by the chunks in which it schedules it
+        tokens = min(scoring_rows(engine), max(1.0, samples) * work.max_tokens)
         scoring = int(tokens * dims.vocab_size * VLLM_BYTES_PER_LOGIT)
     parts = {"weights": weights, "cache": cache, "reserve": reserve, "scoring": scoring}
     problems, degree = [], "engine.tensor_parallel_size"
@@ -105,13 +111,16 @@ def _vllm(
             f"tokens where one sequence has {longest}"
         )
         problems.append((degree, f"{left}: raise it, or gpu_memory_utilization"))
-    if scoring and weights + cache + reserve + scoring > memory_bytes:
+    if weights + cache + reserve + scoring > usable_bytes:
+        beside = (
+            f", and the prompt log-probs of max_num_batched_tokens {engine.max_num_batched_tokens} x {dims.vocab_size} "
+            f"take {gib(scoring)} beside it: lower it, or max_num_batched_tokens"
+        )
         taken = (
             f"{engine.gpu_memory_utilization:g} of {gib(memory_bytes)} leaves "
-            f"{gib(memory_bytes - weights - cache - reserve)}, and the prompt log-probs of max_scoring_tokens "
-            f"{engine.max_scoring_tokens} x {dims.vocab_size} take {gib(scoring)} beside it"
+            f"{gib(usable_bytes - weights - cache - reserve)} of the {gib(usable_bytes)} that a plan fills"
         )
-        problems.append(("engine.gpu_memory_utilization", f"{taken}: lower it, or max_scoring_tokens"))
+        problems.append(("engine.gpu_memory_utilization", taken + (beside if scoring else ": lower it")))
     room = max(1, min(engine.max_num_seqs, int(cache // each / work.length)))
     return ReplicaPlan(
         gpus=tp, parts=parts, sequences=room, longest=longest, cache_tokens=cache // each, problems=tuple(problems)

@@ -89,6 +89,11 @@ def own_layers(dims: ModelDims, parallel: ParallelConfig) -> list[list[int]]:
     return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
 
 
+def max_expert_layers(dims: ModelDims, parallel: ParallelConfig) -> int:
+    """Return the layers with experts of the stage that has most of them."""
+    return max(sum(map(dims.is_moe_layer, layers)) for layers in own_layers(dims, parallel))
+
+
 def num_tensors(dims: ModelDims, parallel: ParallelConfig) -> int:
     """Return the parameter tensors of a rank of the first stage, with head and last norm."""
     experts = 0 if dims.moe is None else dims.moe.num_experts // parallel.expert_model_parallel_size
@@ -96,6 +101,7 @@ def num_tensors(dims: ModelDims, parallel: ParallelConfig) -> int:
     return 3 + sum(experts if row.is_expert else 1 for row in rows)
 
 
+@lru_cache(maxsize=64)
 def total_weights(dims: ModelDims) -> int:
     """Return the weights of the model, each once, without rows that pad the vocabulary."""
     one = shard(dims, ParallelConfig(), 0)
@@ -110,16 +116,19 @@ def update_bytes(dims: ModelDims, student: StudentConfig) -> int:
     return moving * BYTES[student.dtype]
 
 
+@lru_cache(maxsize=64)
 def tower_weights(dims: ModelDims) -> int:
     """Return the weights of the vision tower, mergers included; 0 for a model of text."""
     return sum(_tower(dims))
 
 
+@lru_cache(maxsize=64)
 def expert_weights(dims: ModelDims) -> int:
     """Return the weights of all experts."""
     return shard(dims, ParallelConfig(), 0).experts
 
 
+@lru_cache(maxsize=64)
 def active(dims: ModelDims) -> int:
     """Return the weights in the layers that one token meets: its own experts, no embedding and no head."""
     one = shard(dims, ParallelConfig(), 0)

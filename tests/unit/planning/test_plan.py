@@ -54,7 +54,7 @@ def as_json(capsys: pytest.CaptureFixture[str], recipe: str, *arguments: str) ->
         (SIXTEEN_NODES, ["--nodes", "16", "student.parallel.expert_model_parallel_size=24"], "does not divide"),
         (SIXTEEN_NODES, ["--nodes", "16", f"{LARGE}=16"], f"{LARGE}: 16 GPUs, and a node has 8: a replica does not"),
         (SIXTEEN_NODES, ["--nodes", "16", f"{LARGE}=4"], f"{LARGE}: 4: weights"),
-        (SIXTEEN_NODES, ["--nodes", "2", "--suggest"], "--suggest: no layout of the student"),
+        (SIXTEEN_NODES, ["--nodes", "1", "--suggest"], "--suggest: no layout of the student"),
         (ONE_NODE, SHARED, "rollout.engine.gpu_memory_utilization: with placement.share_gpus_with 82.3 GiB of a GPU's"),
         (ONE_NODE, [*SHARED, "--suggest"], "--suggest splits GPUs between student and rollout: remove"),
     ],
@@ -84,7 +84,7 @@ def test_both_turns_of_a_shared_gpu_are_planned(capsys: pytest.CaptureFixture[st
     assert not own["rollout_turn"] and turn["weights"] == rank["parts"]["weights"] == own["parts"]["weights"]
     assert turn["rollout"] == shared["replicas"]["rollout"]["num_bytes"]
     assert rank["num_bytes"] == sum(turn.values()) > sum(rank["parts"].values()) > own["num_bytes"]
-    assert shared["host_bytes"]["optimizer states, lent"] == 4 * rank["parts"]["optimizer"]
+    assert shared["hosts"][0]["parts"]["optimizer states, lent"] == 4 * rank["parts"]["optimizer"]
     assert plan(ONE_NODE, *SHARED, SMALLER) == 0
     assert "rollout's turn" in capsys.readouterr().out
     gpus = {where["key"]: where["gpus"] for where in shared["places"] if where["key"] != "student"}
@@ -121,10 +121,11 @@ def test_a_suggestion_is_a_recipe_that_fits_and_is_no_slower(
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     parallel = {**dict.fromkeys(sizes, 1), "sequence_parallel": False, **keys["student"]["parallel"]}
     overrides = [f"student.parallel.{key}={str(value).lower()}" for key, value in parallel.items()]
+    overrides += [f"student.{key}={value}" for key, value in keys["student"].items() if key == "recompute"]
     groups = {"rollout": keys["rollout"], **{f"teachers.{name}": own for name, own in keys["teachers"].items()}}
     for key, own in groups.items():
         overrides += [f"{key}.replicas={own['replicas']}"]
-        overrides += [f"{key}.engine.tensor_parallel_size={own['engine']['tensor_parallel_size']}"]
+        overrides += [f"{key}.engine.{name}={value}" for name, value in own["engine"].items() if name != "type"]
         overrides += [f"{key}.placement.min_replicas=1"] if nodes > 1 else []
     own = as_json(capsys, recipe, "--nodes", str(nodes), *overrides)
     assert own["problems"] == []
@@ -169,12 +170,13 @@ def test_states_on_the_host_are_less_on_every_gpu_and_more_beside_it(capsys: pyt
     (states,) = (rank["parts"]["optimizer"] for rank in before["ranks"])
     assert half["ranks"][0]["parts"]["optimizer"] == pytest.approx(states / 2, rel=1e-6)
     assert none["ranks"][0]["parts"]["optimizer"] == 0
-    name, copied = "optimizer states, over all nodes", "copy for a checkpoint, over all nodes"
-    assert name not in before["host_bytes"]
-    for plan, share in ((half, 0.5), (none, 1.0)):
-        ranks = sum(len(tenant["gpus"]) for tenant in plan["places"] if tenant["key"] == "student")
-        assert plan["host_bytes"][name] == pytest.approx(share * ranks * states, rel=1e-6)
-        assert plan["host_bytes"].get(copied) == before["host_bytes"].get(copied)
+    name, copied = "optimizer states", "copy for a checkpoint"
+    held = [plan["hosts"][0]["parts"] for plan in (before, half, none)]
+    assert name not in held[0]
+    for parts, share in ((held[1], 0.5), (held[2], 1.0)):
+        ranks = sum(len(tenant["gpus"]) for tenant in half["places"] if tenant["key"] == "student")
+        assert parts[name] == pytest.approx(share * ranks * states, rel=1e-6)
+        assert parts[copied] == held[0][copied]
     assert "optimizer_on_host" not in before["times"]["trainer"]
     spent = [plan["times"]["trainer"]["optimizer_on_host"] for plan in (half, none)]
     assert spent[1] == pytest.approx(2 * spent[0], rel=1e-6) and spent[0] > before["times"]["trainer"]["optimizer"]
@@ -197,3 +199,116 @@ def test_ranks_that_share_sequences_keep_less_of_them_and_share_states(capsys: p
     sent = {flow["name"]: flow["bytes_each"] for flow in shared["links"]}
     assert 0 < sent["context-parallel"] < sent["tensor-parallel"] / 5
     assert "context-parallel" not in {flow["name"] for flow in apart["links"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "gib", "gpus"),
+    [
+        (["--gpu", "H200"], "H200", 140, 8),
+        (["--gpu", "GB200"], "GB200", 185, 4),
+        (["--gpu", "h100", "--gpu-memory", "94"], "h100", 94, 8),
+        (["--gpu", "Mi300X"], "Mi300X", 192, 8),
+    ],
+)
+def test_gpus_are_named_in_any_case_or_described(
+    options: list[str], name: str, gib: int, gpus: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", FOUR_NODES, "--configs", CONFIGS, "--json", "--nodes", "8", *options]) == 0
+    cluster = json.loads(capsys.readouterr().out)["cluster"]
+    assert (cluster["name"], round(cluster["memory_bytes"] / 2**30), cluster["gpus_per_node"]) == (name, gib, gpus)
+    assert cluster["usable_bytes"] == round(0.95 * cluster["memory_bytes"])
+
+
+def test_a_gpu_that_the_table_lacks_has_times_where_its_operations_are_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A 1.7B student on two GPUs of 24 GiB; half of the operations take longer."""
+    small = [f"{key}=Qwen/Qwen3-1.7B" for key in ("student.model", "teachers.math.model", "teachers.code.model")]
+    small += ["rollout.max_response_length=1024", "teacher_defaults.engine.gpu_memory_utilization=0.6"]
+    small += [
+        "student.parallel.data_parallel_size=1",
+        "student.recompute=full",
+        "student.max_tokens_per_micro_batch=2048",
+    ]
+    steps = []
+    for tflops in (["--tflops", "330"], ["--tflops", "165"], []):
+        code = main(["plan", ONE_NODE, "--configs", CONFIGS, "--json", "--gpu-memory", "24", *tflops, *small])
+        assert code == 0, capsys.readouterr().err
+        times = json.loads(capsys.readouterr().out)["times"]
+        steps.append(times and times["trainer"]["forward_backward"])
+    assert steps[2] is None and steps[1] == pytest.approx(2 * steps[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--gpu", "h1000"], "--gpu 'h1000': it is none of a100, h100"),
+        (["--gpu", "b2000"], "(did you mean b200?)"),
+        (["--tflops", "100"], "--tflops of which GPU? Name it with --gpu, or give --gpu-memory too"),
+        (["--gpu", "h100", "--image-length", "9999"], "or give a longer --prompt-length"),
+    ],
+)
+def test_gpus_that_nobody_knows(options: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", ONE_NODE, "--configs", CONFIGS, *options]) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1
+
+
+def test_a_gpu_that_only_its_margin_fills_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A 32B teacher on one GPU of 79.6 GiB, of which it would take 79.2."""
+    keys = ["teachers.math.model=Qwen/Qwen3-32B", "teachers.math.engine.gpu_memory_utilization=0.9"]
+    assert plan(ONE_NODE, *keys) == 2
+    printed = capsys.readouterr()
+    assert "teachers.math.engine.gpu_memory_utilization: 0.9 of 79.6 GiB leaves 4.0 GiB of the 75.7 GiB" in printed.err
+    assert "max_num_batched_tokens 8192 x 151936 take 7.5 GiB" in printed.err
+    assert plan(ONE_NODE, keys[0], "teachers.math.engine.gpu_memory_utilization=0.85") == 0
+
+
+def test_longer_responses_than_a_chunk_take_no_more_for_their_scores(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM holds the log-probs of a chunk, whatever the prompt."""
+    longer = ["rollout.max_response_length=16384", "student.max_tokens_per_micro_batch=20000"]
+    longer += ["teachers.math.engine.max_scoring_tokens=20000", "student.parallel.data_parallel_size=1"]
+    scoring = [
+        as_json(capsys, ONE_NODE, "student.parallel.tensor_model_parallel_size=4", *longer, *keys)["replicas"][
+            "teachers.math"
+        ]["parts"]["scoring"]
+        for keys in ([], ["teachers.math.engine.max_num_batched_tokens=4096"])
+    ]
+    assert scoring[0] == int(8192 * 151_936 * 6.5) == 2 * scoring[1]
+
+
+def test_hosts_are_planned_by_node_and_held_against_their_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Updates by HTTP are kept where the orchestrator and the replicas are; a checkpoint's copy where ranks write."""
+    hosts = as_json(capsys, FOUR_NODES, "--nodes", "4", "weight_sync.type=http")["hosts"]
+    assert [host["node"] for host in hosts] == [0, 1, 2]
+    kept = [host["parts"].get("weights kept by the orchestrator", 0) for host in hosts]
+    assert kept[0] > 16e9 and not any(kept[1:])
+    assert [("weights kept aside by rollout replicas" in host["parts"]) for host in hosts] == [False, False, True]
+    assert ["copy for a checkpoint" in host["parts"] for host in hosts] == [True, False, False]
+    small = ["student.parallel.tensor_model_parallel_size=4", "student.parallel.data_parallel_size=1"]
+    small += [f"{key}.engine.tensor_parallel_size=2" for key in ("teachers.math", "teachers.code")]
+    small += ["student.optimizer.offload_fraction=1", "rollout.replicas=6", "weight_sync.type=http"]
+    assert main(["plan", ONE_NODE, "--configs", CONFIGS, "--gpu", "4090", "--gpu-memory", "80", "--nodes", "3",
+                 *small, "--gpus-per-node", "24"]) == 2  # fmt: skip
+    error = capsys.readouterr().err
+    assert "weight_sync.type: the host of node 0 needs" in error and "of 256.0 GiB" in error
+
+
+def test_a_search_says_what_would_help_and_its_picture_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bound by weights over HTTP: fewer updates, another way and staler samples each help; in a synchronous step the
+    stages follow one another, in an asynchronous one they go on side by side."""
+    synchronous = ["schedule.max_staleness=0", "schedule.sync_every_steps=1", "weight_sync.type=http"]
+    assert plan(ONE_NODE, "--suggest", *synchronous) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("with ")]
+    assert len(lines) == 3 and any(line.startswith("with weight_sync.type: collective: ") for line in lines)
+    for keys in (synchronous, []):
+        times = as_json(capsys, ONE_NODE, *keys)["times"]
+        spans = {one["what"]: (one["start_s"], one["end_s"]) for one in times["spans"]}
+        assert times["step_s"] == max(end for _, end in spans.values())
+        lengths = {name: end - start for name, (start, end) in spans.items()}
+        assert times["stages"]["weight_sync"] == pytest.approx(
+            sum(seconds for name, seconds in lengths.items() if name.startswith("weights"))
+        )
+        drawn = max(spans[name][1] for name in spans if name == "rollout" or name.startswith("teachers"))
+        assert spans["trainer"][0] == (drawn if keys else 0)
+        assert spans["weights, the trainer waits"][0] == spans["trainer"][1]

@@ -12,8 +12,14 @@ import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
 from mopd.cli.main import main
+from mopd.config.load import load_recipe
 from mopd.config.student import ParallelConfig
+from mopd.conversion.models.reading import read_dims
+from mopd.planning.devices import GPUS, Cluster, rates_of
 from mopd.planning.memory.activations import chunks_under_way
+from mopd.planning.plan import PlanInput
+from mopd.planning.suggest import trainers
+from mopd.planning.workload import expected
 
 ROOT = Path(__file__).parents[3]
 RECIPE, EXPERTS = (
@@ -93,16 +99,16 @@ def test_the_page_says_what_the_plan_says(row: list[str], capsys: pytest.Capture
     assert [float(number) for number in numbers] == pytest.approx(planned, abs=0.06)
 
 
-def test_the_search_shortens_a_last_stage_that_the_head_makes_the_slowest(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 64 layers the search tries 32 and 32, a shorter last stage, and no others. A synchronous step has the
-    trainer's part in it, whatever bounds an asynchronous one."""
-    synchronous = ("schedule.max_staleness=0", "schedule.sync_every_steps=1")
-    found = plan(capsys, "--suggest", "student.model=Qwen/Qwen3-32B", *synchronous, nodes=8)
-    seconds: dict[int | None, float] = {}
-    for one in found:
-        parallel = one["keys"]["student"]["parallel"]
-        if parallel.get("pipeline_model_parallel_size") == 2:
-            last = parallel.get("num_layers_in_last_pipeline_stage")
-            seconds[last] = min(one["step_s"], seconds.get(last, one["step_s"]))
-    assert seconds.keys() == {None, 31}
-    assert seconds[31] < seconds[None]
+def test_the_search_shortens_a_last_stage_that_the_head_makes_the_slowest() -> None:
+    """Of 64 layers the search tries 32 and 32, a shorter last stage, two chunks a stage, and no others."""
+    recipe = load_recipe(RECIPE, ["student.dtype=bfloat16"]).recipe
+    cluster = Cluster(name="h100", nodes=8, gpus_per_node=8, memory_bytes=GPUS["h100"].memory_bytes)
+    models = {"student": read_dims(ROOT / "recipes" / "models" / "Qwen3-32B")}
+    given = PlanInput(recipe=recipe, models=models, work=expected(recipe), cluster=cluster)
+    seconds = {
+        (load.keys.get(NAMES["last"]), load.keys.get(NAMES["VP"])): sum(load.parts.values())
+        for load in trainers(given, rates_of("h100"), at_most=64)
+        if [load.keys[NAMES[degree]] for degree in ("TP", "PP", "DP")] == [8, 2, 4]
+    }
+    assert seconds.keys() == {(None, None), (31, None), (None, 2)}
+    assert seconds[31, None] < seconds[None, None] and seconds[None, 2] < seconds[None, None]
