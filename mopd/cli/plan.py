@@ -20,7 +20,7 @@ from mopd.planning.devices import GPUS, Cluster, Rates, gpu_of, rates_of_gpu
 if TYPE_CHECKING:
     from mopd.config.schema import Recipe
     from mopd.conversion.models.dims import ModelDims
-    from mopd.planning.plan import RunPlan
+    from mopd.planning.plan import PlanInput, RunPlan
     from mopd.planning.workload import Workload
 
 MAX_NODES = 10_000
@@ -67,37 +67,19 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         UserError: what cannot fit, by key, after the tables.
     """
     from mopd.planning.measured import compare, slowest
-    from mopd.planning.models import STUDENT, read_models
-    from mopd.planning.plan import PlanInput, check_models, make_plan, settled_for
+    from mopd.planning.plan import make_plan
     from mopd.planning.show import plain, plain_suggestions, show, show_comparison, show_suggestions
     from mopd.planning.suggest import helps, suggest
-    from mopd.planning.workload import expected, measured
     from mopd.report.run_files import RunFiles
 
-    hardware = this_hardware()
-    loaded = load_recipe(args.recipe, args.set)
-    loaded, cluster, pool, hardware = _nodes(args, loaded, hardware)
-    models = read_models(loaded, args.configs)
-    loaded = settled_for(loaded, models, pool, hardware)
-    check_models(loaded, models, with_layout=not args.suggest)
     steps = []
     if args.measured is not None:
         files = RunFiles(args.measured)
         files.require_run()
         steps = files.steps()
-        work = measured(loaded.recipe, steps, image_tokens=args.image_length)
-    else:
-        work = expected(
-            loaded.recipe,
-            prompt_tokens=args.prompt_length,
-            response_tokens=args.response_length,
-            image_tokens=args.image_length,
-        )
-    _check_images(work, sees_images=models[STUDENT].vision is not None)
-    rates = _rates(args, loaded.recipe, models[STUDENT], work)
-    given = PlanInput(recipe=loaded.recipe, models=models, work=work, cluster=cluster)
+    loaded, given, pool, rates = given_of(args, load_recipe(args.recipe, args.set), steps)
     if args.suggest:
-        if rates is None or not cluster.gpus_per_node:
+        if rates is None or not given.cluster.gpus_per_node:
             raise UserError("--suggest shares GPUs out: name them with --gpu, or with --gpu-memory and --tflops")
         found = suggest(given, rates)
         if args.json:
@@ -117,6 +99,32 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             show_comparison(rows, None if plan.times is None else plan.times.bound_by, slowest(steps))
     _refuse(loaded, plan)
     return 0
+
+
+def given_of(
+    args: argparse.Namespace, loaded: Loaded, steps: Sequence[Mapping[str, Any]] = ()
+) -> tuple[Loaded, PlanInput, NodePool, Rates | None]:
+    """Return the settled recipe, what a plan of it is made from, its nodes, and rates where they are known."""
+    from mopd.planning.models import STUDENT, read_models
+    from mopd.planning.plan import PlanInput, check_models, settled_for
+    from mopd.planning.workload import expected, measured
+
+    loaded, cluster, pool, hardware = _nodes(args, loaded, this_hardware())
+    models = read_models(loaded, args.configs)
+    loaded = settled_for(loaded, models, pool, hardware)
+    check_models(loaded, models, with_layout=not args.suggest)
+    if steps:
+        work = measured(loaded.recipe, steps, image_tokens=args.image_length)
+    else:
+        work = expected(
+            loaded.recipe,
+            prompt_tokens=args.prompt_length,
+            response_tokens=args.response_length,
+            image_tokens=args.image_length,
+        )
+    _check_images(work, sees_images=models[STUDENT].vision is not None)
+    rates = _rates(args, loaded.recipe, models[STUDENT], work)
+    return loaded, PlanInput(recipe=loaded.recipe, models=models, work=work, cluster=cluster), pool, rates
 
 
 def _check_images(work: Workload, *, sees_images: bool) -> None:

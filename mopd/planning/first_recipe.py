@@ -8,12 +8,12 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mopd.base.files.reading import shown_path
 from mopd.base.files.yaml_text import dump_inline
-from mopd.base.hardware import Hardware
 from mopd.base.types import UserError
 from mopd.config.data import DEFAULT_COLUMNS, SHIPPED, DataFileConfig, ShippedColumns
 from mopd.config.values import check_name
@@ -49,6 +49,16 @@ class GivenNames:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where a first recipe runs."""
+
+    keys: Mapping[str, Any]
+    """Keys of ``student``, ``teachers.NAME`` and ``rollout``, as a search finds them."""
+    reason: str
+    slurm: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InspectedFile:
     """One data file, looked into."""
 
@@ -58,7 +68,7 @@ class InspectedFile:
     """Rows by domain."""
 
 
-def first_recipe(names: GivenNames, hardware: Hardware) -> str:
+def first_recipe(names: GivenNames, layout: Layout) -> str:
     """Return the text of a recipe.
 
     Raises:
@@ -76,11 +86,11 @@ def first_recipe(names: GivenNames, hardware: Hardware) -> str:
             "# mopd check FILE says what is missing or wrong, mopd train FILE starts it. Every key: docs/recipes.md",
             f"run_dir: {dump_inline(names.run_dir)}",
             "",
-            *_student(names, hardware),
+            *_student(names, layout),
             "",
             "teachers:                          # who answers for which domain",
             *(
-                f"  {dump_inline(name)}: {{model: {dump_inline(model)}, domains: {dump_inline(teachers[name])}}}"
+                f"  {dump_inline(name)}: {dump_inline(_teacher(name, model, teachers[name], layout))}"
                 for name, model in names.teachers.items()
             ),
             "",
@@ -88,11 +98,13 @@ def first_recipe(names: GivenNames, hardware: Hardware) -> str:
             "",
             "rollout:",
             "  max_response_length: 1024        # in tokens; chains of thought are long, cut ones are counted",
+            *(f"  {key}: {dump_inline(value)}" for key, value in layout.keys.get("rollout", {}).items()),
             "",
             "schedule:",
             "  steps: 500",
             "  prompts_per_step: 128            # of all domains together",
             *_validation(validation, rewards, counts),
+            *(["", f"slurm: {dump_inline(layout.slurm)}"] if layout.slurm else []),
         ]
     )
 
@@ -235,18 +247,20 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{domain!r} ({count} rows)" for domain, count in sorted(counts.items())[:10])
 
 
-def _student(names: GivenNames, hardware: Hardware) -> list[str]:
-    free = hardware.num_gpus - len(names.teachers) - 1
-    copies = 1 << max(free, 1).bit_length() - 1
-    where = f"of {hardware.num_gpus} GPUs; the others are the rollout's and the teachers'" if copies > 1 else "ranks"
+def _student(names: GivenNames, layout: Layout) -> list[str]:
+    keys = dict(layout.keys.get("student", {}))
+    optimizer = {"lr": 1.0e-6, "lr_warmup_steps": 10, **keys.pop("optimizer", {})}
     return [
         "student:",
         f"  model: {dump_inline(names.student)}",
-        "  parallel:",
-        "    tensor_model_parallel_size: 1  # raise it when one GPU does not hold the student and its optimizer",
-        f"    data_parallel_size: {copies}          # {where}",
-        "  optimizer: {lr: 1.0e-6, lr_warmup_steps: 10}",
+        f"  # {layout.reason}",
+        *(f"  {key}: {dump_inline(value)}" for key, value in keys.items()),
+        f"  optimizer: {dump_inline(optimizer)}",
     ]
+
+
+def _teacher(name: str, model: str, domains: Sequence[str], layout: Layout) -> dict[str, Any]:
+    return {"model": model, "domains": list(domains), **layout.keys.get("teachers", {}).get(name, {})}
 
 
 def _data(train: Sequence[InspectedFile], validation: Sequence[InspectedFile]) -> list[str]:

@@ -144,6 +144,7 @@ def _with_own_gpus(given: PlanInput, key: str, group: EngineGroupConfig) -> list
     """Return the group with vLLM on GPUs of its own, at every degree at which the model fits, the lowest first."""
     cluster = given.cluster
     engine = group.engine if isinstance(group.engine, VllmEngineConfig) else VllmEngineConfig(type="vllm")
+    engine = replace(engine, max_scoring_tokens=max(engine.max_scoring_tokens, given.work.max_tokens))
     if engine.dtype == "auto":
         engine = replace(engine, dtype="bfloat16")
     placement = LocalConfig(type="local") if cluster.nodes == 1 else RegisteredConfig(type="registered")
@@ -281,6 +282,8 @@ def _keys(split: Split, groups: Mapping[str, EngineGroupConfig], recipe: Recipe)
         own: dict[str, Any] = {"engine": {"type": "vllm", "tensor_parallel_size": group.gpus_per_replica}}
         if key != ROLLOUT:
             own["engine"]["gpu_memory_utilization"] = group.engine.gpu_memory_utilization
+        if group.engine.max_scoring_tokens > VllmEngineConfig(type="vllm").max_scoring_tokens:
+            own["engine"]["max_scoring_tokens"] = group.engine.max_scoring_tokens
         own |= {"placement": {"type": group.placement.type}, "replicas": split.replicas[stage_of(key)]}
         if key == ROLLOUT:
             tree[ROLLOUT] = own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,15 +13,16 @@ from typing import Any
 
 import pytest
 
-from mopd.base.hardware import Hardware
 from mopd.base.types import UserError
 from mopd.cli import main as cli
 from mopd.config.load import load_recipe
-from mopd.planning.first_recipe import first_recipe, read_names
+from mopd.planning.first_recipe import Layout, first_recipe, read_names
 
 GSM8K = {"question": "1 + 1?", "answer": "They are two.\n#### 2"}
 MBPP = {"text": "Double it.", "test_list": ["assert f(1) == 2"], "test_setup_code": ""}
 VERL = {"data_source": "law", "prompt": "Who?", "reward_model": {"ground_truth": "me"}}
+ROOT = Path(__file__).parents[3]
+LAYOUT = Layout(keys={}, reason="one rank")
 ARGUMENTS = [
     "--student", "models/student", "--teacher", "math=models/math", "--teacher", "code=models/code",
     "--train", "gsm8k_train.jsonl", "mbpp_train.jsonl",
@@ -92,20 +94,78 @@ def test_a_file_that_is_there_is_left_alone(capsys: pytest.CaptureFixture[str]) 
     assert Path("mine.yaml").read_text() == "mine"
 
 
-def test_gpus_are_left_for_rollout_and_teachers() -> None:
-    text = first_recipe(
-        names(train=["gsm8k_train.jsonl", "mbpp_train.jsonl"]),
-        Hardware(gpu_memory_bytes=(80 * 2**30,) * 8, torch_cuda="12.8"),
-    )
-    Path("r.yaml").write_text(text)
+SIZES: dict[str, tuple[str, dict[str, int], int]] = {
+    "Qwen3-0.6B": ("Qwen3-1.7B", {"hidden_size": 1024, "intermediate_size": 3072}, 1),
+    "Qwen3-1.7B": ("Qwen3-1.7B", {}, 1),
+    "Qwen3-4B": ("Qwen3-4B", {}, 1),
+    "Qwen3-8B": ("Qwen3-8B", {}, 1),
+    "Qwen3-14B": ("Qwen3-32B", {"num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 17408}, 1),
+    "Qwen3-32B": ("Qwen3-32B", {}, 1),
+    "Qwen3-30B-A3B": ("Qwen3-30B-A3B", {}, 1),
+    "Qwen2.5-7B": ("Qwen2.5-Coder-7B", {}, 1),
+    "Qwen2.5-14B": ("Qwen2.5-Coder-7B", {
+        "num_hidden_layers": 48, "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    }, 1),
+    "Qwen2.5-32B": ("Qwen2.5-Coder-7B", {
+        "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    }, 1),
+    "Qwen2.5-72B": ("Qwen2.5-Coder-7B", {
+        "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 29568, "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    }, 2),
+    "Qwen3-235B-A22B": ("Qwen3-235B-A22B", {}, 8),
+}  # fmt: skip
+"""Student -> config that is shipped, what differs from it, and nodes of eight H100 that hold it."""
+
+
+@pytest.mark.parametrize("student", SIZES)
+def test_what_it_lays_out_fits(student: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan of the recipe has no problem, and its step is what the recipe says of itself."""
+    shipped, changes, nodes = SIZES[student]
+    config = json.loads((ROOT / "recipes" / "models" / shipped / "config.json").read_text())
+    Path("configs", student).mkdir(parents=True)
+    Path("configs", student, "config.json").write_text(json.dumps({**config, **changes}))
+    gpus = ["--gpu", "h100", "--nodes", str(nodes), "--configs", "configs"]
+    names = ["--student", f"Qwen/{student}", "--teacher", "one=" + str(ROOT / "recipes" / "models" / "Qwen3-8B")]
+    assert cli.main(["init", *names, "--train", "gsm8k_train.jsonl", *gpus, "--slurm", "--output", "r.yaml"]) == 0
     recipe = load_recipe("r.yaml").recipe
-    assert recipe.student.parallel.data_parallel_size == 4  # of 8: one for the rollout, one for each teacher
-    assert recipe.validation is None and not recipe.rewards
+    assert recipe.slurm is not None and recipe.slurm.nodes == nodes
+    capsys.readouterr()
+    assert cli.main(["plan", "r.yaml", *gpus, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["problems"] == []
+    used = {(one["node"], gpu) for one in plan["places"] for gpu in one["gpus"]}
+    assert 4 < len(used) <= 8 * nodes
+    said = re.search(r"plan --suggest: (\S+) s a step, .* has (\S+) of 75.7 GiB", Path("r.yaml").read_text())
+    assert said is not None
+    assert float(said[1]) == pytest.approx(plan["times"]["step_s"], rel=0.03)
+    fullest = max(one["num_bytes"] for one in [*plan["ranks"], *plan["replicas"].values()])
+    assert float(said[2]) == pytest.approx(fullest / 2**30, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--gpu", "h100"], "'Some/Model' is no folder here and not in the Hub's cache: give --configs DIR"),
+        (["--gpu", "h100x"], "--gpu 'h100x': it is none of"),
+        (["--nodes", "2"], "this machine has none: name them with --gpu"),
+        (["--slurm"], "this machine has none: name them with --gpu"),
+    ],
+)
+def test_gpus_that_cannot_be_laid_out(options: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is written."""
+    names = ["--student", "Some/Model", "--teacher", "one=Some/Model", "--train", "gsm8k_train.jsonl"]
+    assert cli.main(["init", *names, *options, "--output", "r.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1 and "mopd-init-" not in error
+    assert not Path("r.yaml").exists()
 
 
 def test_names_that_yaml_would_read_otherwise_come_through() -> None:
     write("odd.jsonl", [{**VERL, "data_source": name} for name in ("yes", "1: 2", "# x", "openai/gsm8k", "default")])
-    text = first_recipe(names(teachers=["one=a: b"], train=["odd.jsonl"]), Hardware())
+    text = first_recipe(names(teachers=["one=a: b"], train=["odd.jsonl"]), LAYOUT)
     Path("r.yaml").write_text(text)
     (teacher,) = load_recipe("r.yaml").recipe.teachers.values()
     assert sorted(teacher.domains) == ["# x", "1: 2", "default", "openai/gsm8k", "yes"] and teacher.model == "a: b"
@@ -126,11 +186,11 @@ def test_names_that_yaml_would_read_otherwise_come_through() -> None:
 )
 def test_what_is_not_clear_is_one_line(given: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError) as caught:
-        first_recipe(names(**given), Hardware())
+        first_recipe(names(**given), LAYOUT)
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_columns_that_nobody_knows() -> None:
     write("odd.jsonl", [{"input": "x", "output": "y"}])
     with pytest.raises(UserError, match="no shipped mapping fits its columns 'input', 'output'"):
-        first_recipe(names(train=["odd.jsonl"]), Hardware())
+        first_recipe(names(train=["odd.jsonl"]), LAYOUT)
