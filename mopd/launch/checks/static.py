@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from mopd.base.hardware import Hardware
 from mopd.base.types import UserError
@@ -16,18 +17,27 @@ from mopd.config.data import DataFileConfig
 from mopd.config.load import Draft
 from mopd.config.machine.places import engine_groups, place_on_machine
 from mopd.config.reading.tree import dotted
+from mopd.conversion.models.reading import read_dims
 from mopd.data.columns import survey
 from mopd.data.files import quoted
 from mopd.data.hub.names import hub_data, hub_model
 from mopd.data.image_processing import read_image_processing, sees_images
 from mopd.data.prompts import check_domains_have_teachers, require_vision_student, require_vision_teachers
 from mopd.launch.checks.inputs import Check, check_data_file, check_machine, check_model_folder, file_checks
+from mopd.launch.checks.models import refuse_mistyped_name, tokenizer_problem
 from mopd.launch.preparing import check_student_layout, settled
+from mopd.planning.plan import check_models
 from mopd.rewards.domains import build_rewards
 
 MAX_ROWS = 10_000
 """Rows read of each data file: a wrong column shows in the first, another domain among the first."""
 Path_ = tuple[str, ...]
+
+
+def _check_folder(model: str, where: str) -> None:
+    """Check a model's folder; a mistyped one is told the name that is here."""
+    refuse_mistyped_name(model, where)
+    check_model_folder(model, where)
 
 
 class StaticChecks:
@@ -59,6 +69,9 @@ class StaticChecks:
             yield from self._try(title, [], check)
         if ("student", "model") not in self._no_folder:
             yield from self._try("layout of the student", [("student",)], self._layout)
+            lengths = [("student",), ("data", "max_prompt_length"), ("rollout", "max_response_length")]
+            yield from self._try("lengths", lengths, self._lengths) if self._is_whole(("teachers",)) else ()
+            yield from self._tokenizers()
         if not self._draft.broken:
             gpus = list(self._try("GPUs", [], self._gpus))
             yield from gpus
@@ -70,6 +83,8 @@ class StaticChecks:
             yield from self._rows(split)
         domains = [("teachers", name, key) for name in self._recipe.teachers or {} for key in ("domains", "default")]
         if not self._domains:
+            if self._is_whole(("data",)):
+                yield Check("teachers of the domains", "skipped", "no row of the training data has been read here")
             return
         yield from self._try("teachers of the domains", [("data",), *domains], self._routes)
         if self._with_images and not self._no_folder and self._student_sees is not None:
@@ -84,13 +99,54 @@ class StaticChecks:
             model = self._recipe.student.model if len(key) == 2 else self._recipe.teachers[key[1]].model
             name = dotted(key)
             if hub_model(model) is not None:
-                yield Check(name, "skipped", f"{model} is a name of the Hub, which is fetched when a run needs it")
                 self._no_folder.add(key)
+                yield from self._hub(name, model, self._loaded.where(*key))
                 continue
-            for check in self._try(name, [], partial(check_model_folder, model, self._loaded.where(*key))):
+            for check in self._try(name, [], partial(_check_folder, model, self._loaded.where(*key))):
                 if check.status == "failed":
                     self._no_folder.add(key)
                 yield check
+
+    def _hub(self, title: str, text: str, where: str) -> Iterator[Check]:
+        """Yield that a name of the Hub is left for later, or that it is nearly a path that is here."""
+        (found,) = self._try(title, [], lambda: refuse_mistyped_name(text, where))
+        later = f"{text} is a name of the Hub, which is fetched when a run needs it"
+        yield Check(title, "skipped", later) if found.status == "ok" else found
+
+    def _folders(self) -> dict[str, Path]:
+        """Return the folders of the models that are here, by ``student`` and ``teachers.NAME``."""
+        keys = [("student", "model"), *(("teachers", name, "model") for name in self._recipe.teachers)]
+        models = {
+            key: self._recipe.student.model if len(key) == 2 else self._recipe.teachers[key[1]].model for key in keys
+        }
+        return {dotted(key[:-1]): Path(model) for key, model in models.items() if key not in self._no_folder}
+
+    def _lengths(self) -> str:
+        """Check that the longest sample has positions in every model that is here, and room in a micro-batch."""
+        folders = self._folders()
+        check_models(self._loaded, {key: read_dims(folder) for key, folder in folders.items()}, with_layout=False)
+        recipe = self._recipe
+        longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+        return f"{longest} tokens in {len(folders)} of {1 + len(recipe.teachers)} models"
+
+    def _tokenizers(self) -> Iterator[Check]:
+        """Hold the tokenizers of teachers whose folder is here against the student's."""
+        folders = self._folders() if self._is_whole(("teachers",)) else {}
+        student = folders.pop("student", None)
+        if student is None or not self._is_whole(("student",)):
+            return
+        for key, folder in folders.items():
+            title = f"tokenizer of {key.removeprefix('teachers.')}"
+            try:
+                problem = tokenizer_problem(student, folder, read_dims(student).vocab_size)
+            except FileNotFoundError as error:
+                yield Check(title, "skipped", f"{error}: no such file, so the models themselves are compared")
+            except UserError as error:
+                yield Check(title, "failed", str(error))
+            else:
+                where = f"{self._loaded.where(*key.split('.', 1), 'model')}: {folder} and the student do not share a"
+                failed = f"{where} tokenizer: {problem}; choose a teacher with the student's tokenizer"
+                yield Check(title, "failed", failed) if problem else Check(title, "ok", "same ids, same tokens")
 
     def _layout(self) -> str:
         check_machine(self._loaded)
@@ -111,8 +167,8 @@ class StaticChecks:
         for i, file in enumerate(self._recipe.data.files(entries)):
             title = f"data.{split}[{i}]"
             if hub_data(file.path) is not None:
-                yield Check(title, "skipped", f"{file.path} is a name of the Hub, which is fetched when a run needs it")
                 self._are_all_read = False
+                yield from self._hub(title, file.path, self._loaded.where("data", split))
                 continue
             yield from self._try(title, [], partial(self._read, file, split))
 

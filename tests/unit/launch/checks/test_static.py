@@ -40,14 +40,38 @@ MISTAKES = {
     "no teacher": (("domains: [law]", "domains: [tax]"), "no teacher answers for domain 'law' (2 rows)"),
 }
 
+OF_FILES = {
+    "mistyped folder": (("models/law", "model/law"), "'model/law' is not here and 'models/law' is: correct it, or"),
+    "mistyped name": (
+        ("models/law", "models/laws"),
+        "teachers.law.model: 'models/laws' is not here and 'models/law' is",
+    ),
+    "mistyped data": (("[train.jsonl]", "['sets/trai.jsonl:x']"), "data.train: 'sets/trai.jsonl:x' is not here and"),
+    "positions": (
+        ("validation: {every_steps: 5}", "rollout: {max_response_length: 4000}"),
+        "data.max_prompt_length 1024 + rollout.max_response_length 4000 = 5024 exceeds the 4096 positions of student",
+    ),
+    "micro-batch": (
+        ("{model: models/student}", "{model: models/student, max_tokens_per_micro_batch: 1000}"),
+        "student.max_tokens_per_micro_batch: 1000 is less than the 2048 tokens of the longest sample",
+    ),
+    "tokenizer": (("models/law", "models/other"), "do not share a tokenizer: 1 of 3 ids mean different tokens"),
+}
+"""Mistakes that the files of models show, or names of what is here."""
+
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Check]]:
     """Outcomes for a recipe, beside files that fit ``RECIPE``."""
     monkeypatch.chdir(tmp_path)
-    for name in ("student", "math", "law"):
+    for name in ("student", "math", "law", "other"):
         Path("models", name).mkdir(parents=True)
         Path("models", name, "config.json").write_text(json.dumps(MODEL))
+        vocabulary = {"a": 0, "b" if name != "other" else "c": 1}
+        tokenizer = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": 2, "content": "<s>"}]}
+        Path("models", name, "tokenizer.json").write_text(json.dumps(tokenizer))
+    Path("sets").mkdir()
+    Path("sets", "train.jsonl").touch()
     rows = [{"data_source": d, "prompt": "x", "reward_model": {"ground_truth": "1"}} for d in ("gsm8k", "law", "law")]
     for file in ("train.jsonl", "validation.jsonl"):
         Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -71,9 +95,25 @@ def test_nothing_is_wrong(check: Callable[[str], list[Check]]) -> None:
     }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_not_here_is_skipped_and_not_counted(check: Callable[[str], list[Check]]) -> None:
+    """Names of the Hub, data that only the Hub has, and a tokenizer without its file."""
+    Path("models", "math", "tokenizer.json").unlink()
+    hub = RECIPE.replace("[train.jsonl]", "['org/set:default/train']").replace("models/law", "Org/Law-7B")
+    checks = {one.name: one for one in check(hub.replace(", validation: [validation.jsonl]", "").replace(
+        "validation: {every_steps: 5}\n", ""
+    ))}  # fmt: skip
+    assert {name for name, one in checks.items() if one.status == "skipped"} == {
+        "teachers.law.model", "data.train[0]", "tokenizer of math", "teachers of the domains",
+    }  # fmt: skip
+    assert checks["lengths"].detail == "2048 tokens in 2 of 3 models"
+    assert not [one for one in checks.values() if one.status == "failed"]
+    named = RECIPE.replace("models/law", "model/law@main")
+    assert {one.name: one.status for one in check(named)}["teachers.law.model"] == "skipped"
+
+
+@pytest.mark.parametrize("name", [*MISTAKES, *OF_FILES])
 def test_each_mistake_alone_is_one_line(check: Callable[[str], list[Check]], name: str) -> None:
-    (old, new), line = MISTAKES[name]
+    (old, new), line = (MISTAKES | OF_FILES)[name]
     (found,) = failures(check(RECIPE.replace(old, new)))
     assert line in found and "\n" not in found
 

@@ -1,0 +1,81 @@
+"""What the files of model folders tell without a model and without transformers: mistaken names, tokenizers that
+differ, prompts for which a chat template leaves no room."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mopd.base.files.reading import read_bytes, shown_path
+from mopd.base.types import UserError
+
+TOKENIZER_FILE = "tokenizer.json"
+MAX_BYTES = 2**27
+"""Bytes of a tokenizer's file; the largest vocabularies take 35 MB."""
+ALIKE = 0.75
+"""Likeness of two names from which one is taken for the other, mistyped."""
+
+
+def meant_path(text: str) -> Path | None:
+    """Return the path that is here and differs from ``text`` by a mistyped folder or last part; ``None`` if there is
+    none."""
+    found = Path("/") if os.path.isabs(text) else Path()
+    for part in Path(text).parts[os.path.isabs(text) :]:
+        if not os.path.lexists(found / part):
+            names = os.listdir(found) if os.path.isdir(found) and os.access(found, os.R_OK) else []
+            near = difflib.get_close_matches(part, names, n=1, cutoff=ALIKE)
+            if not near:
+                return None
+            part = near[0]
+        found /= part
+    return found if found != Path(text) else None
+
+
+def refuse_mistyped_name(text: str, where: str) -> None:
+    """Refuse a name of the Hub that is nearly a path that is here.
+
+    Raises:
+        UserError: ``where``, both, and how the Hub's is told from it.
+    """
+    near = None if "@" in text else meant_path(text.partition(":")[0])
+    if near is not None:
+        raise UserError(
+            f"{where}: {shown_path(text)!r} is not here and {shown_path(near)!r} is: correct it, or write "
+            f"{shown_path(text)}@main if a name of the Hub is meant"
+        )
+
+
+def tokenizer_problem(student: Path, teacher: Path, vocab_size: int) -> str | None:
+    """Return how the ids of two folders' tokenizers differ below ``vocab_size``, ``None`` if they do not.
+
+    Raises:
+        FileNotFoundError: one of them has no ``tokenizer.json``.
+        UserError: it cannot be read.
+    """
+    ours, theirs = (_ids(folder / TOKENIZER_FILE) for folder in (student, teacher))
+    own = {number: token for number, token in ours.items() if number < vocab_size}
+    unlike = sorted(number for number, token in own.items() if theirs.get(number) != token)
+    if not unlike:
+        return None
+    listed = ", ".join(f"{number} is {own[number]!r} / {theirs.get(number)!r}" for number in unlike[:3])
+    return f"{len(unlike)} of {len(own)} ids mean different tokens (student / teacher): {listed}"
+
+
+def _ids(path: Path) -> dict[int, str]:
+    """Return the token of every id."""
+    cure = "copy a Hugging Face tokenizer.json there"
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    try:
+        content: Any = json.loads(read_bytes(path, cure=cure, max_bytes=MAX_BYTES))
+        vocabulary = content["model"]["vocab"]
+        pairs = (
+            vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], i) for i, row in enumerate(vocabulary))
+        )
+        found = {int(number): str(token) for token, number in pairs}
+        return found | {int(row["id"]): str(row["content"]) for row in content.get("added_tokens") or ()}
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise UserError(f"{shown_path(path)}: is no tokenizer of the library tokenizers: {cure}") from error
