@@ -76,6 +76,8 @@ class DataFileConfig:
     """As ``data.columns``, for this entry alone."""
     domain: str | None = None
     """Domain of every row of this entry, whatever its columns say."""
+    system_prompt: str | None = None
+    """As ``data.system_prompt``, for this entry alone."""
 
     def __post_init__(self) -> None:
         if self.domain is not None:
@@ -106,6 +108,8 @@ class DataConfig:
     """Jinja file that replaces the tokenizer's own chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template (for example ``enable_thinking: false``)."""
+    system_prompt: str | None = None
+    """System message before each conversation that begins without one, as to ask for the form that a reward reads."""
     image_key: str = "images"
     """Column that holds a row's images, a list of ``{bytes: …}`` or ``{path: …}``; ``<image>`` in the prompt marks the
     place of each."""
@@ -138,9 +142,16 @@ class DataConfig:
             require_positive(f"domain_weights.{name}", weight)
 
     def files(self, entries: Sequence[str | DataFileConfig]) -> list[DataFileConfig]:
-        """Entries of ``train`` or ``validation``, each with the columns that hold for it."""
+        """Entries of ``train`` or ``validation``, each with the columns and the system message that hold for it."""
         whole = [DataFileConfig(path=entry) if isinstance(entry, str) else entry for entry in entries]
-        return [file if file.columns is not None else replace(file, columns=self.columns) for file in whole]
+        return [
+            replace(
+                file,
+                columns=self.columns if file.columns is None else file.columns,
+                system_prompt=self.system_prompt if file.system_prompt is None else file.system_prompt,
+            )
+            for file in whole
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,6 +35,12 @@ class WandBConfig:
     """Project name."""
     name: str | None = None
     """Run name; the run folder's name when absent."""
+    entity: str | None = None
+    """Team or user that the project belongs to; absent: the login's own."""
+    group: str | None = None
+    """Group that the run is shown in, as with its other seeds."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run."""
     mode: Literal["online", "offline"] = "online"
     """``offline`` writes to the run folder only."""
 

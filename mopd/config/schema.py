@@ -127,8 +127,8 @@ class PreflightConfig(Checked):
     validation nothing is compared."""
     compare_with_transformers: bool | Literal["auto"] = "auto"
     """Compare each teacher's scores, through the whole path, with a transformers forward of its folder, on this
-    machine's CPU; ``auto``: where the folder's weights fit into the host memory that is free. A teacher that is not
-    compared is held against its own greedy continuations instead (docs/teachers.md)."""
+    machine's CPU; ``auto``: where the folder has 80 GiB of weights at most, and they fit into the host memory that is
+    free. A teacher that is not compared is held against its own greedy continuations instead (docs/teachers.md)."""
     max_self_kl: Positive | None = None
     """Largest mean KL, in nats per token, between a teacher's scores and its own folder; absent: 1e-5 where the engine
     computes in float32, else 5e-3."""

@@ -218,6 +218,7 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
         prompt = found.prompt
         if reader.holds_questions and reading.renderer.has_template and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
+        prompt = _with_system(prompt, file.system_prompt, place)
         if not _is_finite(found.ground_truth):
             raise UserError(
                 f"{place}: {key.ground_truth!r} (data.columns.ground_truth) holds a number that is not finite: "
@@ -300,6 +301,19 @@ def _messages(prompt: Any, place: str, where: str, reading: _Reading, num_images
     if not reading.renderer.has_template:
         raise UserError(f"{where} holds chat messages but the tokenizer has no chat template: set data.chat_template")
     return messages if reading.vision is None else reading.vision.placed_in_chat(messages, num_images, place)
+
+
+def _with_system(prompt: Any, system: str | None, place: str) -> Any:
+    """Return a conversation with the recipe's system message, where it begins without one of its own."""
+    if system is None:
+        return prompt
+    if isinstance(prompt, str):
+        raise UserError(
+            f"{place}: the prompt is plain text, which has no place for data.system_prompt: store chat messages, or "
+            "leave it out"
+        )
+    has_own = bool(prompt) and isinstance(prompt[0], Mapping) and prompt[0].get("role") == "system"
+    return prompt if has_own else [{"role": "system", "content": system}, *prompt]
 
 
 def _is_finite(value: Any) -> bool:

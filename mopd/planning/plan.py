@@ -31,7 +31,7 @@ from mopd.planning.memory.ranks import (
     plan_ranks,
 )
 from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
-from mopd.planning.memory.shards import total_weights
+from mopd.planning.memory.shards import checkpoint_bytes, total_weights
 from mopd.planning.models import STUDENT
 from mopd.planning.stages import drawing_time, scoring_time, training_time
 from mopd.planning.traffic import Flow, links
@@ -84,6 +84,10 @@ class RunPlan:
     """Key of the recipe, and what is wrong with it."""
     tower: TowerPlan | None
     """The student's vision tower."""
+    checkpoint_bytes: int
+    """Bytes of one checkpoint on disk."""
+    checkpoints_kept: int
+    """Checkpoints that are there at most, but for the one that is being written."""
 
 
 def settled_for(loaded: Loaded, models: Mapping[str, ModelDims], pool: NodePool, hardware: Hardware) -> Loaded:
@@ -175,6 +179,8 @@ def make_plan(given: PlanInput, pool: NodePool, rates: Rates | None) -> RunPlan:
         balanced=balanced,
         problems=[*places.problems, *_too_large(ranks, replicas, hosts, places, cluster)],
         tower=plan_tower(recipe.student, dims, work.image_tokens),
+        checkpoint_bytes=checkpoint_bytes(dims, recipe.student),
+        checkpoints_kept=recipe.checkpoint.keep_last + (recipe.checkpoint.keep_best and recipe.validation is not None),
     )
 
 

@@ -42,6 +42,8 @@ def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
         "lm_head": [dataclasses.asdict(head) for head in plan.heads],
         "rates": None if rates is None else dataclasses.asdict(rates),
         "shares": {name: dataclasses.asdict(share) for name, share in SHARES.items()},
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "checkpoints_kept": plan.checkpoints_kept,
         "times": _plain_times(plan),
         "update": None if plan.update is None else dataclasses.asdict(plan.update),
         "problems": [{"key": dotted(path), "problem": text} for path, text in plan.problems],
@@ -91,6 +93,9 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
         console.print(_tower_line(plan.tower, work.image_tokens), highlight=False)
     console.print(_places_table(plan.places))
     console.print(_memory_table(plan))
+    console.print(
+        f"a checkpoint has {plan.checkpoint_bytes / GIB:.0f} GiB, and {plan.checkpoints_kept} are kept", highlight=False
+    )
     console.print(_links_table(plan))
     if plan.heads:
         console.print(_head_table(plan))

@@ -156,6 +156,9 @@ class WandBSink(Sink):
             self._run = wandb.init(
                 project=cfg.project,
                 name=cfg.name or run_dir.resolve().name,
+                entity=cfg.entity,
+                group=cfg.group,
+                tags=cfg.tags,
                 mode=cfg.mode,
                 dir=str(run_dir),
                 id=RunFiles(run_dir).wandb_id(),

@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
-from mopd.config.load import load_recipe
+from mopd.base.hardware import Hardware
+from mopd.cli.main import main
+from mopd.config.load import draft_recipe, load_recipe
+from mopd.launch.checks.static import StaticChecks
 from tests.recipes.test_recipes import RECIPES, ROOT, name
 from tests.unit.conversion.test_vision_dims import QWEN2_5_VL_3B, changed
 
@@ -107,14 +110,42 @@ def test_a_plan_takes_no_torch_and_no_time(path: Path, configs: Path) -> None:
     assert header_of(plan) in text.splitlines(), header_of(plan)
     hours = load_recipe(path).recipe.schedule.steps * plan["times"]["step_s"] / 3600
     assert f"# wall time: {hours:.0f} h planned, not measured" in text.splitlines()
-    nodes = plan["cluster"]["nodes"]
-    assert f"# hardware: {nodes} node{'s' if nodes > 1 else ''} of 8 {plan['cluster']['name'].upper()} (80 GB)" in text
-    owned = [(one["node"], gpu) for one in plan["places"] for gpu in one["gpus"]]
-    assert len(owned) == len(set(owned)) <= 8 * nodes
+    kept = f"# checkpoints: {plan['checkpoint_bytes'] / GIB:.0f} GiB each, {plan['checkpoints_kept']} kept"
+    assert kept in text.splitlines(), kept
+    cluster = plan["cluster"]
+    nodes, gpus, memory = cluster["nodes"], cluster["gpus_per_node"], round(cluster["memory_bytes"] / GIB)
+    on = f"# hardware: {nodes} node{'s' if nodes > 1 else ''} of {gpus} {cluster['name'].upper()} ({memory} GB)"
+    assert on in text, on
+    in_turns = {"rollout"} if plan["ranks"][0]["rollout_turn"] else set()
+    places = [one for one in plan["places"] if one["is_fixed"] and one["key"] not in in_turns]
+    owned = [(one["node"], gpu) for one in places for gpu in one["gpus"]]
+    assert len(owned) == len(set(owned)) <= gpus * nodes
 
 
 def test_there_are_recipes_for_real_models() -> None:
-    assert len(REAL) == 4
+    """Each but the published case has more than one teacher, and runs of several nodes say how they are submitted."""
+    assert len(REAL) == 6
+    for path in REAL:
+        recipe = load_recipe(path).recipe
+        assert len(recipe.teachers) > 1 or path.stem == "gsm8k_distillation"
+        assert recipe.rewards.keys() == {file.domain for file in recipe.data.files(recipe.data.train)}
+        assert (recipe.slurm is not None) == (path.stem not in ("gsm8k_distillation", "qwen3_1_7b_two_4090"))
+
+
+@pytest.mark.parametrize("path", REAL, ids=name)
+def test_a_real_recipe_passes_the_static_checks_and_is_submitted_dry(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names of the Hub are left for later; everything else is looked at."""
+    recipe = load_recipe(path).recipe
+    gpus = 0 if recipe.slurm is not None else 2 if "two" in path.stem else 8  # of a login node, or of the machine
+    hardware = Hardware(gpu_memory_bytes=(80 * GIB,) * gpus, torch_cuda="12.9", vllm="0.32")
+    checks = list(StaticChecks(draft_recipe(path), hardware).run())
+    assert [check for check in checks if check.status == "failed"] == []
+    assert {"recipe", "GPUs"} <= {check.name for check in checks if check.status == "ok"}
+    if recipe.slurm is not None:
+        assert main(["slurm", str(path), "--dry-run"]) == 0
+        assert "#SBATCH" in capsys.readouterr().out
 
 
 def test_the_readme_shows_a_plan() -> None:

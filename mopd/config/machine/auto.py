@@ -43,6 +43,9 @@ MAX_SHARE = 0.8
 COPIES_IN_MEMORY = 2.5
 """A teacher's weights in host memory while it is compared with its folder: read, cast, and room for its forward."""
 
+MAX_COMPARED = 80 * GIB
+"""Weights beyond which ``auto`` reads no teacher's folder: minutes in which all other GPUs wait."""
+
 
 @dataclass(slots=True)
 class Settled:
@@ -126,6 +129,8 @@ def compares_with_transformers(
     if wanted != AUTO:
         return bool(wanted), f"preflight.compare_with_transformers: {str(wanted).lower()}"
     sizes = f"{weights_bytes / GIB:.1f} GiB of weights, {free_memory_bytes / GIB:.1f} GiB of host memory free"
+    if weights_bytes > MAX_COMPARED:
+        return False, f"{sizes}, and {MAX_COMPARED / GIB:.0f} GiB are read at most while GPUs wait"
     return COPIES_IN_MEMORY * weights_bytes <= free_memory_bytes, sizes
 
 

@@ -201,6 +201,7 @@ def plan_hosts(
     return [
         HostPlan(component=component, node=node, parts={name: size for name, size in own.items() if size})
         for (component, node), own in sorted(held.items())
+        if own.total()
     ]
 
 

@@ -221,6 +221,8 @@ def test_in_process_groups_of_the_recipe_count_towards_what_fits(load: Load) -> 
     [
         ("auto", 2 * GIB, 8 * GIB, True),
         ("auto", 16 * GIB, 32 * GIB, False),
+        ("auto", 438 * GIB, 2048 * GIB, False),
+        (True, 438 * GIB, 2048 * GIB, True),
         (True, 16 * GIB, 1 * GIB, True),
         (False, 1, 64 * GIB, False),
         ("auto", None, 64 * GIB, False),

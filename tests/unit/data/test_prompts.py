@@ -118,6 +118,19 @@ def test_recipes_template_and_its_arguments(load: Load, tmp_path: Path) -> None:
         load([row()], chat_template="nowhere.jinja")
 
 
+def test_recipes_system_message_stands_before_conversations_that_have_none(load: Load, tmp_path: Path) -> None:
+    """Not before one of their own; an entry's own goes before the section's; plain text has no place for it."""
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}")
+    own = [{"role": "system", "content": "own"}, *chat("cd")]
+    dataset = load([row(chat("ab")), row(own)], chat_template=str(template), system_prompt="Box it.")
+    assert [dataset.row(i).text for i in (0, 1)] == ["system:Box it.;user:ab;", "system:own;user:cd;"]
+    cfg = DataConfig(train=("a.jsonl", DataFileConfig(path="b.jsonl", system_prompt="Code.")), system_prompt="Box it.")
+    assert [file.system_prompt for file in cfg.files(cfg.train)] == ["Box it.", "Code."]
+    with pytest.raises(UserError, match=r"is plain text, which has no place for data\.system_prompt"):
+        load([row("ab")], system_prompt="Box it.")
+
+
 def test_parquet_nulls_in_messages_are_absent_keys(load: Load, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text(

@@ -22,9 +22,8 @@ from mopd.planning.suggest import trainers
 from mopd.planning.workload import expected
 
 ROOT = Path(__file__).parents[3]
-RECIPE, EXPERTS = (
-    str(ROOT / "recipes" / f"{name}.yaml") for name in ("qwen3_8b_three_32b_4_nodes", "qwen3_30b_a3b_235b_16_nodes")
-)
+RECIPES = Path(__file__).parent / "recipes"
+RECIPE, EXPERTS = (str(RECIPES / f"{name}.yaml") for name in ("four_nodes", "sixteen_nodes"))
 KEY = "student.parallel."
 PIPELINE = (f"{KEY}pipeline_model_parallel_size=2", f"{KEY}data_parallel_size=2")
 

@@ -29,8 +29,9 @@ from mopd.planning.updates import Pieces, WeightUpdate, pieces, sender_ranks, we
 from mopd.planning.workload import expected
 
 ROOT = Path(__file__).parents[3]
+RECIPES = Path(__file__).parent / "recipes"
 CONFIGS = ROOT / "recipes" / "models"
-RECIPE = ROOT / "recipes" / "qwen3_8b_three_32b_4_nodes.yaml"
+RECIPE = RECIPES / "four_nodes.yaml"
 DENSE, EXPERTS = "Qwen3-8B", "Qwen3-30B-A3B"
 BUCKET = 64 * MIB
 PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
@@ -193,7 +194,7 @@ def test_the_student_waits_while_its_weights_travel() -> None:
 
 
 def test_a_plan_prints_the_update(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(ROOT / "recipes" / "qwen3_8b_math_code_h100.yaml")
+    recipe = str(RECIPES / "one_node.yaml")
     arguments = ["plan", recipe, "--gpu", "h100", "--configs", str(CONFIGS), "weight_sync.type=collective"]
     assert main([*arguments, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -23,7 +23,8 @@ from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
 from tests.unit.conversion.test_vision_dims import QWEN2_5_VL_7B
 
 ROOT = Path(__file__).parents[3]
-RECIPE = str(ROOT / "recipes" / "qwen3_8b_math_code_h100.yaml")
+RECIPES = Path(__file__).parent / "recipes"
+RECIPE = str(RECIPES / "one_node.yaml")
 FREEZES: tuple[Freeze, ...] = ("tower", "tower_and_merger", "none")
 PIPELINE = (
     "student.parallel.tensor_model_parallel_size=1", "student.parallel.sequence_parallel=false",
