@@ -65,8 +65,6 @@ GPUS = {
              "NVIDIA Ada whitepaper (165 TFLOP/s with fp32 sums, PCIe 4); adapters and host assumed"),
 }  # fmt: skip
 """Name that ``mopd plan --gpu`` takes -> GPU."""
-GPUS_PER_NODE = 8
-"""GPUs of each server that the table is about, but where it says otherwise."""
 OPERATIONS_PER_BYTE = 300
 """bf16 operations for each byte of memory bandwidth, as an H100 has: for a GPU of which only operations are given."""
 

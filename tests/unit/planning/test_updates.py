@@ -22,7 +22,7 @@ from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import all_params
 from mopd.conversion.models.reading import read_dims
 from mopd.conversion.models.stages import stages_of
-from mopd.planning.devices import GPUS, GPUS_PER_NODE, MIB, Cluster, Rates, rates_of
+from mopd.planning.devices import GPUS, MIB, Cluster, Rates, rates_of
 from mopd.planning.memory.ranks import plan_ranks
 from mopd.planning.memory.shards import update_bytes
 from mopd.planning.updates import Pieces, WeightUpdate, pieces, sender_ranks, weight_update
@@ -34,6 +34,7 @@ CONFIGS = ROOT / "recipes" / "models"
 RECIPE = RECIPES / "four_nodes.yaml"
 DENSE, EXPERTS = "Qwen3-8B", "Qwen3-30B-A3B"
 BUCKET = 64 * MIB
+GPUS_PER_NODE = GPUS["h100"].per_node
 PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
 NAMES = {
     "TP": "tensor_model_parallel_size", "PP": "pipeline_model_parallel_size", "DP": "data_parallel_size",

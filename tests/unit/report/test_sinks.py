@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mopd.base.metrics import StepMetrics, read_jsonl
 from mopd.config.load import load_recipe
-from mopd.report.sinks import LINE_EVERY_S, PlainProgress, Sinks, make_progress
+from mopd.report.sinks import LINE_EVERY_S, PlainProgress, Sinks, WandBSink, make_progress
 from tests.unit.report.conftest import shown, terminal
 
 
@@ -31,6 +35,24 @@ def test_every_sink_gets_every_step(tmp_path: Path, recipe_file: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("kl_k1/open/maths")] == [(1, 0.25), (2, 0.25)]
     assert [(e.step, e.value) for e in events.Scalars("reward/code")] == [(2, 0.5)]
     assert "step 1/40" in shown(console) and "reward code 0.500" in shown(console)
+
+
+def test_weights_and_biases_gets_what_the_recipe_names(
+    tmp_path: Path, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package's own arguments, of a stand-in that takes any; the run's id is kept for a resume."""
+    given: list[dict[str, Any]] = []
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda: None)
+    package = SimpleNamespace(init=lambda **keys: given.append(keys) or run, Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    keys = "{project: p, entity: team, group: seeds, tags: [a, b]}"
+    for _ in range(2):
+        WandBSink(load_recipe(recipe_file, [f"metrics.wandb={keys}"]).recipe.metrics.wandb, tmp_path, {}).close()
+    first, second = given
+    assert {name: first[name] for name in ("project", "entity", "group", "tags", "name")} == {
+        "project": "p", "entity": "team", "group": "seeds", "tags": ("a", "b"), "name": tmp_path.name,
+    }  # fmt: skip
+    assert second["id"] == first["id"] and second["resume"] == "allow"
 
 
 def test_a_resumed_run_writes_the_steps_after_its_checkpoint_anew(tmp_path: Path, recipe_file: Path) -> None:
