@@ -7,10 +7,12 @@ import difflib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from mopd.base.files.reading import read_bytes, shown_path
+from mopd.base.files.reading import read_bytes, read_text, shown_path
 from mopd.base.types import UserError
+from mopd.config.data import DataConfig
+from mopd.data.templates.rendering import Renderer
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_BYTES = 2**27
@@ -62,6 +64,48 @@ def tokenizer_problem(student: Path, teacher: Path, vocab_size: int) -> str | No
         return None
     listed = ", ".join(f"{number} is {own[number]!r} / {theirs.get(number)!r}" for number in unlike[:3])
     return f"{len(unlike)} of {len(own)} ids mean different tokens (student / teacher): {listed}"
+
+
+class _TokenizerFiles:
+    """Everything that a chat template gets of a tokenizer, read from its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name_or_path = str(folder)
+        cure = "copy the tokenizer's files there"
+        config = json.loads(read_bytes(folder / "tokenizer_config.json", cure=cure))
+        beside = folder / "chat_template.jinja"
+        self.chat_template = read_text(beside, cure=cure) if beside.is_file() else config.get("chat_template")
+        tokens = {name: value for name, value in config.items() if name.endswith("_token") and value is not None}
+        self.special_tokens_map = {
+            name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()
+        }
+
+    def get_chat_template(self, template: str | None) -> Any:
+        return self.chat_template if template is None else template
+
+
+def template_tokens(folder: Path, data: DataConfig) -> int:
+    """Return the most tokens that a training prompt has before its first word: the chat template's, and those of a
+    system message; 0 where there is no template.
+
+    Raises:
+        FileNotFoundError: the folder has no ``tokenizer.json`` or ``tokenizer_config.json``.
+        UserError: the template fails.
+    """
+    from tokenizers import Tokenizer  # a fraction of a second
+
+    for name in (TOKENIZER_FILE, "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(folder / name)
+    with Renderer(data, cast(Any, _TokenizerFiles(folder))) as renderer:
+        if not renderer.has_template:
+            return 0
+        for system in {file.system_prompt for file in data.files(data.train)}:
+            said = [] if system is None else [{"role": "system", "content": system}]
+            renderer.put([*said, {"role": "user", "content": ""}], "data.max_prompt_length")
+        texts = renderer.texts()
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    return max(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
 
 
 def _ids(path: Path) -> dict[int, str]:

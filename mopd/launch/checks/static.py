@@ -24,7 +24,7 @@ from mopd.data.hub.names import hub_data, hub_model
 from mopd.data.image_processing import read_image_processing, sees_images
 from mopd.data.prompts import check_domains_have_teachers, require_vision_student, require_vision_teachers
 from mopd.launch.checks.inputs import Check, check_data_file, check_machine, check_model_folder, file_checks
-from mopd.launch.checks.models import refuse_mistyped_name, tokenizer_problem
+from mopd.launch.checks.models import refuse_mistyped_name, template_tokens, tokenizer_problem
 from mopd.launch.preparing import check_student_layout, settled
 from mopd.planning.plan import check_models
 from mopd.rewards.domains import build_rewards
@@ -72,6 +72,8 @@ class StaticChecks:
             lengths = [("student",), ("data", "max_prompt_length"), ("rollout", "max_response_length")]
             yield from self._try("lengths", lengths, self._lengths) if self._is_whole(("teachers",)) else ()
             yield from self._tokenizers()
+            if self._is_whole(("data",)):
+                yield from self._template()
         if not self._draft.broken:
             gpus = list(self._try("GPUs", [], self._gpus))
             yield from gpus
@@ -128,6 +130,21 @@ class StaticChecks:
         recipe = self._recipe
         longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
         return f"{longest} tokens in {len(folders)} of {1 + len(recipe.teachers)} models"
+
+    def _template(self) -> Iterator[Check]:
+        """Yield whether the chat template leaves room for a prompt."""
+        limit, title = self._recipe.data.max_prompt_length, "chat template"
+        try:
+            taken = template_tokens(self._folders()["student"], self._recipe.data)
+        except FileNotFoundError as error:
+            yield Check(title, "skipped", f"{error}: no such file, so the tokenizer itself is asked")
+        except UserError as error:
+            yield Check(title, "failed", str(error))
+        else:
+            where = self._loaded.where("data", "max_prompt_length")
+            failed = f"{where}: {limit} tokens, and the chat template takes {taken} without a prompt: raise it"
+            found = f"{taken} of {limit} tokens are the chat template's"
+            yield Check(title, "failed", failed) if taken >= limit else Check(title, "ok", found)
 
     def _tokenizers(self) -> Iterator[Check]:
         """Hold the tokenizers of teachers whose folder is here against the student's."""

@@ -43,11 +43,18 @@ def test_weights_and_biases_gets_what_the_recipe_names(
     """The package's own arguments, of a stand-in that takes any; the run's id is kept for a resume."""
     given: list[dict[str, Any]] = []
     run = SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda: None)
-    package = SimpleNamespace(init=lambda **keys: given.append(keys) or run, Error=RuntimeError)
+
+    def init(**keys: Any) -> Any:
+        given.append(keys)
+        return run
+
+    package = SimpleNamespace(init=init, Error=RuntimeError)
     monkeypatch.setitem(sys.modules, "wandb", package)
     keys = "{project: p, entity: team, group: seeds, tags: [a, b]}"
     for _ in range(2):
-        WandBSink(load_recipe(recipe_file, [f"metrics.wandb={keys}"]).recipe.metrics.wandb, tmp_path, {}).close()
+        cfg = load_recipe(recipe_file, [f"metrics.wandb={keys}"]).recipe.metrics.wandb
+        assert cfg is not None
+        WandBSink(cfg, tmp_path, {}).close()
     first, second = given
     assert {name: first[name] for name in ("project", "entity", "group", "tags", "name")} == {
         "project": "p", "entity": "team", "group": "seeds", "tags": ("a", "b"), "name": tmp_path.name,

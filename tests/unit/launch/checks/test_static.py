@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from mopd.base.hardware import Hardware
 from mopd.cli import main as cli
@@ -47,6 +50,10 @@ OF_FILES = {
         "teachers.law.model: 'models/laws' is not here and 'models/law' is",
     ),
     "mistyped data": (("[train.jsonl]", "['sets/trai.jsonl:x']"), "data.train: 'sets/trai.jsonl:x' is not here and"),
+    "template": (
+        ("[validation.jsonl]}", "[validation.jsonl], max_prompt_length: 3, system_prompt: a b}"),
+        "data.max_prompt_length: 3 tokens, and the chat template takes 3 without a prompt: raise it",
+    ),
     "positions": (
         ("validation: {every_steps: 5}", "rollout: {max_response_length: 4000}"),
         "data.max_prompt_length 1024 + rollout.max_response_length 4000 = 5024 exceeds the 4096 positions of student",
@@ -68,8 +75,13 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
         Path("models", name).mkdir(parents=True)
         Path("models", name, "config.json").write_text(json.dumps(MODEL))
         vocabulary = {"a": 0, "b" if name != "other" else "c": 1}
-        tokenizer = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": 2, "content": "<s>"}]}
-        Path("models", name, "tokenizer.json").write_text(json.dumps(tokenizer))
+        tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="a"))
+        tokenizer.pre_tokenizer = WhitespaceSplit()
+        tokenizer.add_special_tokens(["<s>"])
+        tokenizer.save(str(Path("models", name, "tokenizer.json")))
+        template = "{{ bos_token }} {% for message in messages %}{{ message['content'] }} {% endfor %}"
+        config = {"bos_token": {"content": "<s>"}, "chat_template": template}
+        Path("models", name, "tokenizer_config.json").write_text(json.dumps(config))
     Path("sets").mkdir()
     Path("sets", "train.jsonl").touch()
     rows = [{"data_source": d, "prompt": "x", "reward_model": {"ground_truth": "1"}} for d in ("gsm8k", "law", "law")]
