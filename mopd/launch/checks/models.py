@@ -14,7 +14,7 @@ from mopd.base.types import UserError
 from mopd.config.data import DataConfig
 from mopd.data.templates.rendering import Renderer
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 MAX_BYTES = 2**27
 """Bytes of a tokenizer's file; the largest vocabularies take 35 MB."""
 ALIKE = 0.75
@@ -71,14 +71,16 @@ class _TokenizerFiles:
 
     def __init__(self, folder: Path) -> None:
         self.name_or_path = str(folder)
-        cure = "copy the tokenizer's files there"
-        config = json.loads(read_bytes(folder / "tokenizer_config.json", cure=cure))
-        beside = folder / "chat_template.jinja"
+        path, beside, cure = folder / CONFIG_FILE, folder / "chat_template.jinja", "copy the tokenizer's files there"
+        try:
+            config = dict(json.loads(read_bytes(path, cure=cure)))
+            tokens = {name: value for name, value in config.items() if name.endswith("_token") and value is not None}
+            self.special_tokens_map = {
+                name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()
+            }
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UserError(f"{shown_path(path)}: is no configuration of a tokenizer: {cure}") from error
         self.chat_template = read_text(beside, cure=cure) if beside.is_file() else config.get("chat_template")
-        tokens = {name: value for name, value in config.items() if name.endswith("_token") and value is not None}
-        self.special_tokens_map = {
-            name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()
-        }
 
     def get_chat_template(self, template: str | None) -> Any:
         return self.chat_template if template is None else template
@@ -94,7 +96,7 @@ def template_tokens(folder: Path, data: DataConfig) -> int:
     """
     from tokenizers import Tokenizer  # a fraction of a second
 
-    for name in (TOKENIZER_FILE, "tokenizer_config.json"):
+    for name in (TOKENIZER_FILE, CONFIG_FILE):
         if not (folder / name).is_file():
             raise FileNotFoundError(folder / name)
     with Renderer(data, cast(Any, _TokenizerFiles(folder))) as renderer:
@@ -104,7 +106,10 @@ def template_tokens(folder: Path, data: DataConfig) -> int:
             said = [] if system is None else [{"role": "system", "content": system}]
             renderer.put([*said, {"role": "user", "content": ""}], "data.max_prompt_length")
         texts = renderer.texts()
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{shown_path(folder / TOKENIZER_FILE)}: {error}: copy the tokenizer's files there") from error
     return max(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
 
 

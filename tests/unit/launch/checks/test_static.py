@@ -107,6 +107,20 @@ def test_nothing_is_wrong(check: Callable[[str], list[Check]]) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "line"),
+    [
+        ("tokenizer.json", "{}", "models/student/tokenizer.json: "),
+        ("tokenizer_config.json", "[1]", "tokenizer_config.json: is no configuration of a tokenizer: copy"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: is no configuration of a tokenizer: copy"),
+    ],
+)
+def test_damaged_tokenizers_are_told(check: Callable[[str], list[Check]], file: str, text: str, line: str) -> None:
+    Path("models", "student", file).write_text(text)
+    found = failures(check(RECIPE))
+    assert found and all(line in one and "\n" not in one for one in found)
+
+
 def test_what_is_not_here_is_skipped_and_not_counted(check: Callable[[str], list[Check]]) -> None:
     """Names of the Hub, data that only the Hub has, and a tokenizer without its file."""
     Path("models", "math", "tokenizer.json").unlink()
