@@ -312,3 +312,5 @@ def test_a_search_says_what_would_help_and_its_picture_adds_up(capsys: pytest.Ca
         drawn = max(spans[name][1] for name in spans if name == "rollout" or name.startswith("teachers"))
         assert spans["trainer"][0] == (drawn if keys else 0)
         assert spans["weights, the trainer waits"][0] == spans["trainer"][1]
+        taken = spans["weights, on their way"]
+        assert taken[0] == (spans["weights, the trainer waits"][1] if keys else 0)
