@@ -27,6 +27,7 @@ from mopd.planning.stages import head_layers
 from mopd.planning.workload import Workload
 
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
+STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32, 64)
 SHOWN = 8
 LAST = "num_layers_in_last_pipeline_stage"
 CHUNKS = "virtual_pipeline_model_parallel_size"
@@ -216,7 +217,7 @@ def _layouts(given: PlanInput, at_most: int) -> Iterator[ParallelConfig]:
     """Yield the layouts of at most so many GPUs that divide model and batch."""
     recipe, dims = given.recipe, given.models[STUDENT]
     experts, cp = DEGREES if dims.moe is not None else (1,), recipe.student.parallel.context_parallel_size
-    for tp, pp, ep in itertools.product(DEGREES, DEGREES, experts):
+    for tp, pp, ep in itertools.product(DEGREES, STAGES, experts):
         ways = [(last, 1) for last in _last_stages(dims, given.work, pp)] + [(None, 2)] * (pp > 1)
         for last, chunks in ways:
             stages = Stages(
@@ -234,7 +235,7 @@ def _layouts(given: PlanInput, at_most: int) -> Iterator[ParallelConfig]:
             if problem or tp > given.cluster.gpus_per_node:
                 continue
             for dp in range(1, at_most // (tp * cp * pp) + 1):
-                if recipe.samples_per_step % dp or (tp * cp * dp) % ep:
+                if recipe.samples_per_step % (dp * (pp if chunks > 1 else 1)) or (tp * cp * dp) % ep:
                     continue
                 yield ParallelConfig(
                     tensor_model_parallel_size=tp,
