@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from megatron.core import __version__ as megatron_version
-from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_te_version
@@ -33,23 +35,38 @@ def uses_transformer_engine(student: StudentConfig) -> bool:
     """Return whether the layers come from TransformerEngine.
 
     Raises:
-        UserError: the recipe asks for it where CUDA or the package is missing, or the package's version is another than
-            Megatron-Core's.
+        UserError: the recipe asks for it where CUDA or the package is missing; or the package cannot be imported, as
+            one that was built for another torch or CUDA, or its version is another than Megatron-Core's.
     """
-    is_available = HAVE_TE and torch.cuda.is_available()
-    if student.transformer_impl == "transformer_engine" and not is_available:
+    has_cuda = torch.cuda.is_available()
+    if student.transformer_impl == "local":
+        return False
+    if has_cuda and not HAVE_TE and find_spec("transformer_engine") is not None:
+        raise UserError(
+            f"transformer_engine is installed and cannot be imported ({_import_problem()}): install one that was built "
+            f"for torch {torch.__version__}, or set student.transformer_impl: local"
+        )
+    if not (HAVE_TE and has_cuda):
+        if student.transformer_impl == "auto":
+            return False
         missing = "CUDA" if HAVE_TE else "the transformer_engine package"
         raise UserError(
             f"student.transformer_impl is 'transformer_engine' but {missing} is missing: set it to 'auto' or 'local'"
         )
-    if not is_available or student.transformer_impl == "local":
-        return False
     if get_te_version() not in SpecifierSet(TRANSFORMER_ENGINE, prereleases=True):
         raise UserError(
             f"transformer_engine {get_te_version()} is installed, and megatron-core {megatron_version} goes with "
             f"{TRANSFORMER_ENGINE}: install one of these, or set student.transformer_impl: local"
         )
     return True
+
+
+def _import_problem() -> str:
+    try:
+        import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:
+        return one_line(error)
+    return "it lacks what megatron-core imports"
 
 
 def check_attention(student: StudentConfig, dims: ModelDims, layout: Layout, *, max_length: int) -> None:

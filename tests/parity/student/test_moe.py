@@ -5,7 +5,8 @@ with EP2, TP2+SP with experts split by rows or by number, PP2 (interleaved and u
 of these, for every family with experts (PP2 gives DeepSeek a stage without any); and the numbers are right: log-probs
 and gradient norm equal those of transformers' own model. The balancing losses are means over micro-batches: equal over
 layouts that cut the batch alike, packed or with padding, with recompute, and equal to their definitions, evaluated on
-transformers' router logits. Not exercised: CUDA, grouped matrix products, the all-to-all dispatcher.
+transformers' router logits. Not exercised: CUDA; grouped products and the all-to-all dispatcher
+(``test_transformer_engine.py``).
 """
 
 from __future__ import annotations

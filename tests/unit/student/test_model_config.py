@@ -261,6 +261,22 @@ def test_another_version_of_transformer_engine_is_refused(
         uses_transformer_engine(student())
 
 
+def test_a_transformer_engine_of_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron takes it for absent, and the layers would be local ones in silence."""
+    (package := tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text("raise ImportError('te.so: undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not uses_transformer_engine(student(transformer_impl="local"))
+    for impl in ("auto", "transformer_engine"):
+        with pytest.raises(
+            UserError, match=r"cannot be imported \(.*undefined symbol: _ZN3c10\): install one that was"
+        ):
+            uses_transformer_engine(student(transformer_impl=impl))
+    del sys.modules["transformer_engine"]
+
+
 def test_all_files_name_the_same_versions_of_transformer_engine() -> None:
     root = Path(__file__).parents[3]
     for name in ("pyproject.toml", "docker/Dockerfile.gpu"):
