@@ -74,8 +74,10 @@ class RankFailure:
 
 
 def is_rank() -> bool:
-    """Return whether our launcher or the user's torchrun started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Return whether our launcher or the user's torchrun started this process as a rank: by the variable that only
+    those set. enroot's hook for PyTorch images sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in every step of a
+    Slurm job, other schedulers some of them."""
+    return TORCHELASTIC_RUN_ID in os.environ
 
 
 def is_our_launchers() -> bool:
@@ -177,8 +179,6 @@ def close_standard_input() -> None:
 
 def _tie_to_parent() -> Path | None:
     """Have the kernel kill this process when its parent dies. Returns the launch folder under our own launcher."""
-    if TORCHELASTIC_RUN_ID not in os.environ:  # the parent is no launcher and may end first by right
-        return None
     parent = int(os.environ.get(LAUNCHER_PID, os.getppid()))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
@@ -199,7 +199,7 @@ def leave(error: BaseException) -> None:
     """Report the error that ends this rank to the launcher or the user, then end the process; from any thread."""
     error = error if isinstance(error, UserError) else refusal(error) or error
     is_user_error = isinstance(error, UserError)
-    if TORCHELASTIC_RUN_ID in os.environ and is_our_launchers():
+    if is_our_launchers():
         launch_dir = Path(os.environ[LAUNCH_DIR])
         failure = RankFailure(
             rank=rank_and_world_size()[0],

@@ -86,6 +86,7 @@ def train(recipe: Path, log: Path, *flags: str, meanwhile: Callable[[], None] = 
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ["TORCHELASTIC_RUN_ID"] = "one"
         code = 70
         try:
             code = main(["train", str(recipe), *flags])

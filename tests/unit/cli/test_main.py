@@ -25,8 +25,7 @@ HEAVY = ("torch", "megatron", "ray", "vllm", "transformers", "numpy", "pyarrow",
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The small recipe in the current directory; its models and data do not exist."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     Path("recipe.yaml").write_text(RECIPE)
     Path("models").mkdir()
     return "recipe.yaml"

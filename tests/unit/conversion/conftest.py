@@ -7,5 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)

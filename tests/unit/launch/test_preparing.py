@@ -40,7 +40,8 @@ def refuse() -> Loaded:
 
 def in_rank_of(folder: Path, text: str, patch: pytest.MonkeyPatch) -> Loaded:
     sharing.to_ranks(folder, text)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", LAUNCH_DIR: str(folder)}.items():
+    own = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "one"}
+    for name, value in (own | {LAUNCH_DIR: str(folder)}).items():
         patch.setenv(name, value)
     return agreed(refuse, "train")
 
@@ -88,11 +89,13 @@ def test_variables_that_decide_numbers(names: str, is_compared: bool, monkeypatc
 
 
 def test_what_our_launcher_sets_counts_as_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS"):
+    """In a rank it is set or not; in a container of enroot, which sets RANK too, the launcher is still to set it."""
+    for name in ("TORCHELASTIC_RUN_ID", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
-    assert compared_environment()["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    assert compared_environment()["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in compared_environment()
 
 
@@ -132,8 +135,7 @@ DEADLINE_S = 240.0
 
 def agree(first: OneNode, second: OneNode, folder: Path, patch: pytest.MonkeyPatch) -> list[Loaded | str]:
     """What comes of the two launchers, in one process and on one disk."""
-    for name in ("RANK", "WORLD_SIZE"):
-        patch.delenv(name, raising=False)
+    patch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     patch.chdir(folder)
     patch.setattr(torch.cuda, "device_count", lambda: 8)
     patch.setattr(torch.cuda, "get_device_name", lambda number: GPU.name)
