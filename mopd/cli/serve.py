@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -20,12 +21,14 @@ from mopd.base.types import UserError
 from mopd.cli.ranks import add_recipe
 from mopd.config.groups import EngineGroupConfig
 from mopd.config.load import Loaded, load_recipe
+from mopd.config.machine.places import engine_groups
 from mopd.config.placements import RegisteredConfig
 from mopd.config.reading.tree import dotted
 from mopd.launch.checks.inputs import check_model_folder
 from mopd.launch.failure import close_standard_input
 from mopd.launch.preparing import prepare
 from mopd.placement.engine_file import EngineFile, is_engine_file, read_engine_file, rollout_file, teacher_file
+from mopd.placement.process import become_server, check_interpreter
 from mopd.report.run_files import RunFiles
 from mopd.serving.address import Address, is_any_address
 from mopd.serving.registration import Registrar
@@ -70,6 +73,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             group = loaded.recipe.rollout if args.rollout else loaded.recipe.teachers[args.teacher]
             _require_registered(loaded, key[:-1], group)
     address = Address(host=args.host, port=args.port, token_file=args.token_file, ready_file=args.ready_file)
+    if loaded is not None:
+        _go_over(loaded, key[:-1], file, address, args.register)
     registrar = None if args.register is None else _registrar(args, file)
     token = address.read_token() if registrar is None else registrar.token
     check_model_folder(file.model, where)
@@ -77,6 +82,18 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         if registrar is not None and is_any_address(listener):
             raise UserError(f"--host {args.host} is no address that a run could call: name this machine's own")
         return _serve(file, address, listener, token, registrar)
+
+
+def _go_over(loaded: Loaded, key: Sequence[str], file: EngineFile, address: Address, register: Path | None) -> None:
+    """Go over to the interpreter that a registered group names."""
+    placement = engine_groups(loaded.recipe)[".".join(key)].placement
+    if not isinstance(placement, RegisteredConfig) or placement.python is None:
+        return
+    check_interpreter(placement.python, loaded.where(*key, "placement", "python"))
+    files = {"--token-file": address.token_file, "--ready-file": address.ready_file, "--register": register}
+    options = [f"{name}={path}" for name, path in files.items() if path is not None]
+    options += [f"--host={address.host}", f"--port={address.port}"]
+    become_server(placement.python, json.dumps(file.to_json()), options)
 
 
 def _require_registered(loaded: Loaded, key: Sequence[str], group: EngineGroupConfig) -> None:

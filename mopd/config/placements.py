@@ -85,6 +85,8 @@ class RayConfig(Checked):
     """CPUs of one replica, as Ray counts them."""
     num_gpus: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
     """GPUs of one replica; at least ``engine.tensor_parallel_size`` where there are GPUs."""
+    python: str | None = None
+    """Python interpreter of the servers, as with ``local``, on every node of the cluster."""
     shared_pool: str | None = None
     """Name of a pool that several groups share by turns: only one is awake at a time, the least recently used sleeps
     first, and none stays awake for longer than half a minute while others wait. Absent: resources of its own."""
@@ -133,6 +135,9 @@ class RegisteredConfig(Checked):
     """Placement type."""
     min_replicas: Annotated[int, at_least(1, MAX_REPLICAS)] = 1
     """Servers that the run waits for before it begins, and does not go on without."""
+    python: str | None = None
+    """Python interpreter of the servers, as with ``local``: ``mopd serve``, also in a Slurm job, goes over to it once
+    it has read the recipe."""
     startup_timeout_s: Seconds = 600.0
     """Deadline for ``min_replicas`` servers to be there and healthy: when the run starts, and when some have gone."""
 

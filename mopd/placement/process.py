@@ -7,12 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import mopd
+from mopd.base.files.reading import shown_path
+from mopd.base.files.temporary import TemporaryFolder
 from mopd.base.files.writing import writing
+from mopd.base.hardware import node_name
+from mopd.base.types import UserError
 from mopd.placement import reaper
 
 TAIL_BYTES = 4096
@@ -73,6 +78,7 @@ class ServerProcess:
             token_file.touch(mode=0o600)
             token_file.write_text(command.token, encoding="ascii")
         python = sys.executable if command.python is None else os.path.abspath(command.python)
+        check_interpreter(python, "placement.python")
         serve = [python, "-m", "mopd", "serve", str(engine_file), "--ready-file", str(self._ready)]
         serve += ["--host", command.host, "--port", "0", "--token-file", str(token_file)]
         with writing(log):
@@ -125,6 +131,25 @@ class ServerProcess:
         nothing = "it wrote nothing" + (": No space left on device for its log" if is_full else "")
         words = [line.removeprefix(USER_ERROR_PREFIX) for line in errors] or [line.strip() for line in lines]
         return f"{next(filter(None, reversed(words)), nothing)} (log: {self._log})"
+
+
+def check_interpreter(python: str, where: str) -> None:
+    """Raise ``UserError``, which begins with ``where``, if this machine has no such program."""
+    if not os.path.isfile(python) or not os.access(python, os.X_OK):
+        problem = "cannot be run" if os.path.lexists(python) else "does not exist"
+        raise UserError(f"{where}: {shown_path(python)!r} {problem} on {node_name()}: name a Python interpreter")
+
+
+def become_server(python: str, engine_file: str, options: Sequence[str]) -> NoReturn:
+    """Replace this process by ``mopd serve`` of an engine file under another interpreter, whose environment need not
+    have mopd."""
+    folder = TemporaryFolder("mopd-serve-")
+    path = folder.path / "engine.json"
+    with writing(folder.path):
+        path.write_text(engine_file, encoding="utf-8")
+        environment = server_environment(os.environ, {}, package=_package_alone(folder.path))
+    os.set_inheritable(folder.fileno(), True)  # the folder's lock: it stays as long as the server runs
+    os.execve(python, [python, "-m", "mopd", "serve", str(path), *options], environment)
 
 
 def _package_alone(folder: Path) -> Path:

@@ -137,12 +137,26 @@ def test_servers_of_another_interpreter(models: World, tmp_path: Path) -> None:
         async with started(recipe, None, [LEFT]) as (groups, routers):
             given = await routers[LEFT].score(tokens, starts, top_k=TOP_K, temperature=1.0)
             assert_same_scores(given, score_here(models.teachers["left"], tokens, starts, top_k=TOP_K))
-            server = psutil.Process(pid_of(groups, LEFT, 0))
-            assert server.cmdline()[0] == python
-            (place,) = server.environ()["PYTHONPATH"].split(os.pathsep)
-            assert [path.name for path in Path(place).iterdir()] == ["mopd"]
+            assert_is_of(python, pid_of(groups, LEFT, 0))
 
     run(work())
+    registered = {"type": "registered", "python": python}
+    file = models.write_recipe(tmp_path / "run", teachers__left__placement=registered)
+    options = ("--replica", "1", "--register", tmp_path / "run" / "replicas", "--host", "127.0.0.1")
+    with serve_process(file, "--teacher", "left", *options) as serving:
+        assert serving.wait_ready()["pid"] == serving.process.pid
+        assert_is_of(python, serving.process.pid)
+        assert len(list((tmp_path / "run" / "replicas").glob("teachers.left.*.json"))) == 1
+        serving.process.terminate()
+        assert serving.end() == (0, "")
+
+
+def assert_is_of(python: str, pid: int) -> None:
+    """The server is the other interpreter's, and sees mopd alone of ours."""
+    server = psutil.Process(pid)
+    assert server.cmdline()[0] == python
+    (place,) = server.environ()["PYTHONPATH"].split(os.pathsep)
+    assert [path.name for path in Path(place).iterdir()] == ["mopd"]
 
 
 def test_a_server_that_is_not_ready_in_time(models: World, tmp_path: Path) -> None:

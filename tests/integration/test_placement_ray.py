@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -54,12 +55,13 @@ RAY = {"type": "ray", "startup_timeout_s": 120.0}
 
 
 def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
-    """Scores, weights, a killed server, a lost agent, and nothing left behind."""
+    """Scores, weights, an interpreter by another name, a killed server, a lost agent, and nothing left behind."""
+    python = str(Path(sys.executable).with_name(f"python3.{sys.version_info.minor}"))
     recipe = make_recipe(
         models,
         tmp_path,
         teacher_defaults={"placement": RAY, "replicas": 2},
-        rollout={"max_response_length": 4, "placement": RAY, "routing": ROUTING},
+        rollout={"max_response_length": 4, "placement": {**RAY, "python": python}, "routing": ROUTING},
     )
     samples = make_samples(24)
     expected = score_here(models.teachers["left"], *samples, top_k=8)
@@ -83,6 +85,7 @@ def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
             await until(lambda: placement.restarts == [1, 1] and None not in placement.pids, timeout_s=200.0)
             assert not is_alive(orphan)
             assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
+            assert psutil.Process(pid_of(groups, ROLLOUT, 0)).cmdline()[0] == python
             pids = [pid_of(groups, LEFT, 0), pid_of(groups, LEFT, 1), pid_of(groups, ROLLOUT, 0)]
         assert not any(is_alive(pid) for pid in pids)
         assert not ray().is_initialized()

@@ -14,13 +14,15 @@ from mopd.base.hardware import Hardware, node_name, this_hardware
 from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.config.load import Loaded, flatten
-from mopd.config.machine.places import engine_groups, place_on_machine
+from mopd.config.machine.places import engine_groups, path_of, place_on_machine
+from mopd.config.placements import RayConfig, RegisteredConfig
 from mopd.conversion.hf.manifest import make_manifest
 from mopd.data.hub.names import hub_model
 from mopd.launch.checks.inputs import check_inputs, check_machine, check_model_folder
 from mopd.launch.node import compared_environment, gpus_of_step
 from mopd.launch.preparing import rank_facts, settled, shown, weights_bytes
 from mopd.launch.slurm.layout import JobComponent, JobLayout, lay_out, of_job, slurm_of
+from mopd.placement.process import check_interpreter
 from mopd.run.machine import describe_machine, package_versions
 
 SHM = Path("/dev/shm")
@@ -113,6 +115,10 @@ def facts_of_this_node(load: Callable[[], Loaded], *, num_nodes: int, node: int)
                 check_inputs(loaded)
         with _noted(problems):
             _check_gpus(loaded, num_nodes, node)
+        for key, group in engine_groups(recipe).items() if loaded.recipe.slurm is not None else ():
+            if isinstance(group.placement, (RayConfig, RegisteredConfig)) and group.placement.python is not None:
+                with _noted(problems):  # a job's replicas; of servers elsewhere nothing is known here
+                    check_interpreter(group.placement.python, loaded.where(*path_of(key), "placement", "python"))
         with _noted(problems):
             num_ranks = _num_ranks(loaded, _place_in_job(loaded, num_nodes, node), num_nodes)
             if num_ranks:  # as ``launch/preparing.py`` makes them when the run starts

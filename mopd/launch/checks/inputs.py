@@ -20,6 +20,7 @@ from mopd.config.placements import LocalConfig
 from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
 from mopd.config.student import ParallelConfig
 from mopd.data.image_processing import sees_images
+from mopd.placement.process import check_interpreter
 
 MIN_RANKS, RANKS_PER_CORE = 64, 8
 """Ranks that may start on any machine, or for each of its cores: each is a process of several hundred MiB."""
@@ -79,7 +80,7 @@ def file_checks(loaded: Loaded, is_whole: Callable[..., bool]) -> Iterator[tuple
     for key, group in (engine_groups(recipe) if is_whole() else {}).items():
         if isinstance(group.placement, LocalConfig) and group.placement.python is not None:
             where = loaded.where(*key.split(".", 1), "placement", "python")
-            yield f"{key}.placement.python", partial(_check_interpreter, where, group.placement.python)
+            yield f"{key}.placement.python", partial(check_interpreter, group.placement.python, where)
     for name in recipe.rewards or {}:
         if is_whole("rewards", name):
             yield f"reward of {name}", partial(_check_reward, loaded, name)
@@ -92,13 +93,6 @@ def check_data_file(loaded: Loaded, file: str, split: str) -> None:
     _check_file(loaded, file, "data", split)
     if Path(file).stat().st_size == 0:
         raise UserError(f"{loaded.where('data', split)}: file {file!r} is empty: write prompts or remove it")
-
-
-def _check_interpreter(where: str, python: str) -> None:
-    if not os.path.isfile(python):
-        raise UserError(f"{where}: file {shown_path(python)!r} does not exist{_seen_from(Path(python))}")
-    if not os.access(python, os.X_OK):
-        raise UserError(f"{where}: {shown_path(python)!r} cannot be run: name a Python interpreter")
 
 
 def _check_reward(loaded: Loaded, name: str) -> None:

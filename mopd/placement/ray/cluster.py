@@ -162,6 +162,7 @@ class RayLauncher:
             engine_file=json.dumps(self._plan.files[index].to_json()),
             token=token,
             host="",  # the agent's
+            python=self._cfg.python,
             environment={"OMP_NUM_THREADS": str(self._cfg.num_cpus)}
             # Ray hides no GPU from an actor that asked for none.
             | ({} if self._cfg.num_gpus else {"CUDA_VISIBLE_DEVICES": ""}),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.load import Loaded, load_recipe
 from mopd.launch.preparing import settled
 from mopd.placement.engine_file import is_engine_file, read_engine_file, rollout_file, teacher_file
+from mopd.placement.engine_loading import load_engine
 from tests.fixtures.recipe import RECIPE
 
 Load = Callable[..., Loaded]
@@ -67,6 +70,18 @@ def test_what_follows_from_the_recipe(load: Load, tmp_path: Path) -> None:
 def test_an_unknown_teacher(load: Load) -> None:
     with pytest.raises(UserError, match="--teacher maths: the recipe has no such teacher; it has math"):
         teacher_file(load().recipe, "maths")
+
+
+def test_a_vllm_that_cannot_be_used_is_one_line(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absent, too old or of another CUDA: each is an ImportError."""
+    file = teacher_file(
+        load("teachers.math.engine={type: vllm, dtype: float32, kv_cache_memory_bytes: 1}").recipe, "math"
+    )
+    monkeypatch.setitem(sys.modules, "mopd.engines.vllm.engine", None)
+    with pytest.raises(
+        UserError, match=r"vLLM cannot be used by \S+ \(version there: .*: install there what mopd\[vllm\]"
+    ):
+        asyncio.run(load_engine(file, "cpu"))
 
 
 DAMAGED: dict[str, tuple[dict[str, object], str]] = {

@@ -128,6 +128,10 @@ def test_an_account_holds_what_a_start_compares(tmp_path: Path, monkeypatch: pyt
     assert set(facts.start["student.model"]) == {
         f"{recipe}:2: student.model: {name}" for name in ("config.json", "model.safetensors")
     }
+    registered = "slurm.nodes=2", "teachers.one.placement={type: registered, python: /opt/vllm/bin/python}"
+    lacks, _ = facts_of_this_node(partial(load_recipe, recipe, registered), num_nodes=2, node=1)
+    said = "teachers.one.placement.python: '/opt/vllm/bin/python' does not exist on "
+    assert [said in line for line in (*facts.problems, *lacks.problems)].count(True) == 1
     (tmp_path / "student" / "model.safetensors").write_bytes(b"")
     damaged, _ = facts_of_this_node(load, num_nodes=2, node=1)
     assert "student" in damaged.problems[-1] and "not a sound safetensors file" in damaged.problems[-1]
