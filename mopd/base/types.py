@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 ROLLOUT_FIELDS = ("tokens", "loss_mask", "rollout_logprobs")
 """Fields that the rollout worker writes and a loss may need, beside ``token_versions``."""
@@ -29,11 +29,22 @@ LOSS_FIELDS = ROLLOUT_FIELDS + TEACHER_FIELDS
 
 
 class UserError(Exception):
-    """An error that the user can cure: one line that names what clashes, the values and the key to set. Exit code 2."""
+    """An error that the user can cure: one line that names what clashes, the values and the key to set."""
+
+    exit_code: ClassVar[int] = 2
+    """Exit code of a command that ends with it."""
 
 
 class CutOffError(UserError):
     """An error that interrupts a run which itself can go on; ``RunDir.telling`` adds how."""
+
+
+class LostError(CutOffError):
+    """A process or a machine that the run needs is gone, and nothing in the recipe is wrong: another start may find it
+    back, or do with others."""
+
+    exit_code = 69
+    """``EX_UNAVAILABLE`` of ``sysexits.h``: schedulers may start the run again."""
 
 
 class NonFiniteError(UserError):

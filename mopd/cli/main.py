@@ -41,8 +41,8 @@ examples:
   mopd bench losses --quick                                 time, memory and error of the losses beside others
   mopd bench teachers                                       the path from teachers to tensors beside the bare engine
 
-exit codes: 0 done, 1 failure, 2 an error that one line explains, 75 asked to stop (go on with --resume),
-  130 interrupted
+exit codes: 0 done, 1 failure, 2 an error that one line explains, 69 a process or machine was lost and 75 asked to
+  stop (go on with --resume), 130 interrupted
 """
 COMMANDS = {
     "init": init,
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except UserError as error:
         print(f"mopd: error: {one_line(error)}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         print("mopd: interrupted", file=sys.stderr)
         return 130

@@ -75,6 +75,9 @@ class SlurmConfig:
     """Partition, or several with commas between; absent: the cluster's default."""
     nodes: Processes | None = None
     """Nodes of the whole job; absent: as few as hold everything."""
+    spare_nodes: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
+    """How many of the nodes nothing runs on at first: replicas that register go on there when their node is lost, or
+    they have died on it twice. In a heterogeneous job each group's component has so many of its own."""
     student_nodes: Processes | None = None
     """Nodes that the student's ranks are spread over, equally; absent: as few as hold them with ``gpus_per_node``;
     where that is 0 all, or one of a heterogeneous job."""
@@ -117,6 +120,8 @@ class SlurmConfig:
         check_unrepeated("seeds", self.seeds)
         if len(self.seeds) > MAX_SEEDS:
             raise ValueError(f"seeds names {len(self.seeds)}: name at most {MAX_SEEDS}")
+        if self.form == "ray" and self.spare_nodes:
+            raise ValueError("spare_nodes is set, but form is 'ray', and Ray uses all nodes: remove it, or raise nodes")
         if self.form == "heterogeneous" and self.seeds:
             raise ValueError(
                 "seeds makes an array, and a heterogeneous job cannot be one: remove seeds, or set form: allocation"

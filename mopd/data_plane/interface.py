@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mopd.base.types import Batch, CutOffError, SampleMeta
+from mopd.base.types import Batch, LostError, SampleMeta
 
 
-class StorageEnded(CutOffError):
+class StorageEnded(LostError):
     """The storage has ended: the process that held the samples died, or met an error of its own."""
 
 

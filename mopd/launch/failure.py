@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from mopd.base.files.writing import refusal, writing
 from mopd.base.text import one_line
-from mopd.base.types import UserError
+from mopd.base.types import LostError, UserError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -35,7 +35,8 @@ LAUNCHER_PID = "MOPD_LAUNCHER_PID"
 """Environment variable: process id of the launcher, which must be the rank's parent."""
 TORCHELASTIC_RUN_ID = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets in the ranks."""
-USER_ERROR_CODE = 2
+LOST_CODE = LostError.exit_code
+"""Exit code of a run that has lost a process or a machine, and is to be started again with ``--resume``."""
 STOPPED_CODE = 75
 """Exit code of a run that was asked to stop: its checkpoint is there, and it goes on with ``--resume``."""
 ERROR_CODE = 1
@@ -65,7 +66,8 @@ class RankFailure:
     """An error that ended a rank."""
 
     rank: int
-    is_user_error: bool
+    code: int
+    """Exit code that it gives the run; ``ERROR_CODE`` for an error that is no ``UserError``."""
     message: str
     """One line for a user error."""
     traceback: str
@@ -198,12 +200,12 @@ def _tie_to_parent() -> Path | None:
 def leave(error: BaseException) -> None:
     """Report the error that ends this rank to the launcher or the user, then end the process; from any thread."""
     error = error if isinstance(error, UserError) else refusal(error) or error
-    is_user_error = isinstance(error, UserError)
+    code = error.exit_code if isinstance(error, UserError) else ERROR_CODE
     if is_our_launchers():
         launch_dir = Path(os.environ[LAUNCH_DIR])
         failure = RankFailure(
             rank=rank_and_world_size()[0],
-            is_user_error=is_user_error,
+            code=code,
             message=one_line(error)[:_MAX_MESSAGE],
             traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK:],
             time_s=time.time(),
@@ -213,14 +215,14 @@ def leave(error: BaseException) -> None:
             file.write(json.dumps(asdict(failure)).encode())
             file.truncate()
         draft.rename(launch_dir / f"{failure.rank}.error.json")
-    elif not is_user_error:
+    elif code == ERROR_CODE:
         traceback.print_exception(error)
     else:
         _print_once(f"mopd: error: {one_line(error)}")
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a full disk or a reader that left; the error is reported
             stream.flush()
-    os._exit(USER_ERROR_CODE if is_user_error else ERROR_CODE)
+    os._exit(code)
 
 
 def _draft(launch_dir: Path, rank: int) -> Path:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mopd.base.types import UserError
+from mopd.base.types import LostError
 from mopd.config.values import MAX_SECONDS
 from mopd.launch.failure import ANSWER_S, agent_store, rank_and_world_size
 
@@ -165,7 +165,7 @@ class LeaderWatch:
                 count, seen_at = seen, time.monotonic()
                 self.on_sign()
             elif time.monotonic() - seen_at >= self._timeout_s:
-                raise UserError(
+                raise LostError(
                     f"rank 0 gave no sign of life for {self._timeout_s:g} s (schedule.wait_timeout_s), and did not "
                     f"{what}: it was stopped, or its machine hangs: see its log and dmesg there"
                 )

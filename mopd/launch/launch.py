@@ -30,7 +30,6 @@ from mopd.launch.failure import (
     LAUNCHER_PID,
     STOPPED_CODE,
     TORCHELASTIC_RUN_ID,
-    USER_ERROR_CODE,
     Ended,
     RankFailure,
     read_failures,
@@ -78,9 +77,9 @@ def launch(
     """Run ``command`` as ``num_ranks`` ranks on this node, and print how they ended.
 
     The code is 0 when every rank ended well; 75 after a request to stop; 2 after a rank's user error (only its line is
-    printed); 1 after any other failure (a traceback, or one line that names the rank and the signal that killed it);
-    128 + n when this process got signal n. No rank and no child of a rank is left when this returns or when this
-    process is killed.
+    printed); 69 where a process or a machine was lost; 1 after any other failure (a traceback, or one line that names
+    the rank and the signal that killed it); 128 + n when this process got signal n. No rank and no child of a rank is
+    left when this returns or when this process is killed.
 
     Args:
         command: program and arguments. The program calls ``failure.run_as_rank``.
@@ -343,9 +342,9 @@ def _cause(deaths: Sequence[_Death], failures: Sequence[RankFailure], nodes: Nod
         cure: ends the line of a rank that died without an error.
     """
     where = f" on {node_name()}" if nodes.are_several else ""
-    if failures and failures[0].is_user_error:
+    if failures and failures[0].code != ERROR_CODE:
         line = failures[0].message
-        return _Cause(kind="user_error", code=USER_ERROR_CODE, line=line, elsewhere=line)
+        return _Cause(kind="user_error", code=failures[0].code, line=line, elsewhere=line)
     reported = {failure.rank for failure in failures}
     silent = [death for death in deaths if death.rank not in reported and not death.is_ours]
     if not silent:

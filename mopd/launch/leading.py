@@ -58,7 +58,7 @@ def start_orchestrator(
         ask: what the first SIGTERM does.
 
     Raises:
-        UserError: as the orchestrator raised it; ``CutOffError`` with how it ended where it said nothing.
+        UserError: as the orchestrator raised it; ``LostError`` with how it ended where it said nothing.
     """
     recipe, logs = loaded.recipe, None if run is None else run.logs_here
     timeout_s = recipe.schedule.wait_timeout_s

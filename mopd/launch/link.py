@@ -26,12 +26,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mopd.base.files.writing import refusal
-from mopd.base.types import CutOffError, NonFiniteError, UserError
+from mopd.base.types import CutOffError, LostError, NonFiniteError, UserError
 
 Frames = Sequence[bytes | memoryview]
 
 _BEAT = struct.pack("<II", 0, 0)
-_ERRORS: dict[str, type[UserError]] = {cls.__name__: cls for cls in (UserError, CutOffError, NonFiniteError)}
+_ERRORS: dict[str, type[UserError]] = {cls.__name__: cls for cls in (UserError, CutOffError, LostError, NonFiniteError)}
 
 
 class LinkEnded(RuntimeError):
@@ -138,7 +138,7 @@ class RankLink:
 
     def _lost(self, error: OSError | None) -> Exception:
         if isinstance(error, TimeoutError):
-            return UserError(
+            return LostError(
                 f"{self.peer} gave no sign of life for {self._silent_s:g} s (schedule.wait_timeout_s): it was stopped, "
                 "or hangs"
             )

@@ -34,7 +34,7 @@ from mopd.base.hardware import node_name
 from mopd.base.tasks import StopRequested
 from mopd.base.text import one_line
 from mopd.base.types import UserError
-from mopd.launch.failure import ERROR_CODE, STOPPED_CODE, USER_ERROR_CODE
+from mopd.launch.failure import ERROR_CODE, LOST_CODE, STOPPED_CODE
 from mopd.launch.node import RUN_SECRET, Place
 from mopd.launch.sharing import WAIT, signed_store
 from mopd.placement.ending import TERMINATE_TIMEOUT_S
@@ -134,7 +134,7 @@ class Nodes:
 
     def _report_error(self, error: BaseException) -> None:
         if isinstance(error, UserError):
-            self.report("user_error", one_line(error), code=USER_ERROR_CODE)
+            self.report("user_error", one_line(error), code=error.exit_code)
         elif isinstance(error, StopRequested):
             self.report("signal", one_line(error), code=STOPPED_CODE)
         else:
@@ -212,7 +212,7 @@ class Nodes:
             node_rank=rank,
             name=name,
             kind="gone" if rank == 0 or not self._is_store_gone else "ended",
-            code=ERROR_CODE,
+            code=LOST_CODE,
             line=f"node {rank} ({name}) is gone: its launcher was killed, or its machine is lost",
             order=int(self._read(f"silent/{rank}") or _LAST),
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from mopd.base.types import CutOffError, UserError
+from mopd.base.types import LostError, UserError
 from mopd.data_plane.interface import StorageEnded
 from mopd.launch.link import LinkEnded, RankLink, error_of
 from mopd.launch.signals import ENDING
@@ -66,7 +66,7 @@ class OrchestratorProcess:
         if cause is not None:
             raise cause from error
         if kind is None and ends_by_itself and self.process.returncode:
-            raise CutOffError(self.how_it_ended())
+            raise LostError(self.how_it_ended())
 
     def end(self) -> bool:
         """Close the link, which asks the process to end, and wait for its end; from any thread. Returns whether it
@@ -86,7 +86,7 @@ class OrchestratorProcess:
         code = self.process.returncode
         return f"{NAME} {how_it_ended(128 - code if code < 0 else code)}{self._where}"
 
-    def watch(self, lost: Callable[[CutOffError], None]) -> None:
+    def watch(self, lost: Callable[[LostError], None]) -> None:
         """Watch the process from a thread. If it dies while the main thread executes a command with the other ranks,
         call ``lost`` with how it died: they may report lost samples, which only follow from that."""
 
@@ -94,7 +94,7 @@ class OrchestratorProcess:
             self.process.wait()
             time.sleep(DYING_S / 2)  # where the main thread waits for the process, it sees its end by itself
             if self.process.returncode and self.link.is_busy:
-                lost(CutOffError(self.how_it_ended()))
+                lost(LostError(self.how_it_ended()))
 
         threading.Thread(target=wait, name="orchestrator", daemon=True).start()
 
@@ -120,7 +120,7 @@ class OrchestratorProcess:
                 if "error" in head:
                     return error_of(head, NAME)
         except LinkEnded:
-            return CutOffError(self.how_it_ended())
+            return LostError(self.how_it_ended())
         except UserError:  # not even a beat
             pass
         return None

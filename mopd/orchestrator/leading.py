@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 
 from mopd.base.tasks import Stop, StopRequested, Tasks
-from mopd.base.types import UserError
 from mopd.config.load import Loaded
 from mopd.conversion.models.reading import read_dims
 from mopd.data_plane.interface import Storage
@@ -132,7 +131,7 @@ class Orchestrator:
                     try:
                         await work(RunParts(workers=workers, student=student, stop=stop))
                     except SampleFailed as error:
-                        raise UserError(f"{error}: see the replicas' logs") from error
+                        raise error.ends(f"{error}: see the replicas' logs") from error
             except StopRequested as asked:
                 await ranks.settle()
                 return str(asked)

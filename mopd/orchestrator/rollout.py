@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 
 from mopd.base.text import encodable, named_samples, one_line
-from mopd.base.types import Prompt, SampleMeta, UserError
+from mopd.base.types import Prompt, SampleMeta
 from mopd.data.image_refs import image_refs_to_tensor
 from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import Storage
@@ -51,7 +51,7 @@ class RolloutWorker:
             named = named_samples(
                 [sample_ids[i] for i in error.positions], {repeated[i].domain for i in error.positions}
             )
-            raise UserError(
+            raise error.ends(
                 f"rollout gave no response for samples {named}: {one_line(error)}: see the replicas' logs"
             ) from error
         metas = [

@@ -84,8 +84,8 @@ class TeacherWorker:
         be scored, which get no field. Several teachers make one ensemble (``merge``).
 
         Raises:
-            UserError: a domain has no teacher; a sample cannot be scored and ``keep_going`` is false; or a teacher has
-                no replica left. Names samples, domain, teacher and last error.
+            UserError: a domain has no teacher; a sample cannot be scored and ``keep_going`` is false; or, a
+                ``LostError``, a teacher has no replica left. Names samples, domain, teacher and last error.
         """
         asked: dict[str, list[SampleMeta]] = defaultdict(list)
         for meta in metas:
@@ -146,7 +146,7 @@ class TeacherWorker:
             cure = "see the replicas' logs"
         else:
             cure = "see the replicas' logs, or set on_failure: replace"
-        return UserError(f"teachers.{group.name} did not score samples {named}: {one_line(error)}: {cure}")
+        return error.ends(f"teachers.{group.name} did not score samples {named}: {one_line(error)}: {cure}")
 
 
 def merge(views: Sequence[Scores], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from mopd.base.files.reading import shown_path
 from mopd.base.text import one_line
-from mopd.base.types import UserError
+from mopd.base.types import LostError, UserError
 from mopd.config.placements import RegisteredConfig
 from mopd.conversion.hf.manifest import HASHES, Manifest
 from mopd.engines.clients.remote import RemoteEngine
@@ -213,7 +213,7 @@ class RegisteredGroup:
                     self._lost = {}
                 short_s = 0.0 if len(self._members) >= self.cfg.min_replicas else short_s + passed_s
                 if short_s > self.cfg.startup_timeout_s:
-                    raise self._shortage()
+                    raise LostError(str(self._shortage()))
         except UserError as error:
             router.fail(error)
         except Exception as error:

@@ -18,7 +18,7 @@ from typing import Any
 from mopd.base.files.reading import shown_path
 from mopd.base.files.writing import PARTIALS, WriteRefusedError, refusal, write_text, writing
 from mopd.base.hardware import node_name
-from mopd.base.types import CutOffError, UserError
+from mopd.base.types import CutOffError, LostError, UserError
 from mopd.config.load import Loaded, differences, dump, load_recipe
 from mopd.config.reading.tree import split_dotted
 from mopd.report.run_files import RunFiles
@@ -162,7 +162,8 @@ class RunDir(RunFiles):
 
     def with_cure(self, error: CutOffError) -> CutOffError:
         """Return the error of a run that was cut off, with ``cure``."""
-        return CutOffError(f"{error}; {self.cure()}")
+        kind = LostError if isinstance(error, LostError) else CutOffError
+        return kind(f"{error}; {self.cure()}")
 
     def cure(self) -> str:
         """Return what to do after a run in this folder was cut off."""

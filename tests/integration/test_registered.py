@@ -86,7 +86,7 @@ def test_replicas_come_and_go_in_a_run(world: World, tmp_path: Path, stack: Exit
     finally:
         if run.poll() is None:
             run.kill()
-    assert run.returncode == 2, errors
+    assert run.returncode == 69, errors
     said = [line for line in errors.splitlines() if line.startswith("mopd: error: ")]
     assert len(said) == 1 and "Traceback" not in errors
     assert "teachers.left.placement.min_replicas: 0 of 1 servers are there after 25 s" in said[0], errors

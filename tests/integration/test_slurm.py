@@ -278,3 +278,66 @@ def test_stop_from_another_node(nodes: slurm.Cluster, world: World, tmp_path: Pa
     steps = num_steps(run_dir)
     assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == [f"step_{steps:08d}"]
     assert "start 2" not in output and nodes.jobs() == [] and took_s < 60
+
+
+def teacher_pids(folder: Path) -> dict[str, int]:
+    """Node -> process of the server of ``teachers.left`` that registered there last."""
+    files = sorted((folder / "replicas").glob("teachers.left.*.json"), key=lambda path: path.stat().st_mtime)
+    return {file["host"]: file["pid"] for file in map(json.loads, (path.read_text() for path in files))}
+
+
+@long
+def test_replicas_are_started_again_and_go_to_the_spare_node(
+    nodes: slurm.Cluster, world: World, tmp_path: Path
+) -> None:
+    """A teacher is killed three times: twice where it was, then on the spare node. With the fourth time the run has
+    lost it, which is no error of the recipe: exit code 69, and back into the queue."""
+    run_dir = tmp_path / "run"
+    teacher = {"type": "registered", "startup_timeout_s": 60.0}
+    keys: dict[str, Any] = {
+        **ON_NODES,
+        "student__parallel": {"tensor_model_parallel_size": 1},
+        "teacher_defaults": {"placement": teacher, "engine": {"type": "torch", "dtype": "float32"}},
+        "schedule__steps": 100_000,
+        "checkpoint__every_steps": 100_000,
+        "validation__every_steps": 100_000,
+    }
+    job = {"nodes": 2, "spare_nodes": 1, "student_nodes": 1, "gpus_per_node": 4, "time": "30", "setup": [ENROOT]}
+    ended(command(nodes, "slurm", world.write_recipe(run_dir, **keys, slurm=job)))
+    homes = []
+    for _ in range(4):
+        before = num_steps(run_dir)
+        until(lambda before=before: num_steps(run_dir) > before + 2)  # type: ignore[misc]
+        (home,) = teacher_pids(run_dir)
+        homes.append(home)
+        os.kill(teacher_pids(run_dir)[home], signal.SIGKILL)
+        for file in (run_dir / "replicas").glob("teachers.left.*.json"):
+            file.unlink()
+    assert homes == ["node1", "node1", "node2", "node2"], job_logs(run_dir)
+    until(lambda: "exit code 69: back into the queue" in job_logs(run_dir))
+    told = job_logs(run_dir)
+    assert "teachers.left.0 has ended on node2 with exit code 137, 4 of 4 in a row" in told
+    assert "teachers.left.placement.min_replicas: 0 of 1 servers are there after 60 s" in told
+
+
+@long
+def test_a_lost_node_of_replicas_costs_a_spare_one(nodes: slurm.Cluster, world: World, tmp_path: Path) -> None:
+    """Four nodes: the rank, each teacher, a spare one. The node of the second teacher dies with its daemon; the run goes
+    on to its end, in the same job."""
+    run_dir = tmp_path / "run"
+    keys: dict[str, Any] = {
+        **ON_NODES,
+        "student__parallel": {"tensor_model_parallel_size": 1},
+        "schedule__steps": 150,
+        "checkpoint__every_steps": 150,
+        "validation__every_steps": 150,
+        "slurm": {"partition": "wide", "nodes": 4, "spare_nodes": 1, "gpus_per_node": 1, "time": "30"},
+    }
+    process = command(nodes, "slurm", world.write_recipe(run_dir, **keys), "--wait")
+    until(lambda: num_steps(run_dir) > 3)
+    nodes.stop_node("node3")
+    nodes.kill_steps("node3")
+    code, output, errors = ended(process)
+    nodes.start_node("node3")
+    assert code == 0, output + errors + job_logs(run_dir)
+    assert (run_dir / "logs" / "node4" / "teachers.right.0.log").is_file() and "start 2" not in output

@@ -248,6 +248,10 @@ class _Placer:
         if self._lacks is not None:
             path, problem = self._lacks
             self._refuse(path, f"{problem}: lower replicas, or use {len(self._free)} nodes")
+        idle = set(range(self._most or 0)) - {one.node for one in self._tenants if not one.component}
+        if idle and self._most != 1 and not self._pool.has_ray and not self._problems:
+            text = f"{self._pool.num_nodes}, and nothing would run on {len(idle)} of them: lower it, or set placement: "
+            self._refuse(("slurm", "nodes"), f"{text}{{type: registered}} for groups that are to use them")
         num_nodes = (self._most or len(self._free), *own_nodes)
         if own_nodes and self._pool.num_nodes not in (None, sum(num_nodes)):
             text = f"{self._pool.num_nodes}, and the job's components have {' + '.join(map(str, num_nodes))} nodes"

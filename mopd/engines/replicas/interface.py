@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mopd.base.text import one_line
-from mopd.base.types import UserError
+from mopd.base.types import LostError, UserError
 from mopd.engines.interface import EngineError, EngineInfo, EngineLimits, Generator, Scorer
 
 Kind = Literal["teacher", "rollout"]
@@ -75,6 +75,10 @@ class SampleFailed(RuntimeError):
         self.positions = tuple(positions)
         self.attempts = tuple(attempts)
         self.last_error = last_error
+
+    def ends(self, line: str) -> UserError:
+        """Return the error of a run that this one ends: a ``LostError`` if no replica is left."""
+        return (LostError if isinstance(self.last_error, NoReplica) else UserError)(line)
 
 
 class NoReplica(RuntimeError):

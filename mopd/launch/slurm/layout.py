@@ -105,11 +105,24 @@ def job_nodes(loaded: Loaded) -> NodePool:
     is_split = config.form == "heterogeneous"
     return NodePool(
         gpus_per_node=config.gpus_per_node,
-        num_nodes=config.nodes,
+        num_nodes=_without_spares(loaded, config, len(registered) if is_split else 1),
         student_nodes=config.student_nodes,
         components={k: config.gpus_per_node if n is None else n for k, n in own.items()} if is_split else None,
         has_ray=config.form == "ray",
     )
+
+
+def _without_spares(loaded: Loaded, config: SlurmConfig, num_components: int) -> int | None:
+    """Return the nodes on which something runs from the beginning; ``None``: as few as hold everything."""
+    if config.nodes is None:
+        return None
+    left = config.nodes - config.spare_nodes * num_components
+    if left < 1:
+        raise UserError(
+            f"{loaded.where('slurm', 'spare_nodes')}: {config.spare_nodes} for each of {num_components} components "
+            f"leave none of slurm.nodes {config.nodes}: raise nodes, which counts them, or lower spare_nodes"
+        )
+    return left
 
 
 def student_gpus(loaded: Loaded, places: Places) -> tuple[tuple[int, ...], ...]:
@@ -140,6 +153,11 @@ def _check_form(loaded: Loaded, config: SlurmConfig) -> None:
             raise UserError(
                 f"{loaded.where('slurm', 'components', key)}: no group of this name registers: name one of {there}"
             )
+    if config.spare_nodes and not registered:
+        raise UserError(
+            f"{loaded.where('slurm', 'spare_nodes')} is {config.spare_nodes}, but no group registers, and only such "
+            "replicas move: remove it, or set placement: {type: registered}"
+        )
     if config.form != "ray":
         return
     if registered:
@@ -155,12 +173,13 @@ def _check_form(loaded: Loaded, config: SlurmConfig) -> None:
 
 def _component(config: SlurmConfig, pool: NodePool, places: Places, key: str, num_nodes: int) -> JobComponent:
     own, gpus = config.components.get(key, SlurmComponentConfig()), config.gpus_per_node
+    has_spares = pool.components is None or key in pool.components
     if pool.components is not None and key in pool.components:
         # A component with fewer replicas than a node holds leaves the rest to others.
         gpus = min(pool.components[key], sum(len(one.gpus) for one in places.of(key)))
     return JobComponent(
         key=key,
-        num_nodes=num_nodes,
+        num_nodes=num_nodes + (config.spare_nodes if has_spares else 0),
         gpus_per_node=gpus,
         cpus_per_node=config.cpus_per_node if own.cpus_per_node is None else own.cpus_per_node,
         partition=config.partition if own.partition is None else own.partition,

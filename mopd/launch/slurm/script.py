@@ -28,6 +28,8 @@ from mopd.config.slurm import SlurmConfig
 from mopd.launch.slurm.layout import JobComponent, JobLayout, slurm_of
 
 MAX_JOB_NAME = 60
+MAX_FAILURES, LONG_LIFE_S = 4, 3600
+"""A replica that has ended so often is not started again; one that worked for so long counts from the beginning."""
 SCRIPT, RECIPE = "job.sh", "recipe.yaml"
 """Files of the run's ``job`` folder: the script, and the copy of the recipe that the job reads."""
 
@@ -82,7 +84,9 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path) -> str:
         ray=str(Path(sys.executable).with_name("ray")),
         ray_keys=_ray_keys(loaded),
         ray_gpus=_ray_gpus(layout) if config.form == "ray" else [],
-        table=_table(layout),
+        max_failures=MAX_FAILURES,
+        restarts_last_s=LONG_LIFE_S,
+        table=_table(layout, "spare" if config.spare_nodes else "Ray"),
         is_split=is_split,
         num_nodes=sum(component.num_nodes for component in layout.components),
         components=[_options(config, component) for component in layout.components],
@@ -97,6 +101,7 @@ def _options(config: SlurmConfig, component: JobComponent) -> list[str]:
     for name in ("account", "qos", "time"):
         value = getattr(config, name)
         options += [f"--{name}={value}"] if value else []
+    options += ["--no-kill"] if config.spare_nodes else []  # the job outlives a node
     options += [f"--gpus-per-node={component.gpus_per_node}"] if component.gpus_per_node else []
     options += [f"--cpus-per-task={component.cpus_per_node}"] if component.cpus_per_node else ["--exclusive", "--mem=0"]
     return [*options, *config.options]
@@ -151,8 +156,8 @@ def _pyxis(config: SlurmConfig) -> list[str]:
     return [image, f"--container-mounts={mounts}", workdir]
 
 
-def _table(layout: JobLayout) -> list[str]:
-    """Return a line for each node: what it is for."""
+def _table(layout: JobLayout, others: str) -> list[str]:
+    """Return a line for each node: what it is for; ``others`` for those that nothing has a fixed place on."""
     lines = []
     for index, component in enumerate(layout.components):
         for node in range(component.num_nodes):
@@ -168,7 +173,7 @@ def _table(layout: JobLayout) -> list[str]:
                 for server in layout.servers
                 if (server.component, server.node) == (index, node)
             ]
-            lines.append(f"{name}: {'; '.join(parts) if parts else 'Ray, or nothing yet'}")
+            lines.append(f"{name}: {'; '.join(parts) or others}")
     return lines
 
 

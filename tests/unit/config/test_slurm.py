@@ -40,6 +40,7 @@ def test_times_are_sbatchs(time: str, seconds: int | None) -> None:
         ({"container": {"type": "apptainer", "image": "--bind=/etc"}}, "would be read as an option: name an image"),
         ({"seeds": [1, 1]}, "seeds names 1 twice"),
         ({"seeds": [1], "form": "heterogeneous"}, "a heterogeneous job cannot be one"),
+        ({"spare_nodes": 1, "form": "ray"}, "spare_nodes is set, but form is 'ray', and Ray uses all nodes"),
         ({"components": {"rollout": {}}}, "components is set, but form is 'allocation'"),
         (
             {"container": {"type": "pyxis", "image": "x", "mounts": ["models"]}},

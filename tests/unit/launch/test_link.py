@@ -13,7 +13,7 @@ import pytest
 
 from mopd.base.files.writing import WriteRefusedError
 from mopd.base.tasks import Tasks
-from mopd.base.types import CutOffError, NonFiniteError, SampleMeta, UserError
+from mopd.base.types import CutOffError, LostError, NonFiniteError, SampleMeta, UserError
 from mopd.data_plane.interface import StorageEnded
 from mopd.data_plane.local import LocalDataPlane
 from mopd.launch.heartbeat import Heartbeat
@@ -129,7 +129,7 @@ def test_claims_are_answered_while_a_model_arrives() -> None:
     [
         (UserError("a line"), UserError),
         (NonFiniteError("a line"), NonFiniteError),
-        (StorageEnded("a line"), CutOffError),
+        (StorageEnded("a line"), LostError),
         (WriteRefusedError("a line"), CutOffError),
     ],
 )

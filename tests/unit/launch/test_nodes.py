@@ -20,7 +20,6 @@ from torch.distributed import HashStore, TCPStore
 from mopd.base.hardware import NODE_NAME
 from mopd.base.types import UserError
 from mopd.launch import nodes as module
-from mopd.launch.failure import USER_ERROR_CODE
 from mopd.launch.node import RUN_SECRET, Place, add_node_arguments, place_of
 from mopd.launch.nodes import NodeLostError, Nodes
 from tests.fixtures.ports import free_port
@@ -87,7 +86,7 @@ def test_a_node_that_is_gone(start: Start, tmp_path: Path, lost: int) -> None:
     both[lost].kill()
     code, errors = ended(both[1 - lost])
     assert (code, errors) == (
-        1,
+        69,
         f"mopd: error: node {lost} (node-{lost}) is gone: its launcher was killed, or its machine is lost\n",
     )
 
@@ -171,7 +170,7 @@ def test_an_error_before_the_ranks_ends_the_waits_of_the_others() -> None:
 
     failing = meet_as(Place(num_nodes=2, node_rank=1, port=port), fail)
     waiting = meet_as(Place(num_nodes=2, node_rank=0, port=port), wait)
-    assert waiting() == ("student.model: is not here", USER_ERROR_CODE)
+    assert waiting() == ("student.model: is not here", 2)
     with pytest.raises(UserError, match="is not here"):
         failing()
 

@@ -97,6 +97,15 @@ def test_each_group_is_a_component(tmp_path: Path) -> None:
     ]
 
 
+def test_spare_nodes_are_the_last_of_those_with_replicas(tmp_path: Path) -> None:
+    layout = lay_out(recipe(tmp_path, {"gpus_per_node": 8, "nodes": 5, "spare_nodes": 2}))
+    assert [component.num_nodes for component in layout.components] == [5]
+    assert {server.node for server in layout.servers} == {1, 2}
+    layout = lay_out(recipe(tmp_path, {"form": "heterogeneous", "gpus_per_node": 8, "nodes": 5, "spare_nodes": 1}))
+    assert [component.num_nodes for component in layout.components] == [1, 2, 2]
+    assert {server.node for server in layout.servers} == {0}
+
+
 def test_without_gpus_replicas_take_nodes_in_turn(tmp_path: Path) -> None:
     layout = lay_out(recipe(tmp_path, {"nodes": 2}))
     assert layout.places.student_nodes == 2 and layout.places.ranks_per_node == 4 and not owners(layout)
@@ -133,6 +142,17 @@ def test_ray_has_what_the_ranks_leave(tmp_path: Path) -> None:
             {"form": "heterogeneous", "nodes": 2, "gpus_per_node": 8},
             {},
             "slurm.nodes: 2, and the job's components have 1 + 1 + 1",
+        ),
+        ({"nodes": 2, "spare_nodes": 2, "gpus_per_node": 8}, {}, "slurm.spare_nodes: 2 for each of 1 components leave"),
+        (
+            {"nodes": 4, "gpus_per_node": 8, "student_nodes": 1},
+            {},
+            "slurm.nodes: 4, and nothing would run on 1 of them: lower it, or set placement: {type: registered}",
+        ),
+        (
+            {"spare_nodes": 1, "gpus_per_node": 8},
+            {"teachers__math__placement": {"type": "local"}, "teachers__code__placement": {"type": "local"}},
+            "slurm.spare_nodes is 1, but no group registers",
         ),
         ({"form": "ray"}, {}, "slurm.form is 'ray', but teachers.math.placement.type is registered"),
         (

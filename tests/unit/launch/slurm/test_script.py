@@ -32,7 +32,8 @@ teachers:
   math: {{model: models/math, domains: [math], engine: {{type: vllm, tensor_parallel_size: 4}}, replicas: 2,
          placement: {{type: registered, min_replicas: 2}}}}
 rollout: {{engine: {{type: vllm}}, placement: {{type: registered}}, replicas: 4}}
-slurm: {{gpus_per_node: 8, student_nodes: 4, partition: h100, account: lab, time: "1-00", setup: [module load cuda]}}
+slurm: {{gpus_per_node: 8, student_nodes: 4, spare_nodes: 2, partition: h100, account: lab, time: "1-00",
+         setup: [module load cuda]}}
 """,
     "heterogeneous": f"""\
 run_dir: runs/one
@@ -142,6 +143,52 @@ def test_the_stop_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numb
         timeout=60,
     )
     assert (done.stdout.splitlines(), done.stderr) == (["stop", "r", "--by", f"job 7, {why}"], "")
+
+
+FAILING = """
+run=run recipe=r own=() here=() mopd=(stop) step=(srun) nodes_0=(n0 n1 n2 n3)
+address_of() { :; }
+stop() { echo stop >>record; false; }
+sleep() { echo "$1" >>record; }
+sinfo() { case $2 in --nodes=lost) echo 'down*' ;; *) echo mixed ;; esac; }
+srun() {
+  echo "${3#--nodelist=}" >>record
+  SECONDS=$((SECONDS + life))
+  local code
+  code=$(head -n 1 codes)
+  sed -i 1d codes
+  return "$code"
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "node", "life", "has_begun", "record"),
+    [
+        ("0", "n0", 9, False, "n0"),
+        ("2", "n0", 9, False, "n0 stop"),
+        ("1 2 137 1 0", "n0", 9, True, "n0 5 n0 10 n2 20 n3"),
+        ("137 0", "lost", 9, False, "lost 5 n2"),
+        ("1 1 1 1 1 0", "n0", 4000, True, "n0 5 n0 5 n0 5 n0 5 n0 5 n0"),
+    ],
+)
+def test_a_replica_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: str, node: str, life: int, has_begun: bool, record: str
+) -> None:
+    """The script's own lines, with an ``srun`` that takes ``life`` seconds and has these exit codes in turn. Not after
+    an end in order; before the first step an error of the recipe ends the run; at most three times in a row, on a spare
+    node where Slurm has lost its own, or it has died there twice."""
+    monkeypatch.chdir(tmp_path)
+    text = prepare_job(recipe(tmp_path, RECIPES["allocation"])).text
+    lines = text[text.index("\nmoved=") : text.index('\nserve "')]
+    Path("codes").write_text("\n".join([*codes.split(), ""]))
+    Path("run").mkdir()
+    if has_begun:
+        Path("run", "metrics.jsonl").touch()
+    command = ["bash", "-c", f"{FAILING}\n{lines}\nlife={life}\nserve {node} role 0 --rollout >told"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stderr, Path("record").read_text().split()) == ("", record.split())
+    assert len(Path("told").read_text().splitlines()) == len(codes.split()) - codes.split().count("0")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@
 #   node 1: ranks 4 to 7 of the student on GPUs 0 to 3; teachers.math.0 on GPUs 4 to 7
 #   node 2: ranks 8 to 11 of the student on GPUs 0 to 3; teachers.math.1 on GPUs 4 to 7
 #   node 3: ranks 12 to 15 of the student on GPUs 0 to 3
+#   node 4: spare
+#   node 5: spare
 #
 #SBATCH --job-name=mopd-one
 #SBATCH --chdir=/home/me
@@ -13,11 +15,12 @@
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
-#SBATCH --nodes=4
+#SBATCH --nodes=6
 #SBATCH --ntasks-per-node=1
 #SBATCH --partition=h100
 #SBATCH --account=lab
 #SBATCH --time=1-00
+#SBATCH --no-kill
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0
@@ -91,25 +94,51 @@ finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
 
 # Do the nodes go together? One line says what does not.
 # shellcheck disable=SC2016 # the task on the node knows its number
-"${step[@]}" --nodes=4 --ntasks=4 --ntasks-per-node=1 \
+"${step[@]}" --nodes=6 --ntasks=6 --ntasks-per-node=1 \
   bash -c 'exec "$@" --node-rank "$SLURM_PROCID"' check \
-  "${mopd[@]}" check "$recipe" --nodes --nnodes 4 --rdzv-endpoint "$head:$((port + 1))" "${own[@]}" &
+  "${mopd[@]}" check "$recipe" --nodes --nnodes 6 --rdzv-endpoint "$head:$((port + 1))" "${own[@]}" &
 await $! || finish $?
 
+moved=$(mktemp -d)  # spare node -> the node whose place it has taken
+trap 'rm -rf "$moved"' EXIT
+place_of() {  # COMPONENT NODE FAILURES: where its replicas go on: there, or on a spare node that is theirs alone
+  local -n nodes=nodes_$1
+  local spare
+  case $3$(sinfo --noheader --nodes="$2" --format=%T) in
+    1*down* | 1*drain* | 1*fail* | 1*\*) ;;  # Slurm has lost it
+    1*) echo "$2"; return ;;
+  esac
+  for spare in "${nodes[@]: -2}"; do
+    ln -s "$2" "$moved/$spare" 2>/dev/null  # one of all replicas is the first
+    [ "$spare" = "$2" ] || [ "$(readlink "$moved/$spare")" != "$2" ] || { echo "$spare"; return; }
+  done
+  echo "$2"
+}
 serve() {  # NODE ROLE GPUS ARGUMENTS…: a replica, which registers with the run
-  local node=$1 role=$2
+  local node=$1 role=$2 code began failures=0 start=()
   shift 2
-  local start=()
   start=(bash -c 'on_gpus "$@"' serve "$1")
   shift
-  mkdir -p "$run/logs/$node"
-  "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" \
-    "${start[@]}" "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
-    >>"$run/logs/$node/$role.log" 2>&1
-  if [ $? -eq 2 ] && [ ! -e "$run/metrics.jsonl" ]; then  # end what waits for it
-    echo "$role has ended with an error: $run/logs/$node/$role.log"
-    while "${here[@]}" "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
-  fi
+  while :; do
+    mkdir -p "$run/logs/$node"
+    began=$SECONDS
+    "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" \
+      "${start[@]}" "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
+      >>"$run/logs/$node/$role.log" 2>&1
+    code=$?
+    [ "$code" -ne 0 ] || return 0  # it was asked to
+    if [ "$code" -eq 2 ] && [ ! -e "$run/metrics.jsonl" ]; then  # the recipe's fault: end what waits for it
+      echo "$role has ended with an error: $run/logs/$node/$role.log"
+      while "${here[@]}" "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
+      return
+    fi
+    [ $((SECONDS - began)) -lt 3600 ] || failures=0
+    failures=$((failures + 1))
+    echo "$role has ended on $node with exit code $code, $failures of 4 in a row: $run/logs/$node/$role.log"
+    [ "$failures" -lt 4 ] || return
+    sleep $((5 * 2 ** (failures - 1)))
+    node=$(place_of 0 "$node" "$failures")
+  done
 }
 serve "${nodes_0[0]}" rollout.0 4 --rollout --replica 0 &
 serve "${nodes_0[0]}" rollout.1 5 --rollout --replica 1 &

@@ -80,17 +80,27 @@ finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
 await $! || finish $?
 
 serve() {  # NODE ROLE ARGUMENTS…: a replica, which registers with the run
-  local node=$1 role=$2
+  local node=$1 role=$2 code began failures=0 start=()
   shift 2
-  local start=()
-  mkdir -p "$run/logs/$node"
-  "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" \
-    "${start[@]}" "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
-    >>"$run/logs/$node/$role.log" 2>&1
-  if [ $? -eq 2 ] && [ ! -e "$run/metrics.jsonl" ]; then  # end what waits for it
-    echo "$role has ended with an error: $run/logs/$node/$role.log"
-    while "${here[@]}" "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
-  fi
+  while :; do
+    mkdir -p "$run/logs/$node"
+    began=$SECONDS
+    "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" \
+      "${start[@]}" "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
+      >>"$run/logs/$node/$role.log" 2>&1
+    code=$?
+    [ "$code" -ne 0 ] || return 0  # it was asked to
+    if [ "$code" -eq 2 ] && [ ! -e "$run/metrics.jsonl" ]; then  # the recipe's fault: end what waits for it
+      echo "$role has ended with an error: $run/logs/$node/$role.log"
+      while "${here[@]}" "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
+      return
+    fi
+    [ $((SECONDS - began)) -lt 3600 ] || failures=0
+    failures=$((failures + 1))
+    echo "$role has ended on $node with exit code $code, $failures of 4 in a row: $run/logs/$node/$role.log"
+    [ "$failures" -lt 4 ] || return
+    sleep $((5 * 2 ** (failures - 1)))
+  done
 }
 serve "${nodes_0[0]}" teachers.reversal.0 --teacher=reversal --replica 0 &
 serve "${nodes_0[1]}" teachers.sorting.0 --teacher=sorting --replica 0 &
