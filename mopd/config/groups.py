@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from mopd.base.types import UserError
 from mopd.config.placements import (
@@ -88,6 +88,10 @@ class VllmEngineConfig(Checked):
     in fp32). At least ``max_model_len``."""
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation: starts faster, runs slower."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's ``AsyncEngineArgs`` by name, as in ``{quantization: fp8, kv_cache_dtype: fp8,
+    enable_expert_parallel: true}``; the installed version knows which there are. The run's ``manifest.json`` names
+    them, as they may change scores. None that other keys set, and of the rollout none that changes its weights."""
 
 
 SettledEngine = TorchEngineConfig | VllmEngineConfig

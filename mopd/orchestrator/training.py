@@ -38,7 +38,14 @@ from mopd.run import resuming
 from mopd.run.checkpointing import Checkpointer, complete_steps
 from mopd.run.folder import RunDir
 from mopd.run.machine import describe_machine
-from mopd.run.manifests import check_commits, check_unchanged, make_manifests, read_fingerprints, write_manifests
+from mopd.run.manifests import (
+    check_commits,
+    check_unchanged,
+    engine_extras,
+    make_manifests,
+    read_fingerprints,
+    write_manifests,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +191,7 @@ async def begin(training: Training, loaded: Loaded, manifests: Mapping[str, Mani
         write_json(run.parity, {name: asdict(measured) for name, measured in preflight.parity.items()})
     if not is_fresh:
         return
-    write_manifests(run.manifest, manifests, preflight.fingerprints, loaded.commits)
+    write_manifests(run.manifest, manifests, preflight.fingerprints, loaded.commits, engine_extras(loaded.recipe))
     for path in (run.metrics, run.validation):
         path.unlink(missing_ok=True)  # of a run that died before its first checkpoint
     if preflight.headroom is not None:

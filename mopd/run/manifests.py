@@ -14,7 +14,8 @@ from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import open_regular, shown_path
 from mopd.base.files.writing import write_json
 from mopd.base.types import UserError
-from mopd.config.groups import TeacherConfig
+from mopd.config.groups import TeacherConfig, VllmEngineConfig
+from mopd.config.machine.places import engine_groups
 from mopd.config.placements import ExternalConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.header import read_header
@@ -35,6 +36,10 @@ FINGERPRINTS = "fingerprints"
 """Key of ``manifest.json`` for scores on a fixed probe, by ``teachers.NAME``."""
 COMMITS = "commits"
 """Key of ``manifest.json`` for the recipe's names of the Hub at their commits, by key of the recipe."""
+
+EXTRAS = "engine.extra"
+"""Key of ``manifest.json`` for arguments of vLLM that may change scores, by ``rollout`` and ``teachers.NAME``: for
+readers."""
 
 
 def has_own_weights(teacher: TeacherConfig) -> bool:
@@ -64,12 +69,22 @@ def make_manifests(recipe: Recipe) -> dict[str, Manifest]:
     return manifests
 
 
+def engine_extras(recipe: Recipe) -> dict[str, Any]:
+    """Return the arguments of ``engine.extra`` by key of the group; none of groups without any."""
+    groups = engine_groups(recipe).items()
+    return {key: dict(g.engine.extra) for key, g in groups if isinstance(g.engine, VllmEngineConfig) and g.engine.extra}
+
+
 def write_manifests(
-    path: Path, manifests: Mapping[str, Manifest], fingerprints: Mapping[str, Any], commits: Mapping[str, str]
+    path: Path,
+    manifests: Mapping[str, Manifest],
+    fingerprints: Mapping[str, Any],
+    commits: Mapping[str, str],
+    extras: Mapping[str, Any] | None = None,
 ) -> None:
     """Write ``manifest.json`` of the run folder."""
     content: dict[str, Any] = {key: asdict(manifest) for key, manifest in manifests.items()}
-    more = {FINGERPRINTS: dict(fingerprints), COMMITS: dict(commits)}
+    more = {FINGERPRINTS: dict(fingerprints), COMMITS: dict(commits), EXTRAS: dict(extras or {})}
     write_json(path, content | {key: value for key, value in more.items() if value})
 
 
@@ -116,6 +131,7 @@ def _read(path: Path) -> tuple[dict[str, Manifest], dict[str, Any], dict[str, st
     """Return manifests by key of the model, fingerprints by ``teachers.NAME``, commits by key of the recipe."""
     data = read_json_object(path, cure=CURE)
     fingerprints, commits = data.pop(FINGERPRINTS, {}), data.pop(COMMITS, {})
+    data.pop(EXTRAS, None)
     names = {field.name for field in fields(Manifest)}
     for key, value in data.items():
         if not _is_text(value) or value.keys() != names:

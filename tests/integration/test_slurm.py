@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -322,8 +323,8 @@ def test_replicas_are_started_again_and_go_to_the_spare_node(
 
 @long
 def test_a_lost_node_of_replicas_costs_a_spare_one(nodes: slurm.Cluster, world: World, tmp_path: Path) -> None:
-    """Four nodes: the rank, each teacher, a spare one. The node of the second teacher dies with its daemon; the run goes
-    on to its end, in the same job."""
+    """Four nodes: the rank, each teacher, a spare one. The node of the second teacher dies with its daemon; the run
+    goes on to its end, in the same job."""
     run_dir = tmp_path / "run"
     keys: dict[str, Any] = {
         **ON_NODES,

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import difflib
 import math
 import os
 import threading
@@ -28,6 +30,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results: a server's address
 
 from vllm import SamplingParams as _SamplingParams
+from vllm import __version__ as vllm_version
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt as TokensPrompt  # "as": other files import it from here
@@ -51,6 +54,15 @@ VllmSamplingParams = _SamplingParams
 _SHUTDOWN_S = 1.0
 _MIN_TEMPERATURE = 0.01  # vLLM raises a lower positive temperature to this one
 _starting = threading.Lock()
+_ONE_NODE = "a replica has tensor_parallel_size GPUs of one node; a larger one is an external server (docs/teachers.md)"
+_NOT_EXTRA = {
+    **dict.fromkeys(("pipeline_parallel_size", "nnodes", "node_rank", "master_addr", "master_port"), _ONE_NODE),
+    **dict.fromkeys(("data_parallel_size", "data_parallel_backend", "data_parallel_rank"), "set replicas"),
+    **dict.fromkeys(("worker_cls", "distributed_executor_backend", "tokenizer", "runner"), "remove it"),
+}
+"""Arguments on which mopd stands without setting them, and the cure."""
+_CHANGES_WEIGHTS = ("quantization", "enable_lora", "hf_overrides", "model_impl")
+"""Beginnings of arguments after which a rollout has other parameters than the student."""
 
 
 def sequence_limit(folder: Path, cfg: VllmEngineConfig) -> int:
@@ -135,7 +147,7 @@ def engine_args(
             f"{folder}: vLLM on a CPU gives up weights of latent attention once it has packed them, so that no update "
             "reaches them: set rollout.engine: {type: torch}"
         )
-    return AsyncEngineArgs(
+    own = dict(
         model=str(folder),
         trust_remote_code=False,
         generation_config="vllm",
@@ -155,6 +167,27 @@ def engine_args(
         # dummy weights if all of them will arrive: the folder's would hide a weight that vLLM did not take
         **{"skip_tokenizer_init": True, "load_format": "safetensors" if fixed else "dummy", **options},
     )
+    _check_extra(cfg.extra, own, fixed=fixed)
+    try:
+        return AsyncEngineArgs(**own, **cfg.extra)
+    except (TypeError, ValueError) as error:  # sections among the arguments are checked here, the rest at the start
+        raise UserError(f"engine.extra {dict(cfg.extra)}: vLLM refuses: {one_line(error):.400}") from error
+
+
+def _check_extra(extra: Mapping[str, Any], own: Mapping[str, Any], *, fixed: bool) -> None:
+    """Raise ``UserError`` for arguments that this vLLM does not know, or that others decide."""
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    for name in extra:
+        where = f"engine.extra.{name}"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "remove it"
+            raise UserError(f"{where}: vLLM {vllm_version} has no such argument: {hint}")
+        if name in own or name in _NOT_EXTRA:
+            cure = f"set engine.{name}" if hasattr(VllmEngineConfig, name) else _NOT_EXTRA.get(name, "remove it")
+            raise UserError(f"{where}: mopd sets this argument of vLLM: {cure}")
+        if not fixed and name.startswith(_CHANGES_WEIGHTS):
+            raise UserError(f"{where}: the student's weights arrive as they are trained, at each update: remove it")
 
 
 def group_transfer() -> WeightTransferConfig:

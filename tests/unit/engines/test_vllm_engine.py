@@ -219,9 +219,10 @@ def test_new_weights_answer_at_once_and_old_caches_do_not(
 def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
     folders: dict[str, Path], loop: asyncio.AbstractEventLoop
 ) -> None:
-    sampling, cfg = SamplingParams(max_new_tokens=16, top_p=0.9), replace(CFG, tensor_parallel_size=2)
+    sampling, cfg = SamplingParams(max_new_tokens=16, top_p=0.9), replace(CFG, tensor_parallel_size=2, extra={"seed": 7})
     start = VllmEngine.start_rollout(folders["biased"], cfg, sampling=sampling, startup_timeout_s=STARTUP_S)
     engine = loop.run_until_complete(start)
+    assert engine._llm.model_config.seed == 7
     names = [process.name() for process in psutil.Process().children(recursive=True)]
     assert sum("Worker_TP" in name for name in names) == 2
     loop.run_until_complete(engine.load_weights(weights_of(folders["biased_newer"]), 1))
@@ -307,6 +308,12 @@ def test_weights_do_not_change_under_a_running_request(rollout: VllmEngine, loop
         ({"max_scoring_tokens": 100}, "max_scoring_tokens is 100.*max_model_len 256"),
         ({"max_num_batched_tokens": 256}, "max_num_batched_tokens is 256"),
         ({"kv_cache_memory_bytes": None}, "kv_cache_memory_bytes is not set"),
+        ({"extra": {"kv_cache_dtyp": "fp8"}}, r"engine.extra.kv_cache_dtyp: vLLM 0\S+ has no .* 'kv_cache_dtype'\?"),
+        ({"extra": {"max_num_seqs": 4}}, r"engine.extra.max_num_seqs: mopd sets .*: set engine.max_num_seqs$"),
+        ({"extra": {"trust_remote_code": True}}, r"engine.extra.trust_remote_code: mopd sets .*: remove it$"),
+        ({"extra": {"nnodes": 2}}, r"engine.extra.nnodes: .*a larger one is an external server"),
+        ({"extra": {"compilation_config": {"no": 1}}}, r"engine.extra .*: vLLM refuses: "),
+        ({"extra": {"kv_cache_dtype": "no"}}, "refused the engine section .*cache_dtype"),
     ],
 )
 def test_contradictory_settings_are_refused_before_vllm_starts(
@@ -324,6 +331,14 @@ def test_heads_that_vllm_cannot_compute_on_a_cpu(tmp_path: Path, loop: asyncio.A
         make_hf_model(tmp_path, head_dim=16), CFG, max_logprobs=4, startup_timeout_s=STARTUP_S
     )
     with pytest.raises(UserError, match="attention heads of 16 dimensions"):
+        loop.run_until_complete(start)
+
+
+def test_a_rollout_keeps_the_students_weights(folders: dict[str, Path], loop: asyncio.AbstractEventLoop) -> None:
+    cfg = replace(CFG, extra={"quantization": "fp8"})
+    sampling = SamplingParams(max_new_tokens=4)
+    start = VllmEngine.start_rollout(folders["student"], cfg, sampling=sampling, startup_timeout_s=STARTUP_S)
+    with pytest.raises(UserError, match=r"engine.extra.quantization: the student's weights arrive as they are trained"):
         loop.run_until_complete(start)
 
 

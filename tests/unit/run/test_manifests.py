@@ -21,7 +21,8 @@ def test_another_model_or_another_set_of_them_is_refused(tmp_path: Path) -> None
     one = make_manifest(make_hf_model(tmp_path / "model"), cache_file=None)
     models = {"student": one, "teachers.math": one}
     path = tmp_path / "manifest.json"
-    write_manifests(path, models, {}, {})
+    write_manifests(path, models, {}, {}, {"teachers.math": {"quantization": "fp8"}})
+    assert json.loads(path.read_text())["engine.extra"] == {"teachers.math": {"quantization": "fp8"}}
     check_unchanged(path, models)
     for current, names in (({"student": one}, "teachers.math"), ({**models, "teachers.code": one}, "teachers.code")):
         with pytest.raises(UserError, match=f"manifest.json: {names} stand only in one of this file and the recipe"):
