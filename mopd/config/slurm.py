@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from mopd.base.text import visible
 from mopd.config.values import MAX_PROCESSES, Processes, at_least, check_ranges, check_unrepeated, require_at_least
+from mopd.config.weights import check_interface
 
 MAX_SEEDS = 1000
 """Slurm's own default limit of an array."""
@@ -91,6 +92,11 @@ class SlurmConfig:
     stop_before_s: Annotated[int, at_least(1, MAX_SIGNAL_S)] = 300
     """Seconds before the limit, or before a preemption that announces itself, at which the run is asked to stop: enough
     for a step, the rest of a checkpoint that is being written, and another one."""
+    interface: Annotated[str, check_interface] | None = None
+    """Network interface by which the nodes reach one another (``ib0``), on all of them: launchers meet and servers
+    listen on its addresses, and it is ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` where those are not set. The
+    weights follow, unless ``weight_sync.interface`` names another. Absent: the address that Slurm knows a node by
+    (NodeAddr), often of a management network."""
     account: str | None = None
     """Account that is charged."""
     qos: str | None = None

@@ -37,14 +37,14 @@ ON_NODES = {
 ENROOT = "export RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=node1 MASTER_PORT=29500"
 """What enroot's hook for PyTorch images sets in the container of every step under pyxis (``50-slurm-pytorch.sh``)."""
 TOGETHER: dict[str, Any] = (
-    {**ON_NODES, "slurm": {"student_nodes": 2, "gpus_per_node": 3, "time": "10", "setup": [ENROOT]}}
+    {**ON_NODES, "slurm": {"student_nodes": 2, "gpus_per_node": 3, "time": "10", "setup": [ENROOT], "interface": "lo"}}
     if "MOPD_SLURM" in os.environ
     else {
         **ON_NODES,
         "student__parallel": {"tensor_model_parallel_size": 2},
         "schedule__steps": 3,
         "rollout__placement": {"type": "registered"},
-        "slurm": {"student_nodes": 2, "gpus_per_node": 3, "time": "10", "setup": [ENROOT]},
+        "slurm": {"student_nodes": 2, "gpus_per_node": 3, "time": "10", "setup": [ENROOT], "interface": "lo"},
     }
 )
 """The job that ``make test`` tries too, there with a rank on each node: nothing that a job starts is warm."""

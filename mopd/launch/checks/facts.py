@@ -18,6 +18,7 @@ from mopd.config.machine.places import engine_groups, path_of, place_on_machine
 from mopd.config.placements import RayConfig, RegisteredConfig
 from mopd.conversion.hf.manifest import make_manifest
 from mopd.data.hub.names import hub_model
+from mopd.launch.checks.gpu_health import gpu_problems
 from mopd.launch.checks.inputs import check_inputs, check_machine, check_model_folder
 from mopd.launch.node import compared_environment, gpus_of_step
 from mopd.launch.preparing import rank_facts, settled, shown, weights_bytes
@@ -125,6 +126,7 @@ def facts_of_this_node(load: Callable[[], Loaded], *, num_nodes: int, node: int)
                 start = {"environment": compared_environment()} | rank_facts(loaded, num_ranks)
                 if hub_model(recipe.student.model) is not None:
                     del start["student.model"]
+        problems += gpu_problems()
         values = {key: shown(value) for key, value in flatten(loaded.named).items()}
         facts = dataclasses.replace(facts, models=models, recipe=values, start=start, is_complete=True)
     return dataclasses.replace(facts, problems=tuple(problems)), loaded

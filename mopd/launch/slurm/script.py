@@ -49,7 +49,8 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path) -> str:
         UserError: a value, the working directory or the interpreter's path cannot stand in a script.
     """
     config = slurm_of(loaded)
-    is_split = len(layout.components) > 1
+    is_split, num_nodes = len(layout.components) > 1, sum(component.num_nodes for component in layout.components)
+    one_each = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
     environment = Environment(
         loader=PackageLoader("mopd.launch.slurm", "."),
         autoescape=False,  # HTML's
@@ -88,7 +89,8 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path) -> str:
         restarts_last_s=LONG_LIFE_S,
         table=_table(layout, "spare" if config.spare_nodes else "Ray"),
         is_split=is_split,
-        num_nodes=sum(component.num_nodes for component in layout.components),
+        num_nodes=num_nodes,
+        everywhere=[f"--het-group=0-{len(layout.components) - 1}"] if is_split else one_each,
         components=[_options(config, component) for component in layout.components],
         servers=[_server(server) for server in layout.servers],
     )

@@ -219,7 +219,10 @@ def test_new_weights_answer_at_once_and_old_caches_do_not(
 def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
     folders: dict[str, Path], loop: asyncio.AbstractEventLoop
 ) -> None:
-    sampling, cfg = SamplingParams(max_new_tokens=16, top_p=0.9), replace(CFG, tensor_parallel_size=2, extra={"seed": 7})
+    sampling, cfg = (
+        SamplingParams(max_new_tokens=16, top_p=0.9),
+        replace(CFG, tensor_parallel_size=2, extra={"seed": 7}),
+    )
     start = VllmEngine.start_rollout(folders["biased"], cfg, sampling=sampling, startup_timeout_s=STARTUP_S)
     engine = loop.run_until_complete(start)
     assert engine._llm.model_config.seed == 7

@@ -349,7 +349,7 @@ def test_every_text_that_reaches_the_script_is_tried_here(rooms: Callable[[], Ro
     assert num_rendered > 30
     assert reaching == {
         "run_dir", "slurm.partition", "slurm.account", "slurm.qos", "slurm.options", "slurm.setup",
-        "slurm.container.image", "slurm.container.mounts",
+        "slurm.container.image", "slurm.container.mounts", "slurm.interface",
     }  # fmt: skip
 
 

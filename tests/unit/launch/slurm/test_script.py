@@ -15,6 +15,7 @@ import pytest
 
 from mopd.config.load import Loaded, load_recipe
 from mopd.launch.slurm.submitting import prepare_job
+from mopd.run.stopping import is_users_stop, stop_requested
 
 ROOT = Path(__file__).parents[4]
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
@@ -48,6 +49,7 @@ slurm:
   cpus_per_node: 64
   partition: h100
   components: {{teachers.math: {{partition: a100, gpus_per_node: 4}}}}
+  interface: ib0
   container: {{type: apptainer, image: /images/mopd.sif, mounts: ["/models:/models:ro"]}}
 """,
     "ray": f"""\
@@ -67,6 +69,7 @@ teachers:
 slurm:
   gpus_per_node: 16
   options: ["--comment=it's # $HOME"]
+  interface: "$(it)'s"
   container: {{type: pyxis, image: "nvcr.io#nvidia/pytorch:25.06-py3", mounts: ["/my models:/models"]}}
   seeds: [3, 17]
 """,
@@ -114,11 +117,10 @@ def test_names_are_words_of_the_shell(tmp_path: Path, monkeypatch: pytest.Monkey
     (line,) = [line for line in text.splitlines() if line.startswith("serve ") and "--teacher=" in line]
     words = shlex.split(line.removesuffix("&"))
     assert '--teacher=it\'s; $(touch gone) "a.b"' in words
-    (line,) = [line for line in text.splitlines() if line.startswith("run=")]
-    done = subprocess.run(
-        ["bash", "-c", f'seed=3; {line}; printf %s "$run"'], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "runs/it's 100 % $HOME/seed_3"
+    lines = "; ".join(line for line in text.splitlines() if line.startswith(("run=", "interface=")))
+    command = ["bash", "-c", f'seed=3; {lines}; printf "%s %s" "$run" "$interface"']
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "runs/it's 100 % $HOME/seed_3 $(it)'s"
 
 
 @pytest.mark.parametrize(
@@ -134,21 +136,23 @@ def test_the_stop_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numb
     """The script's own lines, with a Slurm that says what the job's state is; a signal that follows changes nothing."""
     monkeypatch.chdir(tmp_path)
     text = prepare_job(recipe(tmp_path, RECIPES["allocation"])).text
-    lines = text[text.index("\nstopping=") : text.index("\nawait()")]
-    before = f"mopd=(printf '%s\\n'); run=r; SLURM_JOB_ID=7; squeue() {{ echo {state}; }}"
+    lines = text[text.index("\nrequest()") : text.index("\nawait()")]
+    before = f"run=r; SLURM_JOB_ID=7; squeue() {{ echo {state}; }}"
     done = subprocess.run(
         ["bash", "-c", f"{before}\n{lines}\nkill -{number} $$; kill -TERM $$"],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert (done.stdout.splitlines(), done.stderr) == (["stop", "r", "--by", f"job 7, {why}"], "")
+    assert (done.stdout, done.stderr) == ("", "")
+    assert stop_requested(tmp_path / "r") == f"job 7, {why}" and not is_users_stop(tmp_path / "r")
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["stop"]
 
 
 FAILING = """
-run=run recipe=r own=() here=() mopd=(stop) step=(srun) nodes_0=(n0 n1 n2 n3)
+run=run recipe=r own=() mopd=(mopd) step=(srun) nodes_0=(n0 n1 n2 n3)
 address_of() { :; }
-stop() { echo stop >>record; false; }
+request() { echo stop >>record; touch run/metrics.jsonl; }
 sleep() { echo "$1" >>record; }
 sinfo() { case $2 in --nodes=lost) echo 'down*' ;; *) echo mixed ;; esac; }
 srun() {
@@ -166,9 +170,10 @@ srun() {
     ("codes", "node", "life", "has_begun", "record"),
     [
         ("0", "n0", 9, False, "n0"),
-        ("2", "n0", 9, False, "n0 stop"),
+        ("2", "n0", 9, False, "n0 stop 5"),
         ("1 2 137 1 0", "n0", 9, True, "n0 5 n0 10 n2 20 n3"),
         ("137 0", "lost", 9, False, "lost 5 n2"),
+        ("0 0", "lost", 9, False, "lost 5 n2"),
         ("1 1 1 1 1 0", "n0", 4000, True, "n0 5 n0 5 n0 5 n0 5 n0 5 n0"),
     ],
 )
@@ -180,7 +185,7 @@ def test_a_replica_is_started_again(
     node where Slurm has lost its own, or it has died there twice."""
     monkeypatch.chdir(tmp_path)
     text = prepare_job(recipe(tmp_path, RECIPES["allocation"])).text
-    lines = text[text.index("\nmoved=") : text.index('\nserve "')]
+    lines = text[text.index("\nis_lost()") : text.index('\nserve "')]
     Path("codes").write_text("\n".join([*codes.split(), ""]))
     Path("run").mkdir()
     if has_begun:
@@ -188,7 +193,7 @@ def test_a_replica_is_started_again(
     command = ["bash", "-c", f"{FAILING}\n{lines}\nlife={life}\nserve {node} role 0 --rollout >told"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stderr, Path("record").read_text().split()) == ("", record.split())
-    assert len(Path("told").read_text().splitlines()) == len(codes.split()) - codes.split().count("0")
+    assert ("4 of 4 in a row" in Path("told").read_text()) == ("20" in record)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ mapfile -t nodes_0 < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 mopd=(/environment/bin/python -m mopd)
 step=(srun --overlap --cpu-bind=none --mem=0)  # beside others: cores and memory are shared
+# shellcheck disable=SC2034 # used in jobs of some forms
 here=()  # before what runs on this node
 
 address_of() {  # NODE: its address, as its name may mean nothing elsewhere
@@ -55,6 +56,12 @@ on_gpus() {  # NUMBERS COMMAND…: it sees these of the job's GPUs on its node, 
 }
 export -f on_gpus
 
+# shellcheck disable=SC2317,SC2329 # the trap calls it
+request() {  # WHO: what `mopd stop` writes; no container has to start for it
+  mkdir -p "$run"
+  printf '{"by": "%s", "is_users": false}\n' "$1" >"$run/.stop.$BASHPID" && mv "$run/.stop.$BASHPID" "$run/stop"
+}
+
 stopping=
 # shellcheck disable=SC2317,SC2329 # the trap calls it
 ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or scancel was called
@@ -66,7 +73,7 @@ ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or
     ?*) why="which was cancelled" ;;
     *) why="which got SIGTERM, and squeue does not say why" ;;
   esac
-  "${here[@]}" "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
+  request "job $SLURM_JOB_ID, $why"
 }
 trap 'ask_to_stop USR1' USR1
 trap 'ask_to_stop TERM' TERM
@@ -99,15 +106,18 @@ finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
   "${mopd[@]}" check "$recipe" --nodes --nnodes 6 --rdzv-endpoint "$head:$((port + 1))" "${own[@]}" &
 await $! || finish $?
 
+is_lost() {  # NODE: whether Slurm has lost it; a star marks one that does not answer
+  case $(sinfo --noheader --nodes="$1" --format=%T) in
+    *down* | *drain* | *fail* | *\*) ;;
+    *) return 1 ;;
+  esac
+}
 moved=$(mktemp -d)  # spare node -> the node whose place it has taken
 trap 'rm -rf "$moved"' EXIT
 place_of() {  # COMPONENT NODE FAILURES: where its replicas go on: there, or on a spare node that is theirs alone
   local -n nodes=nodes_$1
   local spare
-  case $3$(sinfo --noheader --nodes="$2" --format=%T) in
-    1*down* | 1*drain* | 1*fail* | 1*\*) ;;  # Slurm has lost it
-    1*) echo "$2"; return ;;
-  esac
+  if [ "$3" -eq 1 ] && ! is_lost "$2"; then echo "$2"; return; fi
   for spare in "${nodes[@]: -2}"; do
     ln -s "$2" "$moved/$spare" 2>/dev/null  # one of all replicas is the first
     [ "$spare" = "$2" ] || [ "$(readlink "$moved/$spare")" != "$2" ] || { echo "$spare"; return; }
@@ -126,10 +136,13 @@ serve() {  # NODE ROLE GPUS ARGUMENTS…: a replica, which registers with the ru
       "${start[@]}" "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
       >>"$run/logs/$node/$role.log" 2>&1
     code=$?
-    [ "$code" -ne 0 ] || return 0  # it was asked to
+    [ "$code" -ne 0 ] || is_lost "$node" || return 0  # it was asked to; but to srun a lost node's step has ended with 0
     if [ "$code" -eq 2 ] && [ ! -e "$run/metrics.jsonl" ]; then  # the recipe's fault: end what waits for it
       echo "$role has ended with an error: $run/logs/$node/$role.log"
-      while "${here[@]}" "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
+      while [ ! -e "$run/metrics.jsonl" ]; do  # a start forgets older requests
+        request "$role, which has ended with an error"
+        sleep 5
+      done
       return
     fi
     [ $((SECONDS - began)) -lt 3600 ] || failures=0

@@ -42,10 +42,23 @@ mapfile -t nodes_2 < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_2"
 inside=(apptainer exec --nv --pwd "$PWD" --bind "$PWD" --bind /models:/models:ro /images/mopd.sif)
 mopd=("${inside[@]}" mopd)
 step=(srun --overlap --cpu-bind=none --mem=0)  # beside others: cores and memory are shared
+interface=ib0
+export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$interface}"
+declare -A addresses  # node -> its address on this interface
+# shellcheck disable=SC2016 # for the nodes
+while read -r node address; do addresses[$node]=$address; done < <("${step[@]}" --het-group=0-2 \
+  bash -c 'echo "$SLURMD_NODENAME $(ip -4 -o address show dev "$0" 2>&1 | grep -o "inet [0-9.]*" | cut -d" " -f2 | head -n 1)"' "$interface")
+for node in "${nodes_0[@]}" "${nodes_1[@]}" "${nodes_2[@]}"; do
+  [ -n "${addresses[$node]}" ] || { echo "mopd: error: slurm.interface: $interface has no IPv4 address on $node: name one that all nodes have (ip address)"; exit 2; }
+done
+cache=/tmp/mopd-$(od -An -N8 -tx1 /dev/urandom | tr -d ' \n')  # writable for any user, and no name that others could take first
+export VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$cache/vllm}" TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$cache/triton}"
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}" FLASHINFER_WORKSPACE_BASE="${FLASHINFER_WORKSPACE_BASE:-$cache}" CUDA_CACHE_PATH="${CUDA_CACHE_PATH:-$cache/cuda}"
+# shellcheck disable=SC2034 # used in jobs of some forms
 here=()  # before what runs on this node
 
 address_of() {  # NODE: its address, as its name may mean nothing elsewhere
-  scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
+  echo "${addresses[$1]}"
 }
 MOPD_RUN_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')  # against what others write into the launchers' store
 export MOPD_RUN_SECRET
@@ -61,6 +74,12 @@ on_gpus() {  # NUMBERS COMMAND…: it sees these of the job's GPUs on its node, 
 }
 export -f on_gpus
 
+# shellcheck disable=SC2317,SC2329 # the trap calls it
+request() {  # WHO: what `mopd stop` writes; no container has to start for it
+  mkdir -p "$run"
+  printf '{"by": "%s", "is_users": false}\n' "$1" >"$run/.stop.$BASHPID" && mv "$run/.stop.$BASHPID" "$run/stop"
+}
+
 stopping=
 # shellcheck disable=SC2317,SC2329 # the trap calls it
 ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or scancel was called
@@ -72,7 +91,7 @@ ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or
     ?*) why="which was cancelled" ;;
     *) why="which got SIGTERM, and squeue does not say why" ;;
   esac
-  "${here[@]}" "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
+  request "job $SLURM_JOB_ID, $why"
 }
 trap 'ask_to_stop USR1' USR1
 trap 'ask_to_stop TERM' TERM
@@ -105,6 +124,12 @@ finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
   "${mopd[@]}" check "$recipe" --nodes --nnodes 4 --rdzv-endpoint "$head:$((port + 1))" "${own[@]}" &
 await $! || finish $?
 
+is_lost() {  # NODE: whether Slurm has lost it; a star marks one that does not answer
+  case $(sinfo --noheader --nodes="$1" --format=%T) in
+    *down* | *drain* | *fail* | *\*) ;;
+    *) return 1 ;;
+  esac
+}
 serve() {  # COMPONENT NODE ROLE GPUS ARGUMENTS…: a replica, which registers with the run
   local component=$1
   shift
@@ -119,10 +144,13 @@ serve() {  # COMPONENT NODE ROLE GPUS ARGUMENTS…: a replica, which registers w
       "${start[@]}" "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
       >>"$run/logs/$node/$role.log" 2>&1
     code=$?
-    [ "$code" -ne 0 ] || return 0  # it was asked to
+    [ "$code" -ne 0 ] || is_lost "$node" || return 0  # it was asked to; but to srun a lost node's step has ended with 0
     if [ "$code" -eq 2 ] && [ ! -e "$run/metrics.jsonl" ]; then  # the recipe's fault: end what waits for it
       echo "$role has ended with an error: $run/logs/$node/$role.log"
-      while "${here[@]}" "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
+      while [ ! -e "$run/metrics.jsonl" ]; do  # a start forgets older requests
+        request "$role, which has ended with an error"
+        sleep 5
+      done
       return
     fi
     [ $((SECONDS - began)) -lt 3600 ] || failures=0

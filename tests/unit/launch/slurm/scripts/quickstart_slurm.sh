@@ -25,6 +25,7 @@ mapfile -t nodes_0 < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 mopd=(/environment/bin/python -m mopd)
 step=(srun --overlap --cpu-bind=none --mem=0)  # beside others: cores and memory are shared
+# shellcheck disable=SC2034 # used in jobs of some forms
 here=()  # before what runs on this node
 
 address_of() {  # NODE: its address, as its name may mean nothing elsewhere
@@ -34,6 +35,12 @@ MOPD_RUN_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')  # against what o
 export MOPD_RUN_SECRET
 head=$(address_of "${nodes_0[0]}")
 port=$((20000 + SLURM_JOB_ID % 2500 * 4))  # and the next two: jobs that share a node have different ones
+
+# shellcheck disable=SC2317,SC2329 # the trap calls it
+request() {  # WHO: what `mopd stop` writes; no container has to start for it
+  mkdir -p "$run"
+  printf '{"by": "%s", "is_users": false}\n' "$1" >"$run/.stop.$BASHPID" && mv "$run/.stop.$BASHPID" "$run/stop"
+}
 
 stopping=
 # shellcheck disable=SC2317,SC2329 # the trap calls it
@@ -46,7 +53,7 @@ ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or
     ?*) why="which was cancelled" ;;
     *) why="which got SIGTERM, and squeue does not say why" ;;
   esac
-  "${here[@]}" "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
+  request "job $SLURM_JOB_ID, $why"
 }
 trap 'ask_to_stop USR1' USR1
 trap 'ask_to_stop TERM' TERM
@@ -79,6 +86,12 @@ finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
   "${mopd[@]}" check "$recipe" --nodes --nnodes 2 --rdzv-endpoint "$head:$((port + 1))" "${own[@]}" &
 await $! || finish $?
 
+is_lost() {  # NODE: whether Slurm has lost it; a star marks one that does not answer
+  case $(sinfo --noheader --nodes="$1" --format=%T) in
+    *down* | *drain* | *fail* | *\*) ;;
+    *) return 1 ;;
+  esac
+}
 serve() {  # NODE ROLE ARGUMENTS…: a replica, which registers with the run
   local node=$1 role=$2 code began failures=0 start=()
   shift 2
@@ -89,10 +102,13 @@ serve() {  # NODE ROLE ARGUMENTS…: a replica, which registers with the run
       "${start[@]}" "${mopd[@]}" serve "$recipe" "$@" --register "$run/replicas" --host "$(address_of "$node")" "${own[@]}" \
       >>"$run/logs/$node/$role.log" 2>&1
     code=$?
-    [ "$code" -ne 0 ] || return 0  # it was asked to
+    [ "$code" -ne 0 ] || is_lost "$node" || return 0  # it was asked to; but to srun a lost node's step has ended with 0
     if [ "$code" -eq 2 ] && [ ! -e "$run/metrics.jsonl" ]; then  # the recipe's fault: end what waits for it
       echo "$role has ended with an error: $run/logs/$node/$role.log"
-      while "${here[@]}" "${mopd[@]}" stop "$run" --by "$role, which has ended with an error"; do sleep 5; done
+      while [ ! -e "$run/metrics.jsonl" ]; do  # a start forgets older requests
+        request "$role, which has ended with an error"
+        sleep 5
+      done
       return
     fi
     [ $((SECONDS - began)) -lt 3600 ] || failures=0

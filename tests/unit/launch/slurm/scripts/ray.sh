@@ -27,6 +27,7 @@ mapfile -t nodes_0 < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 mopd=(/environment/bin/python -m mopd)
 step=(srun --overlap --cpu-bind=none --mem=0)  # beside others: cores and memory are shared
+# shellcheck disable=SC2034 # used in jobs of some forms
 here=()  # before what runs on this node
 
 address_of() {  # NODE: its address, as its name may mean nothing elsewhere
@@ -46,6 +47,12 @@ on_gpus() {  # NUMBERS COMMAND…: it sees these of the job's GPUs on its node, 
 }
 export -f on_gpus
 
+# shellcheck disable=SC2317,SC2329 # the trap calls it
+request() {  # WHO: what `mopd stop` writes; no container has to start for it
+  mkdir -p "$run"
+  printf '{"by": "%s", "is_users": false}\n' "$1" >"$run/.stop.$BASHPID" && mv "$run/.stop.$BASHPID" "$run/stop"
+}
+
 stopping=
 # shellcheck disable=SC2317,SC2329 # the trap calls it
 ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or scancel was called
@@ -57,7 +64,7 @@ ask_to_stop() {  # SIGNAL: the limit comes near, another job needs the nodes, or
     ?*) why="which was cancelled" ;;
     *) why="which got SIGTERM, and squeue does not say why" ;;
   esac
-  "${here[@]}" "${mopd[@]}" stop "$run" --by "job $SLURM_JOB_ID, $why"
+  request "job $SLURM_JOB_ID, $why"
 }
 trap 'ask_to_stop USR1' USR1
 trap 'ask_to_stop TERM' TERM
