@@ -24,7 +24,8 @@ def texts_of_the_package() -> list[str]:
                 found.append("".join(part.value if isinstance(part, ast.Constant) else GAP for part in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
-    return found
+    job = (ROOT / "mopd/launch/slurm/job.sh.j2").read_text(encoding="utf-8")
+    return [*found, *re.sub(r"\$\w+|\{\{.*?\}\}", GAP, job).splitlines()]
 
 
 def quoted() -> list[str]:

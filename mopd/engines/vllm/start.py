@@ -58,7 +58,9 @@ _ONE_NODE = "a replica has tensor_parallel_size GPUs of one node; a larger one i
 _NOT_EXTRA = {
     **dict.fromkeys(("pipeline_parallel_size", "nnodes", "node_rank", "master_addr", "master_port"), _ONE_NODE),
     **dict.fromkeys(("data_parallel_size", "data_parallel_backend", "data_parallel_rank"), "set replicas"),
-    **dict.fromkeys(("worker_cls", "distributed_executor_backend", "tokenizer", "runner"), "remove it"),
+    **dict.fromkeys(
+        ("worker_cls", "distributed_executor_backend", "tokenizer", "runner", "trust_remote_code"), "remove it"
+    ),
 }
 """Arguments on which mopd stands without setting them, and the cure."""
 _CHANGES_WEIGHTS = ("quantization", "enable_lora", "hf_overrides", "model_impl")
@@ -149,7 +151,6 @@ def engine_args(
         )
     own = dict(
         model=str(folder),
-        trust_remote_code=False,
         generation_config="vllm",
         dtype=cfg.dtype,
         # vLLM needs room to draw one token after what it scores; that token never enters the model
@@ -169,7 +170,7 @@ def engine_args(
     )
     _check_extra(cfg.extra, own, fixed=fixed)
     try:
-        return AsyncEngineArgs(**own, **cfg.extra)
+        return AsyncEngineArgs(trust_remote_code=False, **own, **cfg.extra)
     except (TypeError, ValueError) as error:  # sections among the arguments are checked here, the rest at the start
         raise UserError(f"engine.extra {dict(cfg.extra)}: vLLM refuses: {one_line(error):.400}") from error
 
