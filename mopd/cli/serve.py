@@ -21,7 +21,6 @@ from mopd.base.types import UserError
 from mopd.cli.ranks import add_recipe
 from mopd.config.groups import EngineGroupConfig
 from mopd.config.load import Loaded, load_recipe
-from mopd.config.machine.places import engine_groups
 from mopd.config.placements import RegisteredConfig
 from mopd.config.reading.tree import dotted
 from mopd.launch.checks.inputs import check_model_folder
@@ -70,11 +69,10 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         make = rollout_file if args.rollout else partial(teacher_file, name=args.teacher)
         file, where = make(loaded.recipe, replica=args.replica), loaded.where(*key)
         if args.register is not None:
-            group = loaded.recipe.rollout if args.rollout else loaded.recipe.teachers[args.teacher]
-            _require_registered(loaded, key[:-1], group)
+            _require_registered(loaded, *_group(loaded, args))
     address = Address(host=args.host, port=args.port, token_file=args.token_file, ready_file=args.ready_file)
     if loaded is not None:
-        _go_over(loaded, key[:-1], file, address, args.register)
+        _go_over(loaded, *_group(loaded, args), file, address, args.register)
     registrar = None if args.register is None else _registrar(args, file)
     token = address.read_token() if registrar is None else registrar.token
     check_model_folder(file.model, where)
@@ -84,9 +82,24 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         return _serve(file, address, listener, token, registrar)
 
 
-def _go_over(loaded: Loaded, key: Sequence[str], file: EngineFile, address: Address, register: Path | None) -> None:
+def _group(loaded: Loaded, args: argparse.Namespace) -> tuple[Sequence[str], EngineGroupConfig]:
+    """Return the served group's key and section."""
+    recipe = loaded.recipe
+    return (
+        (("rollout",), recipe.rollout) if args.rollout else (("teachers", args.teacher), recipe.teachers[args.teacher])
+    )
+
+
+def _go_over(
+    loaded: Loaded,
+    key: Sequence[str],
+    group: EngineGroupConfig,
+    file: EngineFile,
+    address: Address,
+    register: Path | None,
+) -> None:
     """Go over to the interpreter that a registered group names."""
-    placement = engine_groups(loaded.recipe)[".".join(key)].placement
+    placement = group.placement
     if not isinstance(placement, RegisteredConfig) or placement.python is None:
         return
     check_interpreter(placement.python, loaded.where(*key, "placement", "python"))

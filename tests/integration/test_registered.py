@@ -108,7 +108,8 @@ def test_replicas_come_and_go_in_a_run(world: World, tmp_path: Path, stack: Exit
 def test_refusals_are_one_line(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     folder = str(run_dir / "replicas")
-    recipe = world.write_recipe(run_dir, teachers__left__placement=REGISTERED)
+    absent = {**REGISTERED, "python": "/none/python"}
+    recipe = world.write_recipe(run_dir, teachers__left__placement=REGISTERED, rollout__placement=absent)
     secret = tmp_path / "secret"
     secret.write_text("s" * 40)
     (tmp_path / "open" / "replicas").mkdir(parents=True)
@@ -120,6 +121,7 @@ def test_refusals_are_one_line(world: World, tmp_path: Path, capsys: pytest.Capt
             "--register",
             folder,
         ): "teachers.right.placement: is of type in_process, whose run",
+        ("--rollout", "--register", folder): "rollout.placement.python: '/none/python' does not exist on ",
         ("--teacher", "none", "--register", folder): "--teacher none: the recipe has no such teacher",
         ("--teacher", "left", "--register", str(run_dir)): "name the folder replicas of a run",
         ("--teacher", "left", "--register", folder, "--host", "0.0.0.0"): "is no address that a run could call",
