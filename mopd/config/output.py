@@ -25,6 +25,9 @@ class CheckpointConfig(Checked):
     there is none."""
     export_hf: bool = True
     """At the end write the result (the best checkpoint, else the last) as a Hugging Face folder."""
+    export_hf_every_steps: Count | None = None
+    """Optimizer steps between further Hugging Face folders, of the student as it is then (``hf_steps/step_N``); all are
+    kept. Absent: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
@@ -120,8 +121,12 @@ class StudentGroup:
         return state
 
     async def save_hf(self, folder: Path) -> None:
-        """Write the student as a Hugging Face folder."""
-        await self._ask("save_hf", folder=str(folder))
+        """Write the student as a Hugging Face folder, in the place of one that is there, whole or cut off."""
+        for earlier in (folder, *folder.parent.glob(f".{folder.name}.*")):
+            if earlier.exists():
+                shutil.rmtree(earlier)
+        async with self._own_turn():
+            await self._ranks.ask("save_hf", folder=str(folder))
 
     async def close(self) -> None:
         """Return when the ranks have executed their commands, and have left the group of the weights."""

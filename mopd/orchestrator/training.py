@@ -6,7 +6,6 @@ Nothing that happens between steps touches training: metric sinks, validation, c
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -263,6 +262,7 @@ class RunObserver:
     def __init__(self, training: Training, sinks: Sinks) -> None:
         recipe, run, student = training.recipe, training.run, training.parts.student
         self.recipe, self.run, self.sinks, self.stop = recipe, run, sinks, training.parts.stop
+        self.student = student
         self.workers = training.parts.workers
         self.floors = run.floors()
         """Teacher -> KL floor; a domain with a teacher that could not be compared has none."""
@@ -290,9 +290,12 @@ class RunObserver:
 
     async def after_step(self, step: int, state: Mapping[str, Any]) -> None:
         """Validate, then save: a checkpoint misses the validation of its own step only where a request to stop came
-        between, and then the resumed run catches up."""
+        between, and then the resumed run catches up. An export comes before the checkpoint: no resumed run lacks it."""
         if is_due(self.recipe, step):
             await self._validate(step)
+        every = self.recipe.checkpoint.export_hf_every_steps
+        if every is not None and step % every == 0:
+            await self.student.save_hf(self.run.hf_at(step))
         await self.checkpointer.save_if_due(step, state, best_step=self._best_step)
 
     async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
@@ -328,7 +331,4 @@ async def _export(recipe: Recipe, run: RunDir, student: StudentGroup, best: Best
         return
     if recipe.checkpoint.keep_best and best is not None and best.step != recipe.schedule.steps:
         await student.load(run.checkpoint(best.step))
-    for earlier in (run.hf, *run.path.glob(f".{run.hf.name}.*")):  # ends of this run, also those that were cut off
-        if earlier.exists():
-            shutil.rmtree(earlier)
     await student.save_hf(run.hf)

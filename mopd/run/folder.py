@@ -96,6 +96,10 @@ class RunDir(RunFiles):
         """Return the folder of the checkpoint after ``step`` optimizer steps."""
         return self.checkpoints / folder_name(step)
 
+    def hf_at(self, step: int) -> Path:
+        """Return the Hugging Face folder of the student after ``step`` optimizer steps."""
+        return self.path / "hf_steps" / folder_name(step)
+
     def samples(self, step: int) -> Path:
         """Return the folder of finished samples that a checkpoint's step had not used yet."""
         return self.checkpoints / f"{folder_name(step)}.samples"

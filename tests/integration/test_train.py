@@ -58,7 +58,7 @@ def run_dir(world: World, slow_start: object, tmp_path_factory: pytest.TempPathF
         folder,
         schedule__steps=STEPS,
         validation__every_steps=10,
-        checkpoint__every_steps=10,
+        checkpoint={"every_steps": 10, "export_hf_every_steps": 10},
         student__optimizer={"lr": 5e-3},
         metrics__tensorboard=True,
     )
@@ -150,6 +150,17 @@ def test_generate_answers_as_the_run_learned(run_dir: Path, capsys: pytest.Captu
         arguments = (str(model), "left 7", "right 7", "--temperature", "0", "--max-new-tokens", "4", "--json")
         assert main(["generate", *arguments]) == 0
         assert [one["response"] for one in json.loads(capsys.readouterr().out)] == [*ANSWERS.values()]
+
+
+def test_exports_on_the_way_are_of_their_steps(run_dir: Path) -> None:
+    """The result is that of the best validation, and was exported after it too."""
+    exports = {path.name: path / "model.safetensors" for path in (run_dir / "hf_steps").iterdir()}
+    assert sorted(exports) == [f"step_{step:08d}" for step in range(10, STEPS + 1, 10)]
+    assert len({path.read_bytes() for path in exports.values()}) == len(exports)
+    lines = [line for line in read_validation(run_dir) if line["step"]]
+    best = max(lines, key=lambda line: (sum(line["rewards"].values()), -line["step"]))["step"]
+    for path in (run_dir / "hf").iterdir():
+        assert (run_dir / "hf_steps" / f"step_{best:08d}" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_exported_result_answers_like_the_teachers(run_dir: Path, world: World) -> None:
