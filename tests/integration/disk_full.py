@@ -23,6 +23,7 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 import yaml
 
 from mopd.cli.main import main
+from tests.fixtures.ports import free_port
 from tests.integration.world import World, read_metrics, read_validation
 
 DISK_BYTES = 64 * 2**20
@@ -86,7 +87,7 @@ def train(recipe: Path, log: Path, *flags: str, meanwhile: Callable[[], None] = 
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        os.environ["TORCHELASTIC_RUN_ID"] = "one"
+        os.environ |= {"TORCHELASTIC_RUN_ID": "one", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         code = 70
         try:
             code = main(["train", str(recipe), *flags])

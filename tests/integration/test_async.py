@@ -192,7 +192,7 @@ def test_actors_of_transfer_queue_die(world: World, tmp_path: Path, make_run: Ca
         run.start(*run.flags)
         run.wait_until(lambda before=before: run.num_steps > before + 3, f"step {before + 4}")
         run.kill(actor)
-        assert run.end() == 2, run.stderr
+        assert run.end() == 69, run.stderr
         assert f"TransferQueue's {actor}" in run.error() and "--resume" in run.error()
 
     if not IS_LONG:

@@ -27,6 +27,9 @@ NAMED = {
 """Fault -> the check that fails and what its line holds, in this order."""
 
 
+RANK_EACH = {"student__parallel": {"data_parallel_size": 2}}
+
+
 @pytest.fixture(scope="module")
 def outcomes(models: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Fault -> what both nodes said, of one process that has imported everything."""
@@ -36,7 +39,7 @@ def outcomes(models: World, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     world = World(folder)
     write_prompts(world.train, num_rows=4, start=0)
     write_prompts(world.validation, num_rows=4, start=10)
-    recipe = world.write_recipe(folder / "run", slurm={"gpus_per_node": 8, "nodes": 2})
+    recipe = world.write_recipe(folder / "run", slurm={"gpus_per_node": 8, "nodes": 2, "student_nodes": 2}, **RANK_EACH)
     recipe.rename(folder / "recipe.yaml")
     (folder / "run").mkdir()
     done = subprocess.run(

@@ -146,7 +146,7 @@ def test_servers_of_another_interpreter(models: World, tmp_path: Path) -> None:
     with serve_process(file, "--teacher", "left", *options) as serving:
         assert serving.wait_ready()["pid"] == serving.process.pid
         assert_is_of(python, serving.process.pid)
-        assert len(list((tmp_path / "run" / "replicas").glob("teachers.left.*.json"))) == 1
+        wait_until(lambda: len(list((tmp_path / "run" / "replicas").glob("teachers.left.*.json"))) == 1)
         serving.process.terminate()
         assert serving.end() == (0, "")
 

@@ -66,7 +66,8 @@ def recipe(models: Path, tmp_path: Path) -> Callable[..., Path]:
                 domain: {"model": str(models / teachers.get(domain, model)), "domains": [domain]}
                 for domain, model in (("read", "seeing"), ("sort", "text"))
             },
-            "data": {"train": [str(tmp_path / "rows.parquet")]},
+            "data": {"train": [str(tmp_path / "rows.parquet")], "max_prompt_length": 192},
+            "rollout": {"max_response_length": 64},
             "schedule": {"steps": 1, "prompts_per_step": 1},
         }
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
