@@ -86,6 +86,11 @@ def test_engines_that_work_beside_training_get_processes_of_their_own(load: Load
         assert made.reasons["rollout.placement.type"] == "schedule.max_staleness 1: it works while the student trains"
 
 
+def test_the_room_of_logits_counts(load: Load) -> None:
+    made = settle(load("student.lm_head_memory_budget_mib=80000").recipe, ONE, num_ranks=1, num_weights=SMALL)
+    assert {kind for kind, _, _ in summary(made.recipe).values()} == {"local"}
+
+
 def test_reasons_of_an_engine(load: Load) -> None:
     def reason(hardware: Hardware, *overrides: str) -> str:
         made = settle(load(*overrides).recipe, hardware, num_ranks=1, num_weights=SMALL)

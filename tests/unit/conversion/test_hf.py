@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from mopd.base.files.writing import sync
 from mopd.base.types import UserError
+from mopd.conversion.hf import writer
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.hf.writer import require_exportable, write_folder
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
@@ -180,6 +182,22 @@ def test_written_folder_is_complete_and_transformers_loads_it(tmp_path: Path, ma
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     assert HfReader(target).names == reader.names
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
+
+
+def test_files_are_on_disk_before_the_folder_has_its_name(
+    tmp_path: Path, single: Path, monkeypatch: pytest.MonkeyPatch
+):
+    target, synced = tmp_path / "target", list[str]()
+
+    def noted(path: Path) -> None:
+        synced.append(path.name)
+        assert (path == tmp_path) == target.exists()
+        sync(path)
+
+    monkeypatch.setattr(writer, "sync", noted)
+    write_folder(target, [("t", torch.zeros(1))], source=single)
+    assert sorted(synced[:-1]) == sorted(path.name for path in target.iterdir())
+    assert synced[-1] == tmp_path.name
 
 
 def test_shards_stay_within_the_limit(tmp_path: Path, single: Path):

@@ -102,6 +102,13 @@ def test_namings_are_one_model(folders: dict[tuple[str, str], Path], tmp_path: P
     save_file(tensors, changed / WEIGHTS, metadata={"format": "pt"})
     (difference,) = verify(other, changed, **options)["differences"]
     assert difference == {"name": "visual.blocks.1.attn.qkv.bias", "problem": "other values"}
+    tensors = weights(one)
+    tensors["lm_head.weight"] *= 1.01
+    save_file(tensors, changed / WEIGHTS, metadata={"format": "pt"})
+    for tolerance, also in ((1e6, []), (1e-9, ["logits"])):
+        report = verify(one, changed, **options | {"compares_logits": True, "tolerance": tolerance})
+        assert report["largest_logit_difference"] > 1e-6
+        assert [one["name"] for one in report["differences"]] == ["lm_head.weight", *also]
 
 
 def test_one_naming_at_a_time(flat: Path, tmp_path: Path):

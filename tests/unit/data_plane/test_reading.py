@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ from mopd.data_plane.frames import packed
 from mopd.data_plane.interface import StorageEnded
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import SocketReader
+from mopd.data_plane.transfer_queue import QueueClient
 
 STORAGE = """
 import asyncio, json, sys, torch
@@ -201,3 +204,13 @@ def test_other_users_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             reader.close()
     asyncio.run(plane.close())
+
+
+def test_an_actor_of_transfer_queue_lives_while_it_listens() -> None:
+    client = QueueClient.__new__(QueueClient)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        client._servers = {"controller": {"ip": "127.0.0.1", "ports": {"request_handle_socket": port}}}
+        asyncio.run(client._require_alive(Counter()))
+    with pytest.raises(StorageEnded, match=rf"controller \(127\.0\.0\.1, ports \[{port}\]\) has ended"):
+        asyncio.run(client._require_alive(Counter()))

@@ -14,6 +14,7 @@ from mopd.engines.interface import WeightsLost
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.torch.loading import load_model, weight_slots
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model
+from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -28,3 +29,10 @@ def test_streamed_weights_are_those_of_the_folder(family: str, tmp_path: Path):
     assert engine.weight_version == 3
     state, wanted = engine.model.state_dict(), expected.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_slots_have_the_names_of_the_checkpoint(family: str, tmp_path: Path):
+    """Flat or nested, whichever the family is written in."""
+    engine = TorchEngine.empty(make_vision_model(tmp_path, family), TorchEngineConfig(dtype="float32"))
+    assert engine.weight_slots.keys() == HfReader(tmp_path).names

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from mopd.base.types import UserError
 from mopd.config.machine.places import RayRequest
 from mopd.placement.ray.cluster import Node, check_room
+from mopd.placement.ray.connection import connect
 
 
 def need(key: str, count: int, gpus: float, cpus: float = 1) -> RayRequest:
@@ -43,10 +46,16 @@ def test_plans_that_fit(requests: list[RayRequest], free: list[Node]) -> None:
     ("request_", "free", "says"),
     [
         (need("teachers.math", 1, 8), nodes(4, 4), r"teachers\.math.*no node has that much left in one place"),
-        (need("teachers.math", 3, 0, cpus=4), nodes(0, cpus=8), "4 CPUs are missing"),
+        (need("teachers.math", 3, 0, cpus=4), nodes(1, cpus=8), "each.*: 4 CPUs are missing"),
         (need("teachers.math", 1, 1), [], "no node"),
     ],
 )
 def test_what_is_short_is_named(request_: RayRequest, free: list[Node], says: str) -> None:
     with pytest.raises(UserError, match=says):
         check_room([request_], free)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"^data_plane\.type needs Ray.*pip install 'mopd\[ray\]'$"):
+        connect("data_plane", "auto", num_cpus=1, gpus=())

@@ -86,7 +86,8 @@ def test_both_turns_of_a_shared_gpu_are_planned(capsys: pytest.CaptureFixture[st
     assert rank["num_bytes"] == sum(turn.values()) > sum(rank["parts"].values()) > own["num_bytes"]
     assert shared["hosts"][0]["parts"]["optimizer states, lent"] == 4 * rank["parts"]["optimizer"]
     assert plan(ONE_NODE, *SHARED, SMALLER) == 0
-    assert "rollout's turn" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "rollout's turn" in printed and "ranks 0-3" in printed and "Ray's choice" not in printed
     gpus = {where["key"]: where["gpus"] for where in shared["places"] if where["key"] != "student"}
     assert gpus == {"rollout": [0, 1], "teachers.math": [4], "teachers.code": [5]}
 

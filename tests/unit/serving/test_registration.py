@@ -123,6 +123,7 @@ def test_a_server_outlives_a_folder_that_cannot_be_written(
     [
         ({"format": "mopd replica 2"}, "is no server's of this mopd"),
         ({"key": "rollout"}, "is of 'rollout', not of 'teachers.math'"),
+        ({"key": "r" * 100}, f"is of '{'r' * 80}', not of"),
         ({"server_id": "../../etc"}, "server_id is none"),
         ({"url": "http://user:secret@10.0.0.5"}, "has a user name or password"),
         ({"beat": "many"}, "beat"),
