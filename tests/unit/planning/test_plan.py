@@ -92,6 +92,13 @@ def test_both_turns_of_a_shared_gpu_are_planned(capsys: pytest.CaptureFixture[st
     assert gpus == {"rollout": [0, 1], "teachers.math": [4], "teachers.code": [5]}
 
 
+def test_an_engine_without_graphs_draws_a_few_sequences_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["schedule.prompts_per_step=2", "rollout.samples_per_prompt=1", "student.model=Qwen/Qwen3-1.7B"]
+    times = [as_json(capsys, ONE_NODE, *few, f"rollout.engine.enforce_eager={value}") for value in ("false", "true")]
+    graphs, eager = (found["times"]["stages"]["rollout"] for found in times)
+    assert eager > 2 * graphs
+
+
 def test_a_recipe_with_a_job_is_planned_on_its_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     """16 ranks, and 14 GPUs of replicas: the section says how many nodes, and how they are split; options go first."""
     job = "slurm={{gpus_per_node: 8, form: {}, student_nodes: {}}}"
