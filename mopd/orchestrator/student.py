@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
@@ -121,10 +120,7 @@ class StudentGroup:
         return state
 
     async def save_hf(self, folder: Path) -> None:
-        """Write the student as a Hugging Face folder, in the place of one that is there, whole or cut off."""
-        for earlier in (folder, *folder.parent.glob(f".{folder.name}.*")):
-            if earlier.exists():
-                shutil.rmtree(earlier)
+        """Write the student as a Hugging Face folder. Raises as ``StudentWorker.save_hf``."""
         async with self._own_turn():
             await self._ranks.ask("save_hf", folder=str(folder))
 

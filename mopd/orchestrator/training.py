@@ -6,6 +6,7 @@ Nothing that happens between steps touches training: metric sinks, validation, c
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -295,7 +296,7 @@ class RunObserver:
             await self._validate(step)
         every = self.recipe.checkpoint.export_hf_every_steps
         if every is not None and step % every == 0:
-            await self.student.save_hf(self.run.hf_at(step))
+            await _write_hf(self.student, self.run.hf_at(step))
         await self.checkpointer.save_if_due(step, state, best_step=self._best_step)
 
     async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
@@ -331,4 +332,12 @@ async def _export(recipe: Recipe, run: RunDir, student: StudentGroup, best: Best
         return
     if recipe.checkpoint.keep_best and best is not None and best.step != recipe.schedule.steps:
         await student.load(run.checkpoint(best.step))
-    await student.save_hf(run.hf)
+    await _write_hf(student, run.hf)
+
+
+async def _write_hf(student: StudentGroup, folder: Path) -> None:
+    """Write a folder of the run, in the place of what an earlier life of this run left there, whole or cut off."""
+    for earlier in (folder, *folder.parent.glob(f".{folder.name}.*")):
+        if earlier.exists():
+            shutil.rmtree(earlier)
+    await student.save_hf(folder)

@@ -212,7 +212,8 @@ class GroupWeightSync:
         lacking = await transfer.missing()
         if lacking:
             async with self._ranks.turn:
-                await transfer.publish(self._newest(), only_missing=True)
+                if self._transfer is transfer:  # else the weights go by HTTP since, and the next look sends them
+                    await transfer.publish(self._newest(), only_missing=True)
         return lacking
 
     async def _load(self, staged: StagedWeights) -> None:
