@@ -13,6 +13,7 @@ from mopd.config.values import (
     Checked,
     Count,
     NotNegative,
+    Positive,
     at_least,
     check_name,
     check_ranges,
@@ -121,6 +122,15 @@ class DataConfig:
     """What happens to a longer prompt: dropped with a count, refused, or cut from the left."""
     domain_weights: Mapping[str, float] = field(default_factory=dict)
     """Relative share of each domain in the prompt stream; empty mixes by row count. Names every domain or none."""
+
+    scores_cache: str | None = None
+    """Folder where the teachers' scores are kept: what a teacher has said of the same tokens, in this run or another,
+    is read there and not asked again. Absent: nothing is kept."""
+    scores_cache_max_gib: Positive = 100.0
+    """Size of ``scores_cache`` from which nothing more is added."""
+    scored: tuple[str, ...] = ()
+    """Folders of samples that a run has kept (``metrics.keep_samples``) or ``mopd score`` has made of texts: responses
+    to train on beside those that the student draws, in the share that ``schedule.on_policy_fraction`` leaves them."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

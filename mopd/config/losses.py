@@ -166,7 +166,9 @@ class PolicyGradientConfig:
 Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig
 
 
-def require_own_samples(loss: Loss, *, top_p: float, top_k: int, temperature: float, max_staleness: int) -> None:
+def require_own_samples(
+    loss: Loss, *, top_p: float, top_k: int, temperature: float, max_staleness: int, stored_share: float = 0.0
+) -> None:
     """Check that the rollout draws what a loss of the sampled token needs: samples of the student itself, or a
     correction for old ones. ``ValueError`` otherwise. The top-k losses take samples of any policy."""
     if isinstance(loss, TopKLossConfig):
@@ -181,9 +183,11 @@ def require_own_samples(loss: Loss, *, top_p: float, top_k: int, temperature: fl
             f"loss.temperature is {loss.temperature} but rollout.temperature is {temperature}: "
             f"loss.type {loss.type!r} needs them equal"
         )
-    if max_staleness > 0 and loss.correction is None:
+    old = f"schedule.max_staleness is {max_staleness}", "schedule.max_staleness: 0"
+    if stored_share:
+        old = "data.scored names samples of other weights", "leave data.scored out"
+    if (max_staleness > 0 or stored_share) and loss.correction is None:
         raise ValueError(
-            f"schedule.max_staleness is {max_staleness}, but loss.type {loss.type!r} estimates an expectation over the "
-            "current student's own samples and loss.correction is absent: set it, for example loss.correction: {type: "
-            "icepop}, or schedule.max_staleness: 0"
+            f"{old[0]}, but loss.type {loss.type!r} estimates an expectation over the current student's own samples "
+            f"and loss.correction is absent: set it, for example loss.correction: {{type: icepop}}, or {old[1]}"
         )

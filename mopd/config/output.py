@@ -54,6 +54,9 @@ class MetricsConfig(Checked):
 
     diagnostics_every_steps: Count = 10
     """Optimizer steps between the dearer diagnostics: student entropy and top-k overlap."""
+    keep_samples: bool = False
+    """Keep every sample that is trained on (tokens and the rollout's log-probs, no scores) in the run folder's
+    ``samples``, for ``mopd replay`` and ``data.scored``."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
     wandb: WandBConfig | None = None

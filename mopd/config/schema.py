@@ -31,6 +31,7 @@ from mopd.config.values import (
     MAX_TOKENS,
     Checked,
     Count,
+    Fraction,
     Positive,
     Seconds,
     Share,
@@ -100,6 +101,9 @@ class ScheduleConfig:
     """What happens before a sample becomes older than ``max_staleness``. ``hold``: the step waits for it, so that every
     response that is drawn is trained on, however long it is. ``redraw``: others overtake it, and its prompt is drawn
     again; steps never wait for the longest response, and long responses are trained on less often than drawn."""
+    on_policy_fraction: Fraction | None = None
+    """Share of the prompts of every step whose responses the student draws; the others are those of ``data.scored``, in
+    their order, again from the first once all are used. Needed with ``data.scored``, and absent without."""
     sync_every_steps: Count = 1
     """Optimizer steps from one publication of the student's weights to the next; at most ``max_staleness`` + 1."""
     wait_timeout_s: Seconds = 3600.0
@@ -198,6 +202,7 @@ class Recipe:
         self._check_loss()
         self._check_vllm_rollout()
         self._check_staleness()
+        self._check_stored()
         check_weight_sync(self.weight_sync, self.rollout.placement)
         require_turns(
             self.rollout,
@@ -276,11 +281,25 @@ class Recipe:
             top_k=rollout.top_k,
             temperature=rollout.temperature,
             max_staleness=self.schedule.max_staleness,
+            stored_share=self.stored_share,
         )
         if self.needs_task_advantage and self.rollout.samples_per_prompt < 2:
             raise ValueError(
                 "loss.task_reward_weight needs a baseline over several responses of a prompt, but "
                 "rollout.samples_per_prompt is 1: set it to 2 or more"
+            )
+
+    def _check_stored(self) -> None:
+        fraction, folders = self.schedule.on_policy_fraction, len(self.data.scored)
+        if (fraction is None) != (not folders):
+            raise ValueError(
+                f"schedule.on_policy_fraction is {'absent' if fraction is None else fraction}, and data.scored names "
+                f"{folders} folders: set both, or neither"
+            )
+        if fraction == 0 and self.schedule.max_staleness:
+            raise ValueError(
+                f"schedule.max_staleness is {self.schedule.max_staleness}, but with schedule.on_policy_fraction 0 "
+                "nothing is drawn beside the student's steps: set max_staleness: 0"
             )
 
     def _check_staleness(self) -> None:
@@ -322,6 +341,11 @@ class Recipe:
         if self.rollout.on_new_weights != "auto":
             return self.rollout.on_new_weights
         return "continue" if self.schedule.max_staleness else "finish"
+
+    @property
+    def stored_share(self) -> float:
+        """Share of the prompts whose responses are those of ``data.scored``."""
+        return 0.0 if self.schedule.on_policy_fraction is None else 1 - self.schedule.on_policy_fraction
 
     @property
     def loss_fields(self) -> tuple[str, ...]:

@@ -21,9 +21,10 @@ from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.images import ImageStore
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import CorruptAnswer, Scores
+from mopd.engines.interface import CorruptAnswer, Images, Scores
 from mopd.engines.replicas.interface import NoReplica, SampleFailed
 from mopd.engines.replicas.router import Router
+from mopd.orchestrator.score_cache import ScoreCache
 
 Answers = dict[int, Scores | FailedSample]
 """One teacher's answers by sample id."""
@@ -78,6 +79,9 @@ class TeacherWorker:
         self._top_k, self._temperature = top_k, temperature
         self._images = images
         self._keep_going = keep_going
+        self.cache: ScoreCache | None = None
+        """What teachers have said before. Absent until they have shown that they are the right ones: the checks before
+        a run ask the teachers themselves."""
 
     async def score(self, metas: Sequence[SampleMeta]) -> list[FailedSample]:
         """Score each sample with its domain's teachers, all teachers at the same time; return the samples that cannot
@@ -117,9 +121,25 @@ class TeacherWorker:
         fields = await self._plane.get(ids, ["tokens"] if store is None else ["tokens", "images"])
         if store is not None:
             images = [[store.prompt_image(ref) for ref in image_refs_from_tensor(own)] for own in fields["images"]]
+        tokens = fields["tokens"]
+        if self.cache is None:
+            return await self._answers(group, metas, tokens, images)
+        keys = self.cache.keys(group.name, metas, tokens, images)
+        found = await self.cache.find(keys, metas, tokens)
+        left = [i for i, own in enumerate(found) if own is None]
+        rest = None if images is None else [images[i] for i in left]
+        fresh = await self._answers(group, [metas[i] for i in left], [tokens[i] for i in left], rest) if left else {}
+        given = {keys[i]: own for i in left if isinstance(own := fresh[metas[i].sample_id], Scores)}
+        await self.cache.keep(given)
+        return {meta.sample_id: own for meta, own in zip(metas, found, strict=True) if own is not None} | fresh
+
+    async def _answers(
+        self, group: TeacherGroup, metas: Sequence[SampleMeta], tokens: Sequence[Tensor], images: Images
+    ) -> Answers:
+        """Have a teacher score the samples."""
         try:
             scores = await group.score(
-                fields["tokens"],
+                tokens,
                 [meta.prompt_length for meta in metas],
                 top_k=self._top_k,
                 temperature=self._temperature,

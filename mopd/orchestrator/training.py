@@ -26,6 +26,7 @@ from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.leading import Orchestrator, RunParts
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.preflight.checks import Preflight
+from mopd.orchestrator.score_cache import open_score_cache
 from mopd.orchestrator.student import StudentGroup
 from mopd.orchestrator.validation import append_record, is_due
 from mopd.orchestrator.workers import Workers
@@ -101,8 +102,10 @@ def train_task(orchestrator: Orchestrator, *, resume: bool, from_step: str | Non
             ledger = fresh_ledger(recipe) if start is None else await load_checkpoint(training, start)
             extend_wait_for_batch(ledger, parts.workers)
             parts.stop.check()
+            cache = await open_score_cache(recipe, parts.workers.routers, manifests)
             await parts.student.publish(ledger.step)
             await begin(training, loaded, manifests, is_fresh=is_fresh)
+            parts.workers.teachers.cache = cache
             await train(training, ledger, is_fresh=is_fresh, as_json=as_json)
 
         return orchestrator.with_workers(work, run.path)

@@ -78,7 +78,7 @@ class Workers:
         values: dict[str, float] = {}
         for router in self.routers.values():
             values |= group_metrics(router.take_numbers())
-        for source in (self.turns, self.rewards):
+        for source in (self.turns, self.rewards, self.teachers.cache):
             values |= {} if source is None else source.take_numbers()
         return values
 

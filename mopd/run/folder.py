@@ -37,6 +37,8 @@ CHANGEABLE_ON_RESUME = (
     "teachers.*.routing.*",
     "teacher_defaults.*",
     "on_failure",
+    "data.scores_cache",
+    "data.scores_cache_max_gib",
     "rollout.engine.*",
     "rollout.placement.*",
     "rollout.replicas",

@@ -1,0 +1,130 @@
+"""Teachers' scores kept on disk: what a teacher has said of some tokens, it need not be asked a second time.
+
+A record's key is a hash of all that decides the scores: the teacher's hashes (config, weights, tokenizer), engine,
+dtype and arguments of its engine that may change scores; the tokens, where the response begins, the images; top k and
+temperature. Scores of another teacher, or of tokens of another tokenizer, are therefore never found.
+Shapes: R response tokens of one sample, K = top-k.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mopd.base.files.reading import shown_path
+from mopd.base.files.records import Records
+from mopd.base.types import SampleMeta, UserError
+from mopd.config.schema import Recipe
+from mopd.conversion.hf.manifest import HASHES, Manifest
+from mopd.data_plane.ids import as_stored
+from mopd.engines.checks import check_scores
+from mopd.engines.interface import Images, Scores
+from mopd.engines.replicas.interface import info_of
+from mopd.engines.replicas.router import Router
+from mopd.run.manifests import engine_extras
+
+logger = logging.getLogger(__name__)
+FIELDS = ("ids", "logprobs", "token_logprobs")
+
+
+class ScoreCache:
+    """Scores of a recipe's teachers in one folder, which several runs may share at a time."""
+
+    def __init__(self, records: Records, identities: Mapping[str, str], *, top_k: int, temperature: float) -> None:
+        """``identities``: what decides the scores of each teacher, but for tokens, top k and temperature."""
+        self._records, self._identities = records, dict(identities)
+        self._top_k, self._temperature = top_k, temperature
+        self._num_asked = self._num_found = 0
+        self._is_full = False
+
+    def keys(self, teacher: str, metas: Sequence[SampleMeta], tokens: Sequence[Tensor], images: Images) -> list[bytes]:
+        """Return the keys of a teacher's scores of some samples."""
+        seen = [()] * len(tokens) if images is None else images
+        about = f"{self._identities[teacher]}\0{self._top_k}\0{self._temperature!r}\0"
+        keys = []
+        for meta, own, pictures in zip(metas, tokens, seen, strict=True):
+            shown = json.dumps([[picture.digest.hex(), *picture.grid] for picture in pictures])
+            content = own.to(torch.int64).contiguous().numpy().tobytes()
+            keys.append(hashlib.sha256(f"{about}{meta.prompt_length}\0{shown}\0".encode() + content).digest())
+        return keys
+
+    async def find(
+        self, keys: Sequence[bytes], metas: Sequence[SampleMeta], tokens: Sequence[Tensor]
+    ) -> list[Scores | None]:
+        """Return what is kept of each sample, ``None`` where that is nothing. ``UserError`` for a damaged record."""
+        rows = zip(keys, metas, tokens, strict=True)
+        found = await asyncio.to_thread(lambda: [self._read(key, own, meta.prompt_length) for key, meta, own in rows])
+        self._num_asked += len(found)
+        self._num_found += sum(scores is not None for scores in found)
+        return found
+
+    async def keep(self, scores: Mapping[bytes, Scores]) -> None:
+        """Keep a teacher's answers, as far as there is room. ``UserError`` where the system refuses to write."""
+
+        def write(key: bytes, own: Scores) -> bool:
+            tensors = as_stored([getattr(own, name) for name in FIELDS])
+            return self._records.append(key, {name: t.numpy() for name, t in zip(FIELDS, tensors, strict=True)})
+
+        kept = await asyncio.to_thread(lambda: [write(key, own) for key, own in scores.items()])
+        if not all(kept) and not self._is_full:
+            self._is_full = True
+            logger.warning(
+                "data.scores_cache: %s is as large as data.scores_cache_max_gib allows: further scores are not kept",
+                shown_path(self._records.folder),
+            )
+
+    def take_numbers(self) -> dict[str, float]:
+        """Return the share of samples since the last call whose scores were found, and the folder's size."""
+        values = {"scores_cache_bytes": float(self._records.num_bytes)}
+        if self._num_asked:
+            values["scores_found_share"] = self._num_found / self._num_asked
+        self._num_asked = self._num_found = 0
+        return values
+
+    def _read(self, key: bytes, tokens: Tensor, prompt_length: int) -> Scores | None:
+        arrays = self._records.get(key)
+        if arrays is None:
+            return None
+        try:
+            scores = Scores(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+            check_scores([scores], [tokens], [prompt_length], top_k=self._top_k, vocab_size=None)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"data.scores_cache: a record of {shown_path(self._records.folder)} holds no scores ({error}): "
+                "name another folder"
+            ) from error
+        return scores
+
+
+async def open_score_cache(
+    recipe: Recipe, routers: Mapping[str, Router], manifests: Mapping[str, Manifest]
+) -> ScoreCache | None:
+    """Open the folder of ``data.scores_cache``; ``None`` without one. ``routers`` and ``manifests`` are those of each
+    ``teachers.NAME``.
+
+    Raises:
+        UserError: the folder holds something else, or it cannot be told whose a teacher's scores are.
+    """
+    if recipe.data.scores_cache is None:
+        return None
+    extras, identities = engine_extras(recipe), {}
+    for name in recipe.teachers:
+        key = f"teachers.{name}"
+        if not manifests[key].weights_sha256:
+            raise UserError(
+                f"data.scores_cache is set, but {key}.model {manifests[key].path!r} holds no weights, so that nothing "
+                "tells whose scores are kept: copy them there, or remove scores_cache"
+            )
+        info = await info_of(routers[key].replicas[0])
+        hashes = [getattr(manifests[key], which) for which in HASHES]
+        identities[name] = json.dumps([*hashes, info.kind, info.dtype, extras.get(key)], sort_keys=True)
+    max_bytes = round(recipe.data.scores_cache_max_gib * 2**30)
+    about = {"content": "teacher scores"}
+    records = await asyncio.to_thread(Records, recipe.data.scores_cache, about, max_bytes=max_bytes)
+    return ScoreCache(records, identities, top_k=recipe.loss.top_k, temperature=recipe.loss.temperature)
