@@ -38,8 +38,10 @@ from mopd.losses.chunked import functions as chunked
 from mopd.losses.chunked.diagnostics import LARGEST_EXACT_ID, entropy_and_overlap
 from mopd.losses.sampled import (
     Surrogate,
+    TaskTerm,
     check_correction,
     check_estimator,
+    check_task,
     correction_weight,
     kl_baseline,
     policy_gradient,
@@ -81,6 +83,10 @@ def parallel_topk_distill(
     loss_soft_cap: float | None = None,
     teacher_weights: Tensor | None = None,
     target: Tensor | None = None,
+    task_advantage: Tensor | None = None,
+    task_reward_weight: float = 0.0,
+    rollout_logprobs: Tensor | None = None,
+    correction: tuple[str, float, float] | None = None,
     with_entropy: bool = False,
     reduce_loss: bool = False,
     **shared: Unpack[Shared],
@@ -103,13 +109,17 @@ def parallel_topk_distill(
         loss_soft_cap: per teacher, c (1 + log(loss / c)) above c, gradient times c / loss.
         teacher_weights: fp32 ``[rows, D]``, required for D > 1; a teacher of weight 0 is ignored on that row.
         target: int64 ``[rows]``, the sampled token; adds its log-prob to the metrics at no extra pass.
+        task_advantage: fp32 ``[rows]``; needed, with ``target``, if ``task_reward_weight`` is not 0: the policy
+            gradient of weight x advantage joins each row's loss after caps, in the same pass.
+        rollout_logprobs: fp32 ``[rows]``, the sampler's log-probs of ``target``; needed by ``correction``.
+        correction: ``("tis" | "icepop" | "gate", low, high)`` of that term, see ``mopd.losses.sampled``.
         with_entropy: adds the student's entropy to the metrics; no extra pass in the Triton layer.
 
     Returns:
         loss ``[rows]`` (or the sum) and metrics ``[rows]``: ``unweighted_loss``; ``teacher_mass`` and ``student_mass``
         on S; ``clamped`` 1 where a clamp or cap takes effect; ``clamped_entries``, the share of S whose student
         log-prob is at the floor; ``tail_floored`` 1 where a tail is below 1e-6; ``student_logprobs`` with ``target``;
-        ``entropy`` in nats.
+        ``task_loss`` and ``correction_weight`` with ``task_advantage``; ``entropy`` in nats.
     """
     call = _open_call(inp, **shared)
     checks.check_choice(loss, tail, beta)
@@ -117,14 +127,20 @@ def parallel_topk_distill(
     checks.check_teacher(call.rows, teacher_ids, teacher_logprobs, teacher_weights, call.shard.vocab_size)
     kind = TopKLoss(loss, tail, beta, logprob_min_clamp, loss_max_clamp, loss_soft_cap)
     given = (teacher_ids, teacher_logprobs, teacher_weights, target)
+    check_task(task_advantage is not None, task_reward_weight, target is not None)
+    check_correction(correction, rollout=rollout_logprobs is not None)
+    task = None
+    if task_advantage is not None:
+        advantage = call.only_active(task_reward_weight * call.number("task_advantage", task_advantage))
+        task = TaskTerm(advantage, _rollout_rows(call, rollout_logprobs), correction)
     per_row = teacher_ids.shape[len(call.rows) :]
     if call.on_triton(per_row.numel(), per_row[:-1].numel()):
         from mopd.losses.triton import functions as triton
 
-        row_loss, metrics = triton.topk_rows(inp, call, kind, triton.teacher_lists(call, *given), with_entropy)
+        row_loss, metrics = triton.topk_rows(inp, call, kind, triton.teacher_lists(call, *given), task, with_entropy)
     else:
         layer = reference if call.layer == "reference" else chunked
-        row_loss, metrics = layer.topk_rows(inp, call, kind, teacher_rows(call, *given), with_entropy)
+        row_loss, metrics = layer.topk_rows(inp, call, kind, teacher_rows(call, *given), task, with_entropy)
     return call.finish(row_loss, metrics, reduce_loss)
 
 
@@ -250,9 +266,7 @@ def parallel_policy_gradient(
     """
     if baseline is not None and topk_ids is not None:
         raise ValueError("baseline and topk_ids are both given: each is a baseline, pass one")
-    if (task_advantage is None) != (task_reward_weight == 0):
-        given = "is missing" if task_advantage is None else "is given"
-        raise ValueError(f"task_advantage {given} and task_reward_weight is {task_reward_weight}: set both or neither")
+    check_task(task_advantage is not None, task_reward_weight, True)
     surrogate = Surrogate(clip_ratio_low, clip_ratio_high, dual_clip, correction)
     surrogate.check(old=old_logprobs is not None, rollout=rollout_logprobs is not None)
     call = _open_call(inp, **shared)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mopd.losses.call import LossCall
+from mopd.losses.sampled import TASK_METRICS, TaskTerm
 from mopd.losses.topk import TeacherRows, TopKLoss, group_ids, solve
 
 TAIL_FLOOR = 1e-6
@@ -23,11 +24,19 @@ Tails = tuple[Tensor, Tensor]
 
 
 def topk_rows(
-    inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherRows, with_entropy: bool
+    inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherRows, task: TaskTerm | None, with_entropy: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return weighted losses [T] and metrics [T]; the metrics come from the closed forms on this layer's log-probs."""
     log_p = scaled_logits(inp, call).log_softmax(1)
-    loss = topk_loss(log_p, kind, teacher)
+    loss, extra = topk_loss(log_p, kind, teacher), {}
+    if teacher.target_T is not None:
+        known = (teacher.target_T >= 0) & (teacher.target_T < call.shard.vocab_size)
+        own = log_p.gather(1, torch.where(known, teacher.target_T, 0).unsqueeze(1)).squeeze(1)
+        extra["student_logprobs"] = torch.where(known, own.detach(), -torch.inf)
+        if task is not None:
+            pull, weight = task.pull(extra["student_logprobs"])
+            loss = loss + pull * (1 + own - own.detach())
+            extra |= dict(zip(TASK_METRICS, (pull, weight), strict=True))
     with torch.no_grad():
         valid = teacher.valid_TDK.flatten(1)
         ids = torch.where(valid, teacher.ids_TDK.flatten(1), 0)
@@ -36,11 +45,7 @@ def topk_rows(
         rest = 1 - torch.where(groups.first_TN, logprobs.exp(), 0).sum(1)
         rest = torch.where(log_p[:, 0].isnan(), torch.nan, rest)
         metrics = solve(kind, teacher, logprobs, rest.clamp_min(1e-30).log(), groups).metrics
-        metrics["unweighted_loss"] = loss.detach()
-        if teacher.target_T is not None:
-            known = (teacher.target_T >= 0) & (teacher.target_T < call.shard.vocab_size)
-            target = torch.where(known, teacher.target_T, 0).unsqueeze(1)
-            metrics["student_logprobs"] = torch.where(known, log_p.gather(1, target).squeeze(1), -torch.inf)
+        metrics |= {"unweighted_loss": loss.detach(), **extra}
         if with_entropy:
             metrics["entropy"] = -torch.where(log_p == -torch.inf, 0, log_p.exp() * log_p).sum(1)
     return call.weighted(loss), call.masked(metrics)

@@ -24,6 +24,9 @@ other rounding, or weights of some steps ago. It is detached:
     gate    x inside [low, high], else 0       x = sg(p_y) / p_rollout   MiMo's gate; carries the ratio itself: rho = 1
 
 The estimators have no p_old: sg(p_y) takes its place. ``kept_sequences`` decides over whole responses.
+
+A top-k loss takes a task advantage too (``TaskTerm``), with p_old = sg(p_y): -w A in value and as the gradient at
+log p_y, one more coefficient on the row.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ from mopd.losses.topk import TeacherRows
 
 ESTIMATORS = ("k2", "k3", "k3_reverse")
 CORRECTIONS = ("tis", "icepop", "gate")
+TASK_METRICS = ("task_loss", "correction_weight")
+"""What a top-k loss with a ``TaskTerm`` reports beside the divergence's metrics."""
 SMALLEST_TAIL = 1e-6
 """Least mass that a baseline takes a teacher's tail for."""
 LARGEST_EXPONENT = 80.0
@@ -98,6 +103,15 @@ def check_correction(correction: tuple[str, float, float] | None, *, rollout: bo
         raise ValueError(f"correction {kind!r} needs rollout_logprobs: pass them")
 
 
+def check_task(has_advantage: bool, weight: float, has_target: bool) -> None:
+    """Raise ValueError for an advantage without a weight or a sampled token, or a weight without an advantage."""
+    if has_advantage != (weight != 0):
+        given = "is given" if has_advantage else "is missing"
+        raise ValueError(f"task_advantage {given} and task_reward_weight is {weight}: set both or neither")
+    if has_advantage and not has_target:
+        raise ValueError("task_advantage is given without target, the sampled tokens: pass both")
+
+
 def correction_weight(
     correction: tuple[str, float, float] | None, current_T: Tensor, old_T: Tensor, rollout_T: Tensor | None
 ) -> Tensor:
@@ -109,6 +123,33 @@ def correction_weight(
     if kind == "tis":
         return x.clamp_max(high)
     return torch.where((x < low) | (x > high), 0, x)
+
+
+@dataclass(frozen=True)
+class TaskTerm:
+    """Policy gradient of a task advantage, which joins a top-k loss of the same rows."""
+
+    advantage_T: Tensor
+    """A, times its weight in the loss."""
+    rollout_T: Tensor | None
+    """The sampler's log-probs; needed by a correction."""
+    correction: tuple[str, float, float] | None
+
+    @property
+    def for_kernel(self) -> tuple[Tensor, Tensor | None, float, float, float]:
+        """Advantage and rollout log-probs; bounds of the ratio, and the weight beyond the upper one; 0 below."""
+        if self.correction is None:
+            return self.advantage_T.contiguous(), None, 0.0, math.inf, 0.0
+        assert self.rollout_T is not None
+        kind, low, high = self.correction
+        bounds = (0.0, high, high) if kind == "tis" else (low, high, 0.0)
+        return self.advantage_T.contiguous(), self.rollout_T.contiguous(), *bounds
+
+    def pull(self, logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return -w A [T], the term's value and its gradient at log p_y, NaN where that is not finite; and w [T]."""
+        current = logprobs_T.detach()
+        weight = correction_weight(self.correction, current, current, self.rollout_T)
+        return torch.where(current.isfinite(), -weight * self.advantage_T, torch.nan), weight
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ Shape legend: T rows, D teachers, K ids of a teacher, N = D * K.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,12 @@ class TeacherRows:
     broken_TD: Tensor
     """Whether the list holds NaN or +inf and counts, so that the row has no loss."""
     target_T: Tensor | None
+
+    @property
+    def is_target_TN(self) -> Tensor:
+        """Marks the entries of S that are the sampled token."""
+        assert self.target_T is not None
+        return self.valid_TDK.flatten(1) & (self.ids_TDK.flatten(1) == self.target_T.unsqueeze(1))
 
 
 def teacher_rows(
@@ -172,6 +178,36 @@ def solve(kind: TopKLoss, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T:
     loss = torch.where(weights != 0, weights * value, 0).sum(1)
     loss = torch.where(undefined_T, torch.nan, loss)
     return Solution(loss, entry, -total.sum(1), far_T, _metrics(teacher, o, terms, capped, loss))
+
+
+def add_pull(
+    solution: Solution,
+    pull_T: Tensor,
+    teacher: TeacherRows,
+    logprobs_TN: Tensor,
+    target_logprobs_T: Tensor,
+    log_tail_T: Tensor,
+) -> Solution:
+    """Return the solution with a loss more: ``pull_T`` in value and as the gradient at log p_y. Its entries [T, N + 1]
+    end with the sampled token's own, equal to the teachers' where they list it."""
+    hit, pull = teacher.is_target_TN, pull_T.unsqueeze(1)
+    entry = solution.entry_TN + pull * (
+        hit.to(pull.dtype) - torch.where(teacher.valid_TDK.flatten(1), logprobs_TN.exp(), 0)
+    )
+    dense = solution.dense_T - pull_T
+    alone = dense * target_logprobs_T.exp() + pull_T
+    if solution.far_T is not None:
+        alone = alone + solution.far_T * _share(target_logprobs_T, log_tail_T)
+    listed = entry.gather(1, hit.to(torch.uint8).argmax(1, keepdim=True)).squeeze(1)
+    own = torch.where(hit.any(1), listed, alone)
+    metrics = {**solution.metrics, "unweighted_loss": solution.loss_T + pull_T}
+    return replace(
+        solution,
+        loss_T=solution.loss_T + pull_T,
+        entry_TN=torch.cat([entry, own.unsqueeze(1)], 1),
+        dense_T=dense,
+        metrics=metrics,
+    )
 
 
 def _log_tails(log_tail_T: Tensor, first_logprobs_TN: Tensor, surplus_TND: Tensor) -> Tensor:

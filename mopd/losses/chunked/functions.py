@@ -17,46 +17,55 @@ from torch.autograd.function import once_differentiable
 from mopd.losses.call import LossCall, VocabShard
 from mopd.losses.chunked.diagnostics import entropy_rows
 from mopd.losses.chunked.passes import FarTail, Selection, collect, write_gradient
-from mopd.losses.topk import METRICS, IdGroups, TeacherRows, TopKLoss, group_ids, solve
+from mopd.losses.sampled import TASK_METRICS, TaskTerm
+from mopd.losses.topk import METRICS, IdGroups, TeacherRows, TopKLoss, add_pull, group_ids, solve
 
 
 def topk_rows(
-    inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherRows, with_entropy: bool
+    inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherRows, task: TaskTerm | None, with_entropy: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return weighted losses [T] and metrics [T]; the entropy costs a pass of its own."""
-    loss, *values = TopKDistill.apply(inp, call, kind, teacher)
-    metrics = dict(zip(METRICS, values[: len(METRICS)], strict=True))
-    if teacher.target_T is not None:
-        metrics["student_logprobs"] = values[-1]
+    loss, *values = TopKDistill.apply(inp, call, kind, teacher, task)
+    names = [*METRICS, *(["student_logprobs"] if teacher.target_T is not None else []), *(TASK_METRICS if task else [])]
+    metrics = dict(zip(names, values, strict=True))
     if with_entropy:
         metrics["entropy"] = entropy_rows(inp.detach(), call)
     return loss, metrics
 
 
 class TopKDistill(torch.autograd.Function):
-    """``apply(inp, call, kind, teacher)`` -> loss rows, then the metrics."""
+    """``apply(inp, call, kind, teacher, task)`` -> loss rows, then the metrics."""
 
     @staticmethod
-    def forward(ctx: Any, inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherRows) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherRows, task: TaskTerm | None
+    ) -> tuple[Tensor, ...]:
         valid_TN = teacher.valid_TDK.flatten(1)
         groups = group_ids(teacher.ids_TDK.flatten(1), valid_TN, teacher.ids_TDK.size(1))
         selection = _select(teacher, groups.first_TN, call.shard)
         stats, local_T = collect(inp, selection, call)
         n = valid_TN.size(1)
         solution = solve(kind, teacher, stats.logprobs_TN[:, :n], stats.log_tail_T, groups)
-        metrics = [solution.metrics[name] for name in METRICS]
+        written, extra = valid_TN, []
         if teacher.target_T is not None:
             known = (teacher.target_T >= 0) & (teacher.target_T < call.shard.vocab_size)
-            metrics.append(torch.where(known, stats.logprobs_TN[:, n], -torch.inf))
+            extra.append(torch.where(known, stats.logprobs_TN[:, n], -torch.inf))
+        if task is not None:
+            pull_T, weight_T = task.pull(extra[0])
+            extra += [pull_T, weight_T]
+            solution = add_pull(solution, pull_T, teacher, stats.logprobs_TN[:, :n], extra[0], stats.log_tail_T)
+            known = known if call.active_T is None else known & call.active_T
+            written, n = torch.cat([valid_TN, known.unsqueeze(1)], 1), n + 1
+        metrics = [solution.metrics[name] for name in METRICS] + extra
         loss = solution.loss_T.clone() if call.weight_T is None else solution.loss_T * call.weight_T
         loss, *metrics = (call.only_active(x) for x in (loss, *metrics))
         factor = torch.ones_like(loss) if call.weight_T is None else call.weight_T
         dense = None
         # Renormalised and unclamped, the gradient outside S is exactly 0: backward then needs no softmax.
-        if kind.tail != "renormalize" or kind.logprob_min_clamp is not None:
+        if kind.tail != "renormalize" or kind.logprob_min_clamp is not None or task is not None:
             dense = solution.dense_T * local_T
         far_lse = None if solution.far_T is None else stats.tail_lse_T
-        column, owned = selection.column_TN[:, :n], selection.owned_TN[:, :n] & valid_TN
+        column, owned = selection.column_TN[:, :n], selection.owned_TN[:, :n] & written
         ctx.save_for_backward(inp, solution.entry_TN, dense, column, owned, factor, solution.far_T, far_lse)
         ctx.call, ctx.spent = call, False
         ctx.mark_non_differentiable(*metrics)
@@ -78,7 +87,7 @@ class TopKDistill(torch.autograd.Function):
             dense_T=None if dense is None else call.only_active(dense * upstream),
             far=None if far is None else FarTail(call.only_active(far * upstream), far_lse),
         )
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 def _select(teacher: TeacherRows, first: Tensor, shard: VocabShard) -> Selection:

@@ -34,7 +34,8 @@ CLAMPED: tl.constexpr = tl.constexpr(3)
 CLAMPED_ENTRIES: tl.constexpr = tl.constexpr(4)
 TAIL_FLOORED: tl.constexpr = tl.constexpr(5)
 TARGET: tl.constexpr = tl.constexpr(6)
-"""Rows of the metrics tensor, in the order of ``topk.METRICS``; the target's log-prob if asked for, then entropy."""
+"""Rows of the metrics tensor, in the order of ``topk.METRICS``; if asked for, the target's log-prob, ``TASK_METRICS``,
+entropy."""
 NO_CAP: tl.constexpr = tl.constexpr(0)
 HARD: tl.constexpr = tl.constexpr(1)
 SOFT: tl.constexpr = tl.constexpr(2)
@@ -215,20 +216,22 @@ def _put_metrics(metrics, num_rows, active, loss, mass_q, mass_p, teacher_weight
 
 
 @triton.jit
-def _put_extras(
-    metrics, num_rows, row, active, pay, pay_begin, parts, target_ptr, shift, total, p, logp, first,
-    scale, inv_tau, vocab_size, N: tl.constexpr, PARTS_PAD: tl.constexpr, ENTROPY: tl.constexpr,
-):  # fmt: skip
-    """Store the optional metrics: the target's log-prob (-inf outside the vocabulary), and the entropy."""
-    if target_ptr is not None:
-        target = tl.load(target_ptr + row)
-        logprob = (tl.load(pay + pay_begin + N) - shift) * inv_tau - tl.log(total)
-        logprob = tl.where((target >= 0) & (target < vocab_size), logprob, MINUS_INFINITY)
-        tl.store(metrics + TARGET * num_rows, tl.where(active, logprob, 0.0))
-    if ENTROPY:
-        entropy = _entropy(pay, parts, shift, total, p, logp, first, scale, inv_tau, PARTS_PAD)
-        entropy = tl.where(total > 0, entropy, NAN)
-        tl.store(metrics + (TARGET + (0 if target_ptr is None else 1)) * num_rows, tl.where(active, entropy, 0.0))
+def _target(target_ptr, logit_ptr, shift, log_total, inv_tau, vocab_size):
+    """Return the sampled token, its logit and its log-prob, -inf outside the vocabulary."""
+    target, logit = tl.load(target_ptr), tl.load(logit_ptr)
+    known = (target >= 0) & (target < vocab_size)
+    return target, logit, tl.where(known, (logit - shift) * inv_tau - log_total, MINUS_INFINITY)
+
+
+@triton.jit
+def _task_pull(advantage_ptr, rollout_ptr, row, logprob, least, most, beyond):
+    """Return the policy gradient's loss and gradient at the target's log-prob, and the weight of its correction."""
+    weight = tl.full([], 1.0, tl.float32)
+    if rollout_ptr is not None:
+        ratio = tl.exp(logprob - tl.load(rollout_ptr + row))
+        weight = tl.where(ratio < least, 0.0, tl.where(ratio > most, beyond, ratio))
+    pull = -weight * tl.load(advantage_ptr + row)
+    return tl.where((logprob > MINUS_INFINITY) & (logprob < INFINITY), pull, NAN), weight
 
 
 @triton.jit
@@ -253,7 +256,7 @@ def _weights_of_teachers(ptr, row, D: tl.constexpr, D_PAD: tl.constexpr):
 @triton.jit
 def loss_kernel(
     pay_ptr, ids_ptr, order_ptr, logq_ptr, teacher_weight_ptr, weight_ptr, target_ptr,
-    loss_ptr, metrics_ptr, entry_ptr, row_data_ptr, runs_ptr,
+    advantage_ptr, rollout_ptr, least, most, beyond, loss_ptr, metrics_ptr, entry_ptr, row_data_ptr, runs_ptr,
     num_rows, vocab_size, parts, pay_width, pay_begin, scale, inv_tau, min_clamp, clamp_floor, limit,
     beta, rest, log_beta, log_rest,
     N: tl.constexpr, K: tl.constexpr, N_PAD: tl.constexpr, D_PAD: tl.constexpr, PARTS_PAD: tl.constexpr,
@@ -263,7 +266,8 @@ def loss_kernel(
     [T].
 
     Gradients carry the row's weight and 1 / temperature. ``row_data`` is what the dense kernel takes: the factor of
-    ``exp2((z - shift) * scale)``, and the shift. All fp32. Grid: T.
+    ``exp2((z - shift) * scale)``, and the shift; with an advantage a third row, the gradient at a target that no
+    teacher lists. All fp32. Grid: T.
     """
     row = tl.program_id(0)
     row64 = row.to(tl.int64)
@@ -300,7 +304,16 @@ def loss_kernel(
     total = tl.where(teacher_weight != 0, factor * total, 0.0)
     loss = tl.where(undefined, NAN, tl.sum(tl.where(teacher_weight != 0, teacher_weight * value, 0.0), 0))
     entry = at_ids * spread(factor, member) + p * tl.sum(surplus * total[:, None], 0)
-    dense, dense_shift = -tl.sum(total, 0) * (weight * inv_tau) / total_exp, shift
+    pull, corrected, target_logprob = 0.0, 1.0, NAN
+    if target_ptr is not None:
+        target, target_logit, target_logprob = _target(
+            target_ptr + row, pay + pay_begin + N, shift, log_total, inv_tau, vocab_size
+        )
+        if advantage_ptr is not None:
+            pull, corrected = _task_pull(advantage_ptr, rollout_ptr, row, target_logprob, least, most, beyond)
+            loss += pull
+            entry += tl.where(first, pull * ((ids == target).to(tl.float32) - p), 0.0)
+    dense, dense_shift = -(tl.sum(total, 0) + pull) * (weight * inv_tau) / total_exp, shift
     if LOSS == FORWARD and TAIL == BUCKET:
         entry, dense, dense_shift = _pull_of_far_tails(
             factor * tail_q * mass_p, entry, dense, shift, far, top, high, rest_mass, selected, surplus, scale,
@@ -310,10 +323,19 @@ def loss_kernel(
     tl.store(entry_ptr + row64 * N + number, tl.where(valid, entry * (weight * inv_tau), 0.0), mask=number < N)
     tl.store(row_data_ptr + row, tl.where(active, dense, 0.0))
     tl.store(row_data_ptr + num_rows + row, tl.where(active, dense_shift, 0.0))
+    if advantage_ptr is not None:
+        alone = dense * tl.exp2((target_logit - dense_shift) * scale) + pull * (weight * inv_tau)
+        tl.store(row_data_ptr + 2 * num_rows + row, tl.where(active, alone, 0.0))
     tl.store(runs_ptr + row, run)
     metrics_ptr += row
     _put_metrics(metrics_ptr, num_rows, active, loss, mass_q, mass_p, teacher_weight, held, over, floored, valid)
-    _put_extras(
-        metrics_ptr, num_rows, row, active, pay, pay_begin, parts, target_ptr, shift, total_exp, p, logp, first,
-        scale, inv_tau, vocab_size, N, PARTS_PAD, ENTROPY,
-    )  # fmt: skip
+    extras: tl.constexpr = TARGET + (0 if target_ptr is None else 1) + (0 if advantage_ptr is None else 2)
+    if target_ptr is not None:
+        tl.store(metrics_ptr + TARGET * num_rows, tl.where(active, target_logprob, 0.0))
+    if advantage_ptr is not None:
+        tl.store(metrics_ptr + (extras - 2) * num_rows, tl.where(active, pull, 0.0))
+        tl.store(metrics_ptr + (extras - 1) * num_rows, tl.where(active, corrected, 0.0))
+    if ENTROPY:
+        entropy = _entropy(pay, parts, shift, total_exp, p, logp, first, scale, inv_tau, PARTS_PAD)
+        entropy = tl.where(total_exp > 0, entropy, NAN)
+        tl.store(metrics_ptr + extras * num_rows, tl.where(active, entropy, 0.0))

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from mopd.losses import divergences
 from mopd.losses.call import LossCall, VocabShard
+from mopd.losses.sampled import TASK_METRICS, TaskTerm
 from mopd.losses.topk import METRICS, TopKLoss, teacher_rows
 from mopd.losses.triton import coefficients, formulas, table
 from mopd.losses.triton.ids import fixup_kernel, gather_gradient_kernel, logprobs_kernel, select_kernel
@@ -61,31 +62,40 @@ def teacher_lists(
 
 
 def topk_rows(
-    inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherLists, with_entropy: bool
+    inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherLists, task: TaskTerm | None, with_entropy: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return weighted losses [T] and metrics [T]."""
-    loss, values = TritonTopK.apply(inp, call, kind, teacher, with_entropy)
-    names = [*METRICS] + ["student_logprobs"] * (teacher.target_T is not None) + ["entropy"] * with_entropy
+    loss, values = TritonTopK.apply(inp, call, kind, teacher, task, with_entropy)
+    extra = ["student_logprobs"] * (teacher.target_T is not None) + [*TASK_METRICS] * (task is not None)
+    names = [*METRICS, *extra] + ["entropy"] * with_entropy
     return loss, dict(zip(names, values.unbind(0), strict=True))
 
 
 class TritonTopK(torch.autograd.Function):
-    """``apply(inp, call, kind, teacher, with_entropy)`` -> loss [T], metrics [M, T]."""
+    """``apply(inp, call, kind, teacher, task, with_entropy)`` -> loss [T], metrics [M, T]."""
 
     @staticmethod
     def forward(
-        ctx: Any, inp: Tensor, call: LossCall, kind: TopKLoss, teacher: TeacherLists, with_entropy: bool
+        ctx: Any,
+        inp: Tensor,
+        call: LossCall,
+        kind: TopKLoss,
+        teacher: TeacherLists,
+        task: TaskTerm | None,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         rows, n = teacher.ids_TN.shape
         new = inp.new_empty
         with on_device(inp):
             gathered = collect(inp, call, teacher, with_entropy)
             loss = new(rows, dtype=torch.float32)
-            metrics = new(len(METRICS) + (teacher.target_T is not None) + with_entropy, rows, dtype=torch.float32)
-            entry, row_data = new(rows, n, dtype=torch.float32), new(2, rows, dtype=torch.float32)
+            extra = (teacher.target_T is not None) + len(TASK_METRICS) * (task is not None) + with_entropy
+            metrics = new(len(METRICS) + extra, rows, dtype=torch.float32)
+            entry, row_data = new(rows, n, dtype=torch.float32), new(2 + (task is not None), rows, dtype=torch.float32)
             runs = new(rows, dtype=torch.int32)
-            _solve(call, kind, teacher, with_entropy, gathered, (loss, metrics, entry, row_data, runs))
-        ctx.save_for_backward(inp, gathered.sorted_ids, entry, row_data, runs)
+            _solve(call, kind, teacher, task, with_entropy, gathered, (loss, metrics, entry, row_data, runs))
+        target = None if task is None else teacher.target_T
+        ctx.save_for_backward(inp, gathered.sorted_ids, entry, row_data, runs, target)
         ctx.call, ctx.spent = call, False
         ctx.mark_non_differentiable(metrics)
         ctx.set_materialize_grads(False)
@@ -95,16 +105,17 @@ class TritonTopK(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
-            return (None,) * 5
+            return (None,) * 6
         ctx.call.refuse_second_backward(ctx)
-        inp, sorted_ids, entry, row_data, runs = ctx.saved_tensors
-        return (_gradient(ctx.call, inp, sorted_ids, entry, row_data, runs, grad_loss), *[None] * 4)
+        inp, *saved, target = ctx.saved_tensors
+        return (_gradient(ctx.call, inp, *saved, grad_loss, target), *[None] * 5)
 
 
 def _solve(
     call: LossCall,
     kind: TopKLoss,
     teacher: TeacherLists,
+    task: TaskTerm | None,
     entropy: bool,
     gathered: Gathered,
     out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
@@ -122,11 +133,13 @@ def _solve(
         limit, cap = hard, coefficients.HARD.value
     elif soft is not None:
         limit, cap = soft, coefficients.SOFT.value
+    advantage, rollout, low, high, above = (None, None, 0.0, math.inf, 0.0) if task is None else task.for_kernel
     temperature = call.temperature
     padded, teachers = power_of_two(n), power_of_two(n // teacher.k)
     coefficients.loss_kernel[(rows,)](
         gathered.pay, gathered.sorted_ids, gathered.order, teacher.logprobs_TN, teacher.weights_TD, call.weight_T,
-        teacher.target_T, *out, rows, call.shard.vocab_size, gathered.parts, gathered.pay.size(1), gathered.begin,
+        teacher.target_T, advantage, rollout, low, high, above, *out,
+        rows, call.shard.vocab_size, gathered.parts, gathered.pay.size(1), gathered.begin,
         scale_of(temperature), 1.0 / temperature,
         0.0 if clamp is None else clamp, 1.0 if clamp is None else math.exp(clamp), limit,
         beta, 1.0 - beta, math.log(beta) if mixes else 0.0, math.log1p(-beta) if mixes else 0.0,
@@ -190,12 +203,13 @@ def _gradient(
     row_data: Tensor,
     runs_T: Tensor,
     grad_T: Tensor | None,
+    target_T: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of every row: the dense part, then the entries of the ids over it.
+    """Return the gradient of every row: the dense part, then the entries of the ids over it, and of ``target_T``.
 
-    ``entry_TN``, ``row_data`` [2, T] and ``runs_T`` are as ``loss_kernel`` makes them; ``grad_T`` fp32 of any stride
-    multiplies each row, None stands for 1. Written over the logits if asked to; autograd is then told that they
-    changed.
+    ``entry_TN``, ``row_data`` [2, T] (3 with ``target_T``) and ``runs_T`` are as ``loss_kernel`` makes them; ``grad_T``
+    fp32 of any stride multiplies each row, None stands for 1. Written over the logits if asked to; autograd is then
+    told that they changed.
     """
     out = inp if call.overwrite_input else torch.empty_like(inp)
     rows, n = entry_TN.shape
@@ -205,7 +219,8 @@ def _gradient(
             dense(logits_of(inp, call), out, row_data, grad_T, entry_for(inp, shard, rows).dense)
             padded = power_of_two(n)
             fixup_kernel[(rows,)](
-                o.base(out), sorted_ids, entry_TN, runs_T, grad_T, 0 if grad_T is None else grad_T.stride(0),
+                o.base(out), sorted_ids, entry_TN, runs_T, target_T, None if target_T is None else row_data[2],
+                grad_T, 0 if grad_T is None else grad_T.stride(0),
                 *o.address, shard.start, shard.num_columns,
                 N=n, N_PAD=padded, UNIT=o.unit, num_warps=small_warps(padded),
             )  # fmt: skip

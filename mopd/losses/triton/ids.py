@@ -228,13 +228,14 @@ def joined(pay, selected, first, parts, scale, PARTS_PAD: tl.constexpr):
 
 @triton.jit
 def fixup_kernel(
-    out_ptr, sorted_ptr, entry_ptr, runs_ptr, grad_ptr, grad_stride,
+    out_ptr, sorted_ptr, entry_ptr, runs_ptr, target_ptr, target_entry_ptr, grad_ptr, grad_stride,
     inner, stride_a, stride_b, stride_v, shift, start, num_columns,
     N: tl.constexpr, N_PAD: tl.constexpr, UNIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradient at this rank's ids: the entries of equal ids summed in order, times ``grad``. Grid: T.
 
     Never reads ``out``: the entries are rounded once. ``runs`` is the length of the row's longest run of equal ids.
+    ``target_entry`` [T] is written at ``target`` where no id is equal to it.
     """
     row = tl.program_id(0)
     row64 = row.to(tl.int64)
@@ -256,6 +257,14 @@ def fixup_kernel(
         value = tl.where(value == 0, 0.0, value * tl.load(grad_ptr + row64 * grad_stride))
     out = row_of(out_ptr, row, inner, stride_a, stride_b, shift)
     tl.store(out + at(column, stride_v, UNIT), value.to(out_ptr.dtype.element_ty), mask=write)
+    if target_ptr is not None:
+        target = tl.load(target_ptr + row)
+        column = target - start
+        alone = (column >= 0) & (column < num_columns) & (tl.max((ids == target).to(tl.int32), 0) == 0)
+        value = tl.load(target_entry_ptr + row)
+        if grad_ptr is not None:
+            value = tl.where(value == 0, 0.0, value * tl.load(grad_ptr + row64 * grad_stride))
+        tl.store(out + at(column, stride_v, UNIT), value.to(out_ptr.dtype.element_ty), mask=alone)
 
 
 @triton.jit

@@ -86,6 +86,71 @@ def test_three_teachers_with_everything(
     assert torch.count_nonzero(got[:, VOCAB:]) == 0
 
 
+CORRECTIONS = {"none": None, "tis": ("tis", 0.5, 1.2), "icepop": ("icepop", 0.5, 1.5), "gate": ("gate", 0.9, 1.5)}
+
+
+@in_every_layer
+@pytest.mark.parametrize("teachers", [1, 2])
+@pytest.mark.parametrize(
+    ("loss", "tail", "correction"),
+    [
+        ("forward_kl", "bucket", "none"),
+        ("forward_kl", "bucket", "icepop"),
+        ("reverse_kl", "generalized", "tis"),
+        ("reverse_kl", "renormalize", "gate"),
+        ("jsd", "none", "icepop"),
+    ],
+)
+def test_a_task_advantage_joins_the_divergence(
+    loss: str, tail: str, correction: str, teachers: int, backend: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Of sampled tokens that all teachers list, one, or none; a row of weight 0 whose numbers are none; rows whose tail
+    fp32 cannot tell from 0; a target in the padding has no loss."""
+    z, others = students_and_teachers(7, teachers)
+    ids, logq = teacher_topk(others, 5)
+    target = torch.stack(
+        [ids[0, 0, 0], ids[1, -1, 4], z[2].argmin(), z[3].argmin(), ids[4, 0, 0], ids[5, 0, 0], ids[6, 0, 0]]
+    )
+    target[5] = z[5].scatter(0, ids[5].flatten(), -99.0).argmax()  # most of the tail
+    assert not (ids[[2, 3, 5]] == target[[2, 3, 5], None, None]).any()
+    z[5].scatter_add_(0, ids[5].flatten(), torch.full((ids[5].numel(),), 100.0 if tail == "bucket" else 5.0))
+    weights = torch.linspace(0.3, 1.5, 7 * teachers).view(7, teachers)
+    upstream = torch.tensor([0.5, 2.0, 1.0, 1.0, 0.0, 1.5, 1.0])
+    advantage = torch.tensor([1.0, -2.0, 0.7, 3.0, torch.nan, -1.0, 1.0])
+    log_p = torch.log_softmax(z.double() / 0.8, -1).gather(1, target.unsqueeze(1)).squeeze(1)
+    rollout = (log_p - torch.tensor([0.0, 0.3, -0.2, 2.0, torch.nan, 0.1, 0.0])).float()
+    kind, low, high = CORRECTIONS[correction] or ("none", 0, 0)
+    factors = []
+    for ratio in torch.exp(log_p - rollout.double()).tolist():
+        inside = low <= ratio <= high
+        factors.append({"none": 1.0, "tis": min(ratio, high)}.get(kind, ratio if inside else 0.0))
+    pull = -torch.tensor(factors, dtype=torch.float64) * 0.5 * advantage.double()
+    expected, gradient = rows_and_gradient(z, ids, logq, upstream, weights, loss=loss, tail=tail, temperature=0.8)
+    one_hot = torch.nn.functional.one_hot(target, VOCAB)
+    gradient += (upstream * pull)[:, None] * (one_hot - torch.softmax(z.double() / 0.8, -1)) / 0.8
+    expected, gradient[4] = upstream * (expected + pull), 0
+    expected[4] = 0
+    options = {"loss": loss, "tail": tail, "temperature": 0.8, "backend": backend, "true_vocab_size": VOCAB}
+    options |= {"teacher_weights": weights, "task_advantage": advantage, "task_reward_weight": 0.5}
+    options |= {"rollout_logprobs": rollout, "correction": CORRECTIONS[correction], "loss_weight": upstream}
+    padded = torch.cat([z, torch.full((7, PADDED - VOCAB), 50.0)], 1).to(dtype)
+    target[6] = VOCAB + 1
+    got, found, metrics = run(padded, ids, logq, target=target, with_entropy=True, **options)
+    told = [0, 1, 2, 3, 4] + [5] * (tail != "bucket")  # below its floor the bucket's value is another
+    assert_close((got[told], found[:6, :VOCAB]), (expected[told], gradient[:6]), 10 * tolerance)
+    assert not got[6].isfinite() and torch.count_nonzero(found[:6, VOCAB:]) == 0
+    live = torch.tensor([0, 1, 2, 3, 5])
+    for name, wanted in (("task_loss", pull), ("correction_weight", torch.tensor(factors, dtype=torch.float64))):
+        torch.testing.assert_close(metrics[name][live].double(), wanted[live], rtol=1e-4, atol=1e-6)
+    task = ("task_advantage", "task_reward_weight", "rollout_logprobs", "correction")
+    plain = run(
+        padded, ids, logq, target=target, with_entropy=True, **{k: options[k] for k in options if k not in task}
+    )
+    metrics["unweighted_loss"] = metrics["unweighted_loss"] - metrics["task_loss"]
+    for name, wanted in plain[2].items():
+        torch.testing.assert_close(metrics[name][live], wanted[live], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 @pytest.mark.parametrize("tail", TAILS)
 def test_jsd_ends_are_the_kls(tail: str, beta: float) -> None:

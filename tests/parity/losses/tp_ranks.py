@@ -51,6 +51,7 @@ def problem() -> dict[str, Tensor]:
         "teacher_weights": torch.rand(*ROWS, 2, generator=generator),
         "weight": weight,
         "target": target,
+        "advantage": torch.randn(ROWS, generator=generator),
         "sampled": torch.log_softmax(z[..., :VOCAB] * 0.9, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1),
     }
 
@@ -69,6 +70,10 @@ def cases(shard: Tensor, data: dict[str, Tensor], options: dict[str, Any]) -> di
     calls["clamped"] = lambda x: parallel_topk_distill(
         x, **one, logprob_min_clamp=-3.0, loss_soft_cap=0.2, target=data["target"], **shared
     )
+    task = {"target": data["target"], "task_advantage": data["advantage"], "task_reward_weight": 0.5}
+    task |= {"rollout_logprobs": data["sampled"], "correction": ("icepop", 0.5, 2.0)}
+    for name, given in (("one", one), ("two", two)):
+        calls[f"task/{name}"] = lambda x, given=given: parallel_topk_distill(x, **given, **task, **shared)
     for estimator in ("k2", "k3", "k3_reverse"):
         calls[estimator] = lambda x, e=estimator: parallel_sampled_kl(x, data["target"], data["sampled"], e, **shared)
     calls["policy_gradient"] = lambda x: parallel_policy_gradient(x, data["target"], data["sampled"], **shared)

@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mopd.losses.call import LossCall, VocabShard
+from mopd.losses.sampled import TaskTerm
 from mopd.losses.topk import TopKLoss
 from mopd.losses.triton import coefficients, functions, launches, table
 
@@ -101,11 +102,12 @@ def launched(dtype: torch.dtype, vocab: int, true_vocab: int, k: int, teachers: 
     shard = VocabShard(0, min(true_vocab, vocab), true_vocab, 0, 1, None)
     call = LossCall((rows,), shard, "triton", torch.float32, weight, temperature=0.9)
     entropy = kind.pop("entropy", False)
+    task = TaskTerm(weight, weight, ("icepop", 0.5, 2.0)) if kind.pop("task", False) else None
     loss_kind = TopKLoss(**{"loss": "forward_kl", "tail": "bucket", "beta": 0.5, **kind})
     lists = functions.TeacherLists(ids, k, logq, weights, target)
     with recorded() as calls:
         leaf = logits.requires_grad_()
-        loss, _ = functions.TritonTopK.apply(leaf, call, loss_kind, lists, entropy)
+        loss, _ = functions.TritonTopK.apply(leaf, call, loss_kind, lists, task, entropy)
         loss.backward(torch.empty_like(loss))
         gathered, _ = functions.TritonGather.apply(leaf, call, ids)
         gathered.backward(torch.empty_like(gathered))
@@ -177,6 +179,7 @@ CASES: dict[str, dict[str, Any]] = {
     "odd": {"dtype": torch.bfloat16, "vocab": 151_669, "true_vocab": 151_665, "k": 512, "teachers": 1},
     "fp32": {"dtype": torch.float32, "vocab": 32_000, "true_vocab": 32_000, "k": 512, "teachers": 1,
              "loss": "reverse_kl", "tail": "renormalize", "logprob_min_clamp": -10.0, "entropy": True},
+    "task": {"dtype": torch.bfloat16, "vocab": 151_936, "true_vocab": 151_669, "k": 64, "teachers": 1, "task": True},
 }  # fmt: skip
 
 

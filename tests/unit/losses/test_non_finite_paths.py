@@ -18,6 +18,7 @@ from mopd.losses import (
     parallel_gather_logprobs,
     parallel_policy_gradient,
     parallel_sampled_kl,
+    parallel_topk_distill,
 )
 from tests.parity.losses.definitions import teacher_topk
 from tests.parity.losses.linear_topk import linear_topk
@@ -130,6 +131,34 @@ def test_sampled(name: str, backend: str) -> None:
             assert (
                 gradient == only(-1) if legitimate or capped else all(gradient[t] for t in range(ROWS) if t != BAD)
             ), told
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("task_advantage", NAN),
+        ("task_advantage", INF),
+        *(("rollout_logprobs", x) for x in (NAN, INF, -INF)),
+        ("z", -INF),
+    ],
+)
+def test_a_task_advantage_beside_a_divergence(place: str, value: float, backend: str) -> None:
+    """Also a sampled token of probability 0, which no teacher lists, so that the divergence is finite."""
+    data = problem()
+    target = torch.tensor([next(i for i in range(VOCAB) if i not in row) for row in data["ids"].tolist()])
+    rows = {"task_advantage": torch.ones(ROWS), "rollout_logprobs": torch.full((ROWS,), -2.0)}
+    if place == "z":
+        data["z"][BAD, target[BAD]] = value
+    else:
+        rows[place][BAD] = value
+    options: Any = {"true_vocab_size": VOCAB, "backend": backend, "task_reward_weight": 0.5, "tail": "generalized"}
+    options |= {name: to_device(x) for name, x in {**rows, "target": target}.items()}
+    leaf = data["z"].to(DEVICE).requires_grad_()
+    given = [to_device(data[name]) for name in ("ids", "logq")]
+    loss, _ = parallel_topk_distill(leaf, *given, correction=("tis", 0.5, 2.0), **options)
+    assert loss.detach().isfinite().tolist() == only(BAD)
+    assert all(finite for t, finite in enumerate(gradient_of(loss, leaf)) if t != BAD)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
