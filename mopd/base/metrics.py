@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,6 +33,8 @@ MAX_LINE_BYTES = 64 * 2**20
 MAX_STEP = 2**53
 TOKEN_MEANS = {"k1": "kl_k1", "k3": "kl_k3", "clamped": "clamped_share", "tail_floored": "tail_floored_share"}
 """Final names of the student's sums that are renamed as means over tokens; other sums keep their name."""
+BATCH_SHARES = {"weight": "loss_weight_share", "weighted_loss": "loss_share", "gradient_squares": "gradient_share"}
+"""The student's sums of which each domain's share of the step is told, and the names of the shares."""
 SAMPLE_SHARES = {"masked_sequences": "masked_sequences_share"}
 """The student's sums that count samples, and the names of their shares."""
 
@@ -148,7 +151,7 @@ def merge_step(
             if name in SAMPLE_SHARES:
                 num_samples = sum(sample.domain == domain for sample in batch.samples)
                 flat[f"{SAMPLE_SHARES[name]}/{domain}"] = total / num_samples
-            elif name != "weighted_loss":
+            elif name not in BATCH_SHARES:
                 flat[f"{TOKEN_MEANS.get(name, name)}/{domain}"] = total / of_domain.num_tokens
         flat[f"num_tokens/{domain}"] = float(of_domain.num_tokens)
     flat |= _lengths(batch)
@@ -157,6 +160,36 @@ def merge_step(
     if timings.get("step"):
         flat["rate/train_tokens_per_s"] = batch.num_tokens / timings["step"]
     return StepMetrics(step=step, values=flat)
+
+
+def share_metrics(
+    batch: Batch, sums: Mapping[str, DomainSums], *, prompts: Mapping[str, float], budget: Mapping[str, float]
+) -> dict[str, float]:
+    """Return each domain's shares of a step: of samples, loss tokens, the loss's weight, the loss, and the gradient of
+    the hidden states at the LM head; 0 for a domain that the batch does not have.
+
+    Args:
+        prompts: share that the stream gives each domain of the data.
+        budget: share of the loss's weight that each domain is to get; empty for none.
+
+    A loss may be negative (policy gradient), so the share is that of its absolute value. The gradient's share is of the
+    sum over domains of its norm.
+    """
+    amounts: dict[str, dict[str, float]] = {
+        "prompts_share": dict(Counter(sample.domain for sample in batch.samples)),
+        "tokens_share": {domain: one.num_tokens for domain, one in sums.items()},
+    }
+    for name, share in BATCH_SHARES.items():
+        found = {domain: abs(one.sums[name]) for domain, one in sums.items() if name in one.sums}
+        amounts[share] = {d: math.sqrt(value) for d, value in found.items()} if name == "gradient_squares" else found
+    values = {f"prompts_share_target/{domain}": share for domain, share in prompts.items()}
+    values |= {f"loss_weight_share_target/{domain}": share for domain, share in budget.items()}
+    for share, amount in amounts.items():
+        total = math.fsum(amount.values())
+        values |= {f"{share}/{domain}": amount.get(domain, 0.0) / total for domain in prompts if total > 0}
+    if budget:
+        values["absent_domains"] = float(sum(domain not in sums for domain in budget))
+    return values
 
 
 def age_metrics(batch: Batch, weight_version: int, ages: Sequence[int], *, max_staleness: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ from mopd.config.values import (
     Count,
     NotNegative,
     Positive,
+    Share,
     at_least,
     check_name,
     check_ranges,
@@ -120,8 +121,12 @@ class DataConfig:
     """Longest prompt in tokens, those of its images included."""
     overlong_prompts: Literal["filter", "error", "truncate"] = "error"
     """What happens to a longer prompt: dropped with a count, refused, or cut from the left."""
-    domain_weights: Mapping[str, float] = field(default_factory=dict)
-    """Relative share of each domain in the prompt stream; empty mixes by row count. Names every domain or none."""
+    domain_weights: Mapping[str, float] | Literal["adaptive"] = field(default_factory=dict)
+    """Relative share of each domain in the prompt stream; empty mixes by row count. Names every domain or none.
+    ``adaptive``: after each validation, prompts go where the student's reward is below its teacher's, in proportion to
+    the difference."""
+    adaptive_floor: Share = 0.3
+    """Of ``domain_weights: adaptive``: share of the prompts that all domains get equally, whatever their head-room."""
 
     scores_cache: str | None = None
     """Folder where the teachers' scores are kept: what a teacher has said of the same tokens, in this run or another,
@@ -148,8 +153,13 @@ class DataConfig:
                         f"{split}[{i}]: {file.path!a:.80}: its {name} have no domain: add one to the entry, as in "
                         "{path: …, domain: NAME}"
                     )
-        for name, weight in self.domain_weights.items():
+        for name, weight in self.fixed_weights.items():
             require_positive(f"domain_weights.{name}", weight)
+
+    @property
+    def fixed_weights(self) -> Mapping[str, float]:
+        """``domain_weights`` by name; empty where they are adaptive, too."""
+        return {} if isinstance(self.domain_weights, str) else self.domain_weights
 
     def files(self, entries: Sequence[str | DataFileConfig]) -> list[DataFileConfig]:
         """Entries of ``train`` or ``validation``, each with the columns and the system message that hold for it."""

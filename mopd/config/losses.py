@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mopd.config.values import MAX_NUMBER, Checked, Fraction, NotNegative, Positive, at_least, check_ranges
+from mopd.config.values import (
+    MAX_NUMBER,
+    Checked,
+    Fraction,
+    NotNegative,
+    Positive,
+    at_least,
+    check_ranges,
+    require_fraction,
+)
 
 MAX_TOP_K = 2**20
 """No vocabulary is larger."""
-Aggregation = Literal["token_mean", "sequence_mean", "token_sum"]
+Aggregation = Literal["token_mean", "sequence_mean", "domain_mean", "token_sum"]
+SUM_TOLERANCE = 1e-6
+"""Largest difference between 1 and the sum of shares: what writing them with six digits costs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +41,10 @@ class TopKLossConfig:
     """Divides the logits of both sides."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
+    domain_budget: Mapping[str, float] = field(default_factory=dict)
+    """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
+    sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
+    budget with equal shares."""
     logprob_min_clamp: float | None = None
     """Floor of both sides' log-probs (verl's); gradient is zero where it bites, and the share is reported."""
     loss_max_clamp: Positive | None = None
@@ -112,6 +129,10 @@ class KLLossConfig(Checked):
     """Divides the logits of both sides; must equal ``rollout.temperature``."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
+    domain_budget: Mapping[str, float] = field(default_factory=dict)
+    """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
+    sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
+    budget with equal shares."""
     loss_max_clamp: Positive | None = None
     """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
     correction: MismatchCorrectionConfig | None = None
@@ -151,6 +172,10 @@ class PolicyGradientConfig:
     """Divides the logits of both sides; must equal ``rollout.temperature``."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
+    domain_budget: Mapping[str, float] = field(default_factory=dict)
+    """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
+    sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
+    budget with equal shares."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -164,6 +189,29 @@ class PolicyGradientConfig:
 
 
 Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig
+
+
+def check_domain_budget(loss: Loss) -> None:
+    """Raise ``ValueError`` unless ``loss.domain_budget`` is empty, or holds shares that the aggregation can keep."""
+    budget = loss.domain_budget
+    for domain, share in budget.items():
+        require_fraction(f"loss.domain_budget.{domain}", share, low_open=True)
+    if budget and loss.aggregation in ("domain_mean", "token_sum"):
+        raise ValueError(
+            f"loss.domain_budget is set and loss.aggregation is {loss.aggregation!r}, which sets the domains' "
+            "shares itself: set aggregation: token_mean or sequence_mean, or remove domain_budget"
+        )
+    total = math.fsum(budget.values())
+    if budget and abs(total - 1) > SUM_TOLERANCE:
+        shares = ", ".join(f"{domain} {share:g}" for domain, share in budget.items())
+        raise ValueError(f"loss.domain_budget sums to {total:g} ({shares}): set shares that sum to 1")
+
+
+def budget_of(loss: Loss, domains: Collection[str]) -> Mapping[str, float]:
+    """Share of the loss's weight that each of the ``domains`` is to get; empty where that follows from the tokens."""
+    if loss.aggregation == "domain_mean":
+        return dict.fromkeys(domains, 1 / len(domains))
+    return loss.domain_budget
 
 
 def require_own_samples(

@@ -20,7 +20,7 @@ from mopd.config.groups import (
     VllmEngineConfig,
     require_turns,
 )
-from mopd.config.losses import Loss, PolicyGradientConfig, TopKLossConfig, require_own_samples
+from mopd.config.losses import Loss, PolicyGradientConfig, TopKLossConfig, check_domain_budget, require_own_samples
 from mopd.config.output import CheckpointConfig, MetricsConfig
 from mopd.config.placements import ExternalConfig, InProcessConfig, RayConfig
 from mopd.config.rewards import RewardConfig
@@ -221,6 +221,8 @@ class Recipe:
             raise ValueError(
                 f"student.optimizer.lr_warmup_steps {warmup} is not below schedule.steps {steps}: set fewer"
             )
+        if self.data.domain_weights == "adaptive":
+            self._check_adaptive()
         if self.validation is not None and not self.data.validation:
             raise ValueError("validation is set but data.validation is empty: name files there or remove validation")
         if self.needs_rewards and not self.rewards:
@@ -229,6 +231,20 @@ class Recipe:
                 f"rewards is empty, but {what} needs one for each domain: add rewards.DOMAIN, or rewards.default as in "
                 "rewards: {default: {type: exact_match}}"
             )
+
+    def _check_adaptive(self) -> None:
+        """Every domain's head-room can be measured."""
+        if self.validation is None:
+            raise ValueError(
+                "data.domain_weights is 'adaptive', but validation is absent, which measures the head-room: add "
+                "validation, or give every domain its weight"
+            )
+        for name, teacher in self.teachers.items():
+            if isinstance(teacher.placement, ExternalConfig) and teacher.placement.protocol == "openai":
+                raise ValueError(
+                    f"data.domain_weights is 'adaptive', but teachers.{name} is behind an openai server, which only "
+                    "scores: its reward is not known; give every domain its weight"
+                )
 
     def _check_teachers(self) -> None:
         if not self.teachers:
@@ -275,6 +291,7 @@ class Recipe:
 
     def _check_loss(self) -> None:
         rollout = self.rollout
+        check_domain_budget(self.loss)
         require_own_samples(
             self.loss,
             top_p=rollout.top_p,

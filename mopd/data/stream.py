@@ -1,12 +1,14 @@
 """The endless, seeded, domain-mixed sequence of prompts that training consumes.
 
-Prompt n of the stream is a function of the data, the weights and the seed. It does not depend on how many prompts are
-taken at a time, or on whether the run was stopped and restored in between.
+Prompt n of the stream is a function of the data, the weights and the seed, and, where the weights follow the student's
+head-room, of the validations so far. It does not depend on how many prompts are taken at a time, or on whether the run
+was stopped and restored in between.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
@@ -21,6 +23,7 @@ class PromptStream:
 
     The next prompt comes from the domain that is furthest behind its share; equals are drawn by lot. Any stretch of the
     stream holds each domain in proportion to within one prompt or so. Empty ``weights`` stand for the row counts.
+    ``reweigh`` changes the shares from some prompt on, which counts anew from there.
     """
 
     def __init__(self, rows: Mapping[str, Sequence[int]], weights: Mapping[str, float], seed: int) -> None:
@@ -35,12 +38,33 @@ class PromptStream:
             )
         raw = {domain: float(weights[domain]) if weights else len(rows) for domain, rows in self._rows.items()}
         total = sum(raw.values())
-        self._shares = {domain: weight / total for domain, weight in raw.items()}
+        self._mixes = [(0, {domain: weight / total for domain, weight in raw.items()})]
+        """Shares, each with the number of the first prompt that is drawn by them, ascending. Prompts that were replaced
+        by another one do not count."""
+        self._before = dict.fromkeys(self._rows, 0)
+        """Number of prompts of each domain that were drawn before the shares that the last prompt was drawn by."""
         self._position = 0
         self._drawn = dict.fromkeys(self._rows, 0)
         self._replaced = dict.fromkeys(self._rows, 0)
         """Number of prompts of each domain that were replaced by another one; the shares do not count them."""
         self._orders: dict[str, tuple[int, np.ndarray]] = {}
+
+    def reweigh(self, start: int, shares: Mapping[str, float]) -> None:
+        """Draw the prompts from number ``start`` on by ``shares``, which add up to 1. ``ValueError`` if that prompt is
+        drawn already, or shares from a later one on are known."""
+        if start < max(sum(self._kept().values()), self._mixes[-1][0]):
+            raise ValueError(f"shares from prompt {start} on come too late: {self._kept()} are drawn")
+        self._mixes = [mix for mix in self._mixes if mix[0] != start] + [(start, dict(shares))]
+
+    def shares(self, number: int) -> dict[str, float]:
+        """Return the shares that prompt ``number`` is drawn by; replaced ones do not count."""
+        return self._mix(number)[1]
+
+    def _mix(self, number: int) -> tuple[int, dict[str, float]]:
+        return next(mix for mix in reversed(self._mixes) if mix[0] <= max(number, 0))
+
+    def _kept(self) -> dict[str, int]:
+        return {domain: drawn - self._replaced[domain] for domain, drawn in self._drawn.items()}
 
     def next(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts; ``sample_id`` counts from 0 through the whole stream."""
@@ -70,12 +94,27 @@ class PromptStream:
             "replaced": dict(self._replaced),
             "seed": self._seed,
             "num_rows": self._num_rows(),
-            "shares": dict(self._shares),
+            "shares": self.shares(sum(self._kept().values()) - 1),
+            "before": dict(self._before),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. Raise ``UserError`` if data, weights or seed are not those that it was saved with."""
-        own = {"seed": self._seed, "num_rows": self._num_rows(), "shares": self._shares}
+        """Go to a saved position. Raise ``UserError`` if data, weights or seed are not those that it was saved with;
+        ``reweigh`` must have told the shares up to there."""
+        position, drawn, replaced = state.get("position"), state.get("drawn"), state.get("replaced")
+        # Checkpoints of versions without ``reweigh`` lack it.
+        before = state.get("before", dict.fromkeys(self._rows, 0))
+        if not (
+            type(position) is int
+            and self._are_counts(drawn)
+            and self._are_counts(replaced)
+            and self._are_counts(before)
+            and sum(drawn.values()) == position
+            and all(replaced[domain] + before[domain] <= num for domain, num in drawn.items())
+        ):
+            raise UserError("the checkpoint's prompt stream holds no position: resume from another checkpoint")
+        start, shares = self._mix(position - sum(replaced.values()) - 1)
+        own = {"seed": self._seed, "num_rows": self._num_rows(), "shares": shares}
         for name, value in own.items():
             if name not in state:
                 raise UserError(f"the checkpoint's prompt stream has no {name}: resume from another checkpoint")
@@ -85,16 +124,13 @@ class PromptStream:
                     f"{str(value)[:300]}: restore "
                     "data.train, data.domain_weights and the seed, or start a new run_dir"
                 )
-        position, drawn, replaced = state.get("position"), state.get("drawn"), state.get("replaced")
-        if not (
-            type(position) is int
-            and self._are_counts(drawn)
-            and self._are_counts(replaced)
-            and sum(drawn.values()) == position
-            and all(replaced[domain] <= num for domain, num in drawn.items())
-        ):
-            raise UserError("the checkpoint's prompt stream holds no position: resume from another checkpoint")
+        if sum(before.values()) != start:
+            raise UserError(
+                f"the checkpoint's prompt stream changed its shares at prompt {sum(before.values())}, by "
+                f"validation.jsonl at {start}: restore that file and the schedule, or start a new run_dir"
+            )
         self._position, self._drawn, self._replaced = position, dict(drawn), dict(replaced)
+        self._before = dict(before)
 
     def _are_counts(self, found: Any) -> TypeGuard[Mapping[str, int]]:
         return (
@@ -104,10 +140,13 @@ class PromptStream:
         )
 
     def _next(self) -> Prompt:
-        kept = {domain: drawn - self._replaced[domain] for domain, drawn in self._drawn.items()}
-        num_prompts = sum(kept.values()) + 1
+        kept = self._kept()
+        start, shares = self._mix(sum(kept.values()))
+        if start == sum(kept.values()):
+            self._before = kept
+        num_prompts = sum(kept.values()) + 1 - start
         # Lag behind the share that the domain should have after this prompt, in prompts.
-        lags = {domain: share * num_prompts - kept[domain] for domain, share in self._shares.items()}
+        lags = {d: share * num_prompts - (kept[d] - self._before[d]) for d, share in shares.items()}
         largest = max(lags.values())
         behind = [domain for domain, lag in lags.items() if largest - lag < 1e-9]  # equal but for rounding
         if len(behind) == 1:
@@ -131,6 +170,14 @@ class PromptStream:
 
     def _num_rows(self) -> dict[str, int]:
         return {domain: len(rows) for domain, rows in self._rows.items()}
+
+
+def headroom_shares(student: Mapping[str, float], teacher: Mapping[str, float], *, floor: float) -> dict[str, float]:
+    """Return each domain's share of the prompts: ``floor`` of them go to all domains equally, the others where the
+    student's reward is below the teacher's, in proportion to the difference (equally where it is nowhere below)."""
+    gaps = {domain: max(0.0, reward - student[domain]) for domain, reward in sorted(teacher.items())}
+    total, equal = math.fsum(gaps.values()), 1 / len(gaps)
+    return {d: floor * equal + (1 - floor) * (gap / total if total > 0 else equal) for d, gap in gaps.items()}
 
 
 def _generator(*key: str | int) -> np.random.Generator:

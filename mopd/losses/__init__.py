@@ -5,7 +5,7 @@
 them; ``teacher_topk`` is the teacher's side.
 """
 
-from mopd.losses.aggregation import token_weights
+from mopd.losses.aggregation import domain_factors, token_weights
 from mopd.losses.api import (
     parallel_entropy_and_topk_overlap,
     parallel_gather_logprobs,
@@ -22,6 +22,7 @@ __all__ = [
     "LinearHead",
     "choose_rows",
     "chunked_topk_logprobs",
+    "domain_factors",
     "kept_sequences",
     "linear_loss",
     "parallel_entropy_and_topk_overlap",

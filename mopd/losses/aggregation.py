@@ -6,9 +6,14 @@ backward. ``sum_t weight_t loss_t`` then is the same number for every split of t
     token_mean     1 / num_loss_tokens
     sequence_mean  1 / (num_samples * loss tokens of the token's own sample)
     token_sum      1
+
+``domain_factors`` then give each domain a share of its own, whatever it has in the batch.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -68,3 +73,17 @@ def token_weights(
         buckets = mask.new_zeros(loss_mask.numel() if index.numel() == 0 else int(index.max()) + 1)
         lengths = buckets.index_add(0, index, mask.flatten())[index].view_as(mask)
     return mask / (lengths.clamp_min(1) * num_samples)
+
+
+def domain_factors(counts: Sequence[int], budget: Sequence[float], *, total: int) -> list[float]:
+    """Return the factors that make the weights of each domain add up to its share of ``budget``, 0 for a domain without
+    any; the shares of such domains go to the others, in proportion to theirs.
+
+    Args:
+        counts: loss tokens of each domain in the whole batch, over all ranks (``token_mean``), or its samples that have
+            a loss token (``sequence_mean``).
+        budget: share of each domain, above 0.
+        total: the denominator of the aggregation: ``num_loss_tokens``, or ``num_samples``.
+    """
+    present = math.fsum(share for share, count in zip(budget, counts, strict=True) if count)
+    return [share / present * total / count if count else 0.0 for share, count in zip(budget, counts, strict=True)]

@@ -31,9 +31,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mopd.base.metrics import StepMetrics, StepTimer, age_metrics, merge_step
+from mopd.base.metrics import StepMetrics, StepTimer, age_metrics, merge_step, share_metrics
 from mopd.base.tasks import Stop, StopRequested, Tasks
 from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta, UserError
+from mopd.config.losses import budget_of
 from mopd.config.schema import Recipe
 from mopd.data.packing import PackingRules, pack, plan_metrics
 from mopd.engines.concurrency import all_or_none
@@ -221,6 +222,8 @@ class Controller:
         with self.timer("optim_step"):
             values = await self.student.optim_step()
         values |= self._batch_metrics(batch, slots) | plan_metrics(plan, self.student.packing)
+        prompts = self.prompts.shares(self.weight_version * self.schedule.prompts_per_step)
+        values |= share_metrics(batch, sums, prompts=prompts, budget=budget_of(self.recipe.loss, prompts))
         self.weight_version = step
         await self.plane.release(batch)
         self.ledger.trained(slots)

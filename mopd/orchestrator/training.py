@@ -20,7 +20,7 @@ from mopd.base.types import SampleMeta, UserError
 from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
-from mopd.data.stream import PromptStream
+from mopd.data.stream import PromptStream, headroom_shares
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.leading import Orchestrator, RunParts
@@ -72,6 +72,27 @@ class Training:
         plane = self.parts.workers.plane
         return await plane.load(folder, digest, self.recipe.loss_fields) if isinstance(plane, QueuePlane) else []
 
+    def reweigh(self, record: Mapping[str, Any]) -> None:
+        """Give an adaptive stream the shares that a validation's head-room asks for, from the first prompt on that
+        cannot be admitted yet: which prompts follow does not depend on times.
+
+        Raises:
+            UserError: a domain's head-room is not known.
+        """
+        data, schedule, domains = self.recipe.data, self.recipe.schedule, self.parts.workers.dataset.rows_by_domain
+        if data.domain_weights != "adaptive":
+            return
+        teachers, student, step = self.run.teacher_rewards(), record["rewards"], record["step"]
+        for domain in domains:
+            if domain not in teachers or domain not in student:
+                raise UserError(
+                    f"data.domain_weights is adaptive, but the head-room of domain {domain!r} is not known: restore "
+                    f"{self.run.headroom.name} and {self.run.validation.name}, or give every domain its weight"
+                )
+        ahead = schedule.max_staleness + 1 if step and schedule.max_staleness else 0
+        shares = headroom_shares(student, {d: teachers[d] for d in domains}, floor=data.adaptive_floor)
+        self.prompts.reweigh((step + ahead) * schedule.prompts_per_step, shares)
+
 
 def train_task(orchestrator: Orchestrator, *, resume: bool, from_step: str | None, as_json: bool) -> str | None:
     """Train in the recipe's run folder, with ``resume`` from the newest checkpoint or the one that ``from_step`` names
@@ -96,7 +117,7 @@ def train_task(orchestrator: Orchestrator, *, resume: bool, from_step: str | Non
             logger.warning("%s has no complete checkpoint: the run starts again from step 0", run.checkpoints)
 
         async def work(parts: RunParts) -> None:
-            prompts = PromptStream(parts.workers.dataset.rows_by_domain, recipe.data.domain_weights, recipe.seed)
+            prompts = PromptStream(parts.workers.dataset.rows_by_domain, recipe.data.fixed_weights, recipe.seed)
             training = Training(recipe=recipe, run=run, parts=parts, prompts=prompts)
             is_fresh = start is None
             ledger = fresh_ledger(recipe) if start is None else await load_checkpoint(training, start)
@@ -144,6 +165,9 @@ async def load_checkpoint(training: Training, start: Path) -> Ledger:
     run, student, prompts = training.run, training.parts.student, training.prompts
     state = await student.load(start, cure=resuming.older_ones(run, start))
     progress = resuming.progress_of(start, state, weight_version=student.weight_version)
+    for record in run.validations():
+        if record["step"] <= progress.step:
+            training.reweigh(record)
     prompts.load_state_dict(progress.prompts)
     ledger = fresh_ledger(training.recipe, progress.step)
     if progress.ledger is not None:
@@ -201,6 +225,7 @@ async def begin(training: Training, loaded: Loaded, manifests: Mapping[str, Mani
         write_json(run.headroom, preflight.headroom)
     if preflight.validation is not None:
         append_record(run.validation, preflight.validation)
+        training.reweigh(preflight.validation)
 
 
 async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: bool = False) -> None:
@@ -267,6 +292,7 @@ class RunObserver:
         recipe, run, student = training.recipe, training.run, training.parts.student
         self.recipe, self.run, self.sinks, self.stop = recipe, run, sinks, training.parts.stop
         self.student = student
+        self.reweigh = training.reweigh
         self.workers = training.parts.workers
         self.floors = run.floors()
         """Teacher -> KL floor; a domain with a teacher that could not be compared has none."""
@@ -323,6 +349,7 @@ class RunObserver:
         assert validator is not None, "nothing is due without a validation section"
         record = await self.stop.unless_stop_requested(validator.record(self.workers.generator, step))
         append_record(self.run.validation, record)
+        self.reweigh(record)
         self.sinks.log_validation(step, record["rewards"])
         reward = mean(record["rewards"])
         if self.best is None or reward > self.best.reward:

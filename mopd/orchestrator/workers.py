@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -110,6 +110,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
         logger.warning("%s", warning)
     for domain, count in {**train.num_filtered, **train.num_truncated}.items():
         logger.warning("data.overlong_prompts %s: %d prompts of %s", recipe.data.overlong_prompts, count, domain)
+    _check_budget(recipe.loss.domain_budget, train.domain_counts)
     validation = None
     if recipe.validation is not None:
         validation = load_prompts(recipe.data.validation, recipe.data, tokenizer, vision)
@@ -218,4 +219,17 @@ def _check_validation_domains(recipe: Recipe, train: PromptDataset, validation: 
         raise UserError(
             f"data.validation has no row of domain {missing[0]!r}, so its teacher cannot be checked: add rows, or set "
             "preflight.require_better_teacher: false"
+        )
+    if missing and recipe.data.domain_weights == "adaptive":
+        raise UserError(
+            f"data.domain_weights is adaptive, but data.validation has no row of domain {missing[0]!r}: its "
+            "head-room would not be known: add rows, or give every domain its weight"
+        )
+
+
+def _check_budget(budget: Mapping[str, float], domains: Iterable[str]) -> None:
+    """Raise ``UserError`` unless ``loss.domain_budget`` is empty, or names exactly the domains of the data."""
+    if budget and set(budget) != set(domains):
+        raise UserError(
+            f"loss.domain_budget names {sorted(budget)}, the data has {sorted(domains)}: name every domain or none"
         )

@@ -160,7 +160,7 @@ def sample_bytes(recipe: Recipe, work: Workload) -> int:
 
 def domain_shares(recipe: Recipe) -> dict[str, float]:
     """Return each domain's share of the stream; the domains of a default teacher that names none count as one."""
-    weights = dict(recipe.data.domain_weights)
+    weights = dict(recipe.data.fixed_weights)
     if not weights:
         weights = dict.fromkeys(recipe.assignment.by_domain, 1.0)
         if recipe.assignment.default is not None and not recipe.teachers[recipe.assignment.default].domains:

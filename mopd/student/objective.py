@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mopd.base.types import DomainSums, UserError
-from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig
+from mopd.base.types import DomainSums, SampleMeta, UserError
+from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig, budget_of
 from mopd.losses import (
     LinearHead,
+    domain_factors,
     kept_sequences,
     linear_loss,
     parallel_entropy_and_topk_overlap,
@@ -25,6 +27,7 @@ from mopd.losses import (
     token_weights,
 )
 from mopd.losses.linear.head import Rows
+from mopd.student.attention import to_device
 from mopd.student.batch import LossRows
 from mopd.student.model.gpt import LMHead
 from mopd.student.parallel import Layout
@@ -33,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 MASKED_SEQUENCES = "masked_sequences"
 """Metric name: number of responses that the sequence mask leaves out."""
+GRADIENT_SQUARES = "gradient_squares"
+"""Metric name: squared norm of the gradient of the hidden states at the LM head."""
 DIAGNOSTICS = ("entropy", "topk_overlap")
 """Names of the expensive metrics, computed only on request."""
 
@@ -42,10 +47,20 @@ class Sums:
     and loss tokens of the whole step."""
 
     def __init__(
-        self, names: Sequence[str], *, num_domains: int, num_samples: int, num_loss_tokens: int, device: torch.device
+        self,
+        names: Sequence[str],
+        *,
+        num_domains: int,
+        num_samples: int,
+        num_loss_tokens: int,
+        device: torch.device,
+        domain_factors: Tensor | None = None,
     ) -> None:
+        """``domain_factors`` [domains] fp32 are what the weights of each domain's tokens are multiplied with."""
         self.names = tuple(names)
         self.num_samples, self.num_loss_tokens = num_samples, num_loss_tokens
+        self.domain_factors = domain_factors
+        self._gradient = torch.zeros(num_domains, dtype=torch.float64, device=device)
         self._totals = torch.zeros(num_domains, len(names), dtype=torch.float64, device=device)
         self._is_bad = torch.zeros(num_samples + 1, dtype=torch.float64, device=device)
 
@@ -55,28 +70,43 @@ class Sums:
         Samples whose loss sum is not finite are marked by their position in the plan.
         """
         values = torch.stack([columns[name].detach().double() for name in self.names])
-        domains = torch.arange(self._totals.shape[0], device=values.device)
-        is_own = (rows.domains[rows.samples] == domains[:, None]) & rows.loss_mask
+        is_own = self._is_of_domain(rows) & rows.loss_mask
         # Not a matrix product: inf * 0 would carry one domain's infinity into the others.
         self._totals += torch.where(is_own[:, None], values, 0.0).sum(-1)
         is_bad = rows.loss_mask & ~torch.isfinite(values[self.names.index("loss")])
         self._is_bad.index_put_((rows.sample_positions[rows.samples],), is_bad.double(), accumulate=True)
 
+    def _is_of_domain(self, rows: LossRows) -> Tensor:
+        """Return [domains, T] bool."""
+        domains = torch.arange(self._totals.shape[0], device=rows.domains.device)
+        return rows.domains[rows.samples] == domains[:, None]
+
+    def add_gradient(self, rows: LossRows, gradient: Tensor, *, part: int) -> None:
+        """Add the squared norm of ``gradient`` [S, B, H] of one micro-batch's hidden states at the LM head by domain;
+        under sequence parallelism the rank's ``part`` of S."""
+        squares = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32).flatten().double().square()
+        is_own = self._is_of_domain(rows)[:, part * len(squares) : (part + 1) * len(squares)]
+        self._gradient += torch.where(is_own, squares, 0.0).sum(-1)
+
     def reduce(self, domains: Sequence[str], layout: Layout) -> tuple[dict[str, DomainSums], list[int]]:
         """Return the sums over all ranks by domain (domains without a loss token are left out), and the plan positions
         of samples with a non-finite loss. One all-reduce and one host synchronisation; equal on every rank."""
         flat = torch.cat([self._totals.flatten(), self._is_bad[:-1]])
-        # Tensor-parallel neighbours hold the same numbers: each row must count once in the sum over all ranks.
+        # Tensor-parallel neighbours hold the same numbers: each row must count once in the sum over all ranks. Of the
+        # hidden states' gradient they hold different rows under sequence parallelism.
         if not layout.reports_loss:
             flat = torch.zeros_like(flat)
+        own = self._gradient * (layout.sequence_parallel or layout.tp_rank == 0)
+        flat = torch.cat([own, flat])
         dist.all_reduce(flat)
-        numbers = flat.tolist()
+        everything = flat.tolist()
+        squares, numbers = everything[: len(domains)], everything[len(domains) :]
         result = {}
         for i, domain in enumerate(domains):
             by_name = dict(zip(self.names, numbers[i * len(self.names) : (i + 1) * len(self.names)], strict=True))
             num_tokens = round(by_name.pop("num_tokens"))
             if num_tokens:
-                result[domain] = DomainSums(num_tokens=num_tokens, sums=by_name)
+                result[domain] = DomainSums(num_tokens=num_tokens, sums=by_name | {GRADIENT_SQUARES: squares[i]})
         is_bad = numbers[len(domains) * len(self.names) :]
         return result, [i for i, bad in enumerate(is_bad) if bad]
 
@@ -123,10 +153,26 @@ class Objective:
             fields.append("task_advantage")
         return tuple(fields)
 
-    def new_sums(self, *, diagnostics: bool, **sizes: int) -> Sums:
+    def domain_factors(self, samples: Sequence[SampleMeta], domains: Sequence[str]) -> Tensor | None:
+        """Return what the weights of each domain's tokens are multiplied with, [domains] fp32, so that the domain gets
+        its budget of the whole batch's ``samples``; ``None`` without a budget."""
+        budget = budget_of(self.loss, domains)
+        if not budget:
+            return None
+        by_sequence = self.loss.aggregation == "sequence_mean"
+        counts: Counter[str] = Counter()
+        for sample in samples:
+            counts[sample.domain] += bool(sample.num_loss_tokens) if by_sequence else sample.num_loss_tokens
+        total = len(samples) if by_sequence else counts.total()
+        # A domain that a teacher names and the data does not have needs no share.
+        shares = [budget.get(domain, 0.0) for domain in domains]
+        factors = domain_factors([counts[domain] for domain in domains], shares, total=total)
+        return to_device(torch.tensor(factors), device=self._layout.device)
+
+    def new_sums(self, *, diagnostics: bool, domain_factors: Tensor | None = None, **sizes: int) -> Sums:
         """Return empty sums of this loss's metrics; the same names on every rank, stages without logits included.
         ``sizes`` are those of ``Sums``."""
-        names = ["num_tokens", "loss", "weighted_loss", "k1", "k3", "teacher_mass"]
+        names = ["num_tokens", "weight", "loss", "weighted_loss", "k1", "k3", "teacher_mass"]
         if isinstance(self.loss, TopKLossConfig):
             names += ["student_mass", "clamped", "tail_floored"]
         elif isinstance(self.loss, KLLossConfig):
@@ -139,7 +185,7 @@ class Objective:
         if diagnostics:
             # The sampled losses do not read the teacher's top-k; the student's mass on it takes a pass by itself.
             names += DIAGNOSTICS if isinstance(self.loss, TopKLossConfig) else (*DIAGNOSTICS, "student_mass")
-        return Sums(names, **sizes, device=self._layout.device)
+        return Sums(names, **sizes, device=self._layout.device, domain_factors=domain_factors)
 
     def __call__(self, head: LMHead, *, rows: LossRows, sums: Sums) -> Tensor:
         """Return this micro-batch's share of the loss, an fp32 scalar, and add its metrics to ``sums``.
@@ -148,12 +194,14 @@ class Objective:
         """
         weights = token_weights(
             rows.loss_mask,
-            self.loss.aggregation,
+            "token_mean" if self.loss.aggregation == "domain_mean" else self.loss.aggregation,
             num_loss_tokens=sums.num_loss_tokens,
             num_samples=sums.num_samples,
             sample_index=rows.samples,
             sample_loss_tokens=rows.num_loss_tokens,
         )
+        if sums.domain_factors is not None:
+            weights = weights * sums.domain_factors[rows.domains][rows.samples]
         flat = {"targets": rows.targets, "weights": weights, **rows.fields}
         if self._teacher_weights is not None:
             flat["teacher_weights"] = self._teacher_weights[rows.domains][rows.samples]
@@ -171,7 +219,10 @@ class Objective:
         row_loss = partial(self._losses_and_columns, flat, masked, diagnostics=DIAGNOSTICS[0] in sums.names)
         loss, columns = linear_loss(head.hidden, head.weight, row_loss, own, self._rows_at_once(own, head))
         columns = {name: value.flatten() for name, value in columns.items()}
-        sums.add(rows, {"num_tokens": rows.loss_mask} | columns)
+        sums.add(rows, {"num_tokens": rows.loss_mask, "weight": weights} | columns)
+        if head.hidden.requires_grad:
+            part = self._layout.tp_rank if self._layout.sequence_parallel else 0
+            head.hidden.register_hook(lambda gradient: sums.add_gradient(rows, gradient, part=part))
         return loss
 
     def logprobs(self, head: LMHead, targets: Tensor, *, temperature: float, index: Tensor | None = None) -> Tensor:

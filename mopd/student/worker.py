@@ -123,7 +123,10 @@ class StudentWorker:
         """
         positions = {sample_id: i for i, sample_id in enumerate(plan.sample_ids)}
         sizes = {"num_domains": len(self.domains), "num_samples": plan.num_samples}
-        sums = self._objective.new_sums(diagnostics=diagnostics, num_loss_tokens=plan.num_loss_tokens, **sizes)
+        factors = self._objective.domain_factors(_samples(plan), self.domains)
+        sums = self._objective.new_sums(
+            diagnostics=diagnostics, domain_factors=factors, num_loss_tokens=plan.num_loss_tokens, **sizes
+        )
 
         def hook_for(batch: MicroBatch) -> HeadHook:
             return partial(self._objective, rows=batch.rows, sums=sums)

@@ -149,8 +149,9 @@ class Builder:
         classes = section_classes(annotation)
         if classes and (isinstance(node, Section) or {*members} <= {*classes, type(None)}):
             return self._one_of(node, classes, path, default)
+        has_words = any(typing.get_origin(member) is Literal for member in members)
         for member in members:
-            if typing.get_origin(member) is Mapping:
+            if typing.get_origin(member) is Mapping and (isinstance(node, Section) or not has_words):
                 return self._mapping(node, typing.get_args(member)[1], path)
             if typing.get_origin(member) is tuple and section_classes(typing.get_args(member)[0]):
                 return self._items(node, annotation, typing.get_args(member)[0], path)
@@ -299,6 +300,8 @@ def _expected(annotation: Any) -> str:
     for member in union_members(annotation):
         if typing.get_origin(member) is Literal:
             parts.append("one of " + ", ".join(str(choice) for choice in typing.get_args(member)))
+        elif typing.get_origin(member) is Mapping:
+            parts.append("a section of named values")
         elif section_classes(member):
             parts.append("a section")
         elif typing.get_origin(member) is tuple:

@@ -64,7 +64,7 @@ HEAD_CASES = {
 }
 """Loss, and whether the embeddings are tied, by layout."""
 PACKING = (True, False)
-OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient")
+OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient", "domain_budget", "domain_mean")
 TIMEOUT_S = 3600
 
 

@@ -56,6 +56,8 @@ weight as far as any, another way at another layout, and the next steps may diff
 LOSSES = {
     "default": TopKLossConfig(top_k=TOP_K),
     "reverse": TopKLossConfig(type="topk_reverse_kl", top_k=TOP_K, temperature=1.5, aggregation="sequence_mean"),
+    "domain_budget": TopKLossConfig(top_k=TOP_K, aggregation="sequence_mean", domain_budget={"math": 0.8, "code": 0.2}),
+    "domain_mean": KLLossConfig(type="k3", top_k=TOP_K, aggregation="domain_mean"),
     "jsd": TopKLossConfig(type="topk_jsd", top_k=TOP_K, aggregation="token_sum", loss_soft_cap=1.0),
     "k2": KLLossConfig(type="k2", top_k=TOP_K, correction=MismatchCorrectionConfig(type="tis")),
     "policy_gradient": PolicyGradientConfig(

@@ -159,16 +159,20 @@ def test_lm_head_in_chunks_equals_all_logits_at_once(
 @pytest.mark.parametrize(("case", "weights"), [("budget", None), ("ensemble", ENSEMBLE)])
 def test_equals_the_definition(one_rank: Results, hf_model: Path, case: str, weights: Weights | None) -> None:
     """The token loss is the sum of each teacher's forward KL (on its top-k and the rest as one outcome) times its
-    share, the loss the mean over the batch's loss tokens; masses and overlaps are means with the same shares; k1 is the
-    student's log-prob less such a mean of the teachers'. In float64 on transformers' own model.
+    share, the loss the mean over the batch's loss tokens, whose gradient at the LM head has a norm in each domain;
+    masses and overlaps are means with the same shares; k1 is the student's log-prob less such a mean of the teachers'.
+    In float64 on transformers' own model.
     """
     model = AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float64)
     metas, fields = make_samples(16, vocab_size=model.config.vocab_size, top_k=8, seed=1, first_id=100, weights=weights)
     names = ("loss", "k1", "teacher_mass", "student_mass", "topk_overlap")
     expected = {f"{name}/{domain}": 0.0 for name in names for domain in DOMAINS}
-    total = torch.zeros(())
+    total, all_hidden = torch.zeros(()), []
     for i, meta in enumerate(metas):
-        logits = model(fields["tokens"][i][None]).logits[0]
+        hidden = model.model(fields["tokens"][i][None]).last_hidden_state
+        hidden.retain_grad()
+        all_hidden.append(hidden)
+        logits = model.lm_head(hidden)[0]
         shares = (1.0,) if weights is None else weights[meta.domain]
         for r in range(meta.response_length):
             if not fields["loss_mask"][i][r]:
@@ -191,6 +195,9 @@ def test_equals_the_definition(one_rank: Results, hf_model: Path, case: str, wei
     loss = total / sum(meta.num_loss_tokens for meta in metas)
     loss.backward()
     norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
+    for domain in DOMAINS:
+        own = [hidden.grad for hidden, meta in zip(all_hidden, metas, strict=True) if meta.domain == domain]
+        expected[f"gradient_squares/{domain}"] = sum(float(gradient.square().sum()) for gradient in own)
     step = one_rank[f"one/{case}"]["steps"][0]
     assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert step["weighted_loss/math"] + step["weighted_loss/code"] == pytest.approx(loss.item(), rel=1e-5)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd.base.metrics import JsonlWriter, StepMetrics, StepTimer, merge_step, read_jsonl, truncate_jsonl
+from mopd.base.metrics import JsonlWriter, StepMetrics, StepTimer, merge_step, read_jsonl, share_metrics, truncate_jsonl
 from mopd.base.types import Batch, DomainSums, SampleMeta, UserError
 
 
@@ -115,6 +115,27 @@ def test_a_step_record_holds_means_by_domain_and_what_was_minimised() -> None:
         }
     )
     assert metrics.by_domain("loss") == pytest.approx({"math": 0.5, "code": 1.5})
+
+
+def test_shares_of_a_step_stand_beside_their_targets() -> None:
+    batch = Batch(samples=tuple(sample(i, "math" if i else "code", 4) for i in range(4)))
+    sums = {
+        "math": DomainSums(num_tokens=9, sums={"weight": 0.4, "weighted_loss": -0.3, "gradient_squares": 9.0}),
+        "code": DomainSums(num_tokens=1, sums={"weight": 0.6, "weighted_loss": 0.1, "gradient_squares": 1.0}),
+    }
+    prompts, budget = {"math": 0.7, "code": 0.2, "law": 0.1}, {"math": 0.3, "code": 0.5, "law": 0.2}
+    expected = {
+        "prompts_share": (0.75, 0.25, 0), "prompts_share_target": (0.7, 0.2, 0.1), "tokens_share": (0.9, 0.1, 0),
+        "loss_weight_share": (0.4, 0.6, 0), "loss_weight_share_target": (0.3, 0.5, 0.2),
+        "loss_share": (0.75, 0.25, 0), "gradient_share": (0.75, 0.25, 0),
+    }  # fmt: skip
+    flat = {f"{name}/{d}": value for name, row in expected.items() for d, value in zip(prompts, row, strict=True)}
+    found = share_metrics(batch, sums, prompts=prompts, budget=budget)
+    assert found == pytest.approx(flat | {"absent_domains": 1})
+    bare = {"math": DomainSums(num_tokens=9, sums={"weighted_loss": 0.0})}
+    assert share_metrics(batch, bare, prompts={"math": 1.0}, budget={}) == {
+        "prompts_share_target/math": 1, "prompts_share/math": 0.75, "tokens_share/math": 1,
+    }  # fmt: skip
 
 
 def test_what_counts_samples_is_a_share_of_samples() -> None:

@@ -99,6 +99,10 @@ def test_unions_inside_named_sections(write: Write) -> None:
 def test_null_takes_an_optional_section_away(write: Write) -> None:
     off = ["validation=null", "checkpoint.keep_best=false", "preflight.require_better_teacher=false"]
     assert load_recipe(write(), off).recipe.validation is None
+    adaptive = "data.domain_weights=adaptive"
+    assert load_recipe(write(), [adaptive]).recipe.data.fixed_weights == {}
+    said = "data.domain_weights is 'adaptive', but validation is absent, which measures the head-room: add validation"
+    assert said in refusal(write(), *off, adaptive)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +133,20 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ),
         ("rollout=null", "rollout: expected a section, got null"),
         ("rollout={engine: torch}", "rollout.engine: expected a section, got 'torch'"),
-        ("data.domain_weights=[1]", "data.domain_weights: expected a section of named values, got [1]"),
+        (
+            "data.domain_weights=[1]",
+            "data.domain_weights: expected a section of named values or one of adaptive, got [1]",
+        ),
+        ("data.adaptive_floor=0", "data.adaptive_floor is 0.0: set a number in (0, 1]"),
+        (
+            "loss.domain_budget={math: 0.5, code: 0.4}",
+            "loss.domain_budget sums to 0.9 (math 0.5, code 0.4): set shares",
+        ),
+        ("loss.domain_budget={math: 1.5, code: -0.5}", "loss.domain_budget.math is 1.5: set a number in (0, 1]"),
+        (
+            "loss={aggregation: domain_mean, domain_budget: {math: 1}}",
+            "loss.domain_budget is set and loss.aggregation is 'domain_mean', which sets the domains' shares",
+        ),
         ("data.domain_weights.math=much", "data.domain_weights.math: expected a number, got 'much'"),
         ("run_dir={a: 1}", "run_dir: expected text, got a section"),
         ("loss.type=topk_kl", "loss.type: unknown type 'topk_kl'; did you mean 'topk_jsd'?"),

@@ -10,7 +10,7 @@ import pytest
 
 from mopd.base.types import Prompt, UserError
 from mopd.data.prompts import PromptDataset, PromptRow
-from mopd.data.stream import PromptStream
+from mopd.data.stream import PromptStream, headroom_shares
 
 
 def dataset(**counts: int) -> PromptDataset:
@@ -91,6 +91,68 @@ def test_a_prompt_out_of_turn_is_the_domains_next_and_leaves_the_shares_alone() 
     restored = PromptStream(DATA.rows_by_domain, {"math": 1, "code": 1, "law": 1}, 4)
     restored.load_state_dict(state)
     assert restored.next(60) == after
+
+
+LATER = {"math": 0.8, "code": 0.1, "law": 0.1}
+
+
+def reweighed(start: int = 60) -> PromptStream:
+    stream = PromptStream(DATA.rows_by_domain, {"math": 0.1, "code": 0.1, "law": 0.8}, 4)
+    stream.reweigh(start, LATER)
+    return stream
+
+
+def test_shares_change_at_their_prompt_and_nothing_is_caught_up() -> None:
+    stream, kept = reweighed(), PromptStream(DATA.rows_by_domain, {"math": 0.1, "code": 0.1, "law": 0.8}, 4)
+    prompts = take(stream, *[7] * 23)
+    assert prompts[:60] == kept.next(60)
+    for part, shares in ((prompts[60:80], LATER), (prompts[60:160], LATER)):
+        counts = Counter(p.domain for p in part)
+        assert all(abs(counts[domain] - share * len(part)) <= 2 for domain, share in shares.items())
+    assert take(reweighed(), 161) == prompts
+    assert stream.shares(59)["law"] == 0.8 and stream.shares(60) == LATER
+
+
+@pytest.mark.parametrize("position", [0, 59, 60, 61, 100])
+def test_a_stream_with_changed_shares_is_restored_exactly(position: int) -> None:
+    """Also where one of its prompts was replaced, which counts in no share."""
+    stream = reweighed()
+    stream.next(position)
+    stream.next_of("code")
+    state = json.loads(json.dumps(stream.state_dict()))
+    restored = reweighed()
+    restored.load_state_dict(state)
+    assert restored.next(80) == stream.next(80)
+    if position > 61:
+        other = reweighed(61)
+        with pytest.raises(UserError, match=r"changed its shares at prompt 60, by validation.jsonl at 61: restore"):
+            other.load_state_dict(state)
+    for before in ({"math": 3}, {"math": 0, "code": 0, "law": 10**9}, [], {"math": 1, "code": 0, "law": 0}):
+        with pytest.raises(UserError, match="the checkpoint's prompt stream"):
+            reweighed().load_state_dict(state | {"before": before})
+
+
+def test_shares_come_before_the_prompts_that_are_drawn_by_them() -> None:
+    stream = reweighed()
+    stream.next(70)
+    for start in (69, 59):
+        with pytest.raises(ValueError, match=f"shares from prompt {start} on come too late"):
+            stream.reweigh(start, LATER)
+    stream.reweigh(70, {"math": 0.0, "code": 0.0, "law": 1.0})
+    assert {prompt.domain for prompt in stream.next(20)} == {"law"}
+
+
+@pytest.mark.parametrize(
+    ("student", "floor", "shares"),
+    [
+        ({"math": 0.2, "code": 0.8}, 0.2, {"math": 0.1 + 0.8 * 0.75, "code": 0.1 + 0.8 * 0.25}),
+        ({"math": 0.2, "code": 1.3}, 0.2, {"math": 0.9, "code": 0.1}),  # code is better than its teacher
+        ({"math": 1.0, "code": 1.0}, 0.2, {"math": 0.5, "code": 0.5}),
+        ({"math": 0.0, "code": 1.0}, 1.0, {"math": 0.5, "code": 0.5}),
+    ],
+)
+def test_prompts_go_where_headroom_is_left(student: dict[str, float], floor: float, shares: dict[str, float]) -> None:
+    assert headroom_shares(student, {"math": 0.8, "code": 1.0}, floor=floor) == pytest.approx(shares)
 
 
 def test_position_in_other_data_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mopd.losses import token_weights
+from mopd.losses import domain_factors, token_weights
 
 MASK = torch.tensor([[1, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
 LOSS = torch.arange(1.0, 17).view(4, 4)
@@ -51,6 +51,31 @@ def test_samples_in_parts(aggregation: str) -> None:
             sample_loss_tokens=MASK.sum(1),
         )
         assert torch.equal(got, expected[:, part])
+
+
+@pytest.mark.parametrize(
+    ("domains", "budget", "shares"),
+    [
+        ([0, 1, 1, 0], [0.5, 0.5], [0.5, 0.5]),
+        ([0, 1, 1, 0], [0.9, 0.1], [0.9, 0.1]),
+        ([1, 0, 2, 0], [0.2, 0.4, 0.4], [1 / 3, 2 / 3, 0]),  # the sample of domain 2 has no loss token
+        ([0, 0, 0, 0], [0.1, 0.6, 0.3], [1, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_a_budget_gives_each_domain_its_share_of_the_weight(
+    domains: list[int], budget: list[float], shares: list[float], aggregation: str
+) -> None:
+    """The share of a domain without a loss token goes to the others, in proportion to theirs."""
+    of_samples = MASK.sum(1) > 0 if aggregation == "sequence_mean" else MASK.sum(1)
+    own = [[float(of_samples[i]) for i, domain in enumerate(domains) if domain == d] for d in range(len(budget))]
+    total = 4 if aggregation == "sequence_mean" else 8
+    factors = torch.tensor(domain_factors([int(sum(one)) for one in own], budget, total=total))
+    weights = (
+        token_weights(MASK, aggregation, num_loss_tokens=8, num_samples=4) * factors[torch.tensor(domains)][:, None]
+    )
+    got = [float(weights[torch.tensor(domains) == d].sum()) for d in range(len(budget))]
+    assert got == pytest.approx(shares)
 
 
 def test_no_tokens() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from mopd.base.types import UserError
 from mopd.config.data import DataConfig, ValidationConfig
 from mopd.config.groups import TeacherConfig
+from mopd.config.losses import TopKLossConfig
 from mopd.config.rewards import ExactMatchConfig
-from mopd.config.schema import Recipe, ScheduleConfig
+from mopd.config.schema import PreflightConfig, Recipe, ScheduleConfig
 from mopd.config.student import StudentConfig
 from mopd.orchestrator.workers import build_validator, read_inputs
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
@@ -44,3 +46,17 @@ def test_there_is_a_validator_where_the_recipe_asks_for_one(recipe: Recipe) -> N
     without = replace(recipe, validation=None)
     inputs = read_inputs(without)
     assert inputs.validation is None and build_validator(without, inputs) is None
+
+
+def test_budgets_and_adaptive_weights_need_every_domain(recipe: Recipe, tmp_path: Path) -> None:
+    read_inputs(replace(recipe, loss=TopKLossConfig(domain_budget={"math": 0.5, "code": 0.5})))
+    for budget in ({"math": 1.0}, {"math": 0.5, "code": 0.25, "law": 0.25}):
+        named = "the data has .'code', 'math'.: name every domain or none"
+        with pytest.raises(UserError, match=rf"loss.domain_budget names .*, {named}"):
+            read_inputs(replace(recipe, loss=TopKLossConfig(domain_budget=budget)))
+    adaptive = replace(recipe.data, domain_weights="adaptive")
+    read_inputs(replace(recipe, data=adaptive))
+    (tmp_path / "held.jsonl").write_text((tmp_path / "held.jsonl").read_text().replace("math", "code"))
+    unchecked = replace(recipe, data=adaptive, preflight=PreflightConfig(require_better_teacher=False))
+    with pytest.raises(UserError, match=r"data.domain_weights is adaptive, but data.validation has no row of .*'math'"):
+        read_inputs(unchecked)

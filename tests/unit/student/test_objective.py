@@ -6,13 +6,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from mopd.base.types import UserError
+from mopd.base.types import SampleMeta, UserError
 from mopd.config.losses import (
     KLLossConfig,
     MismatchCorrectionConfig,
@@ -171,6 +172,58 @@ def test_equals_the_definition(
         assert columns["masked_sequences"].sum().item() == pytest.approx(float(expected["masked"])) == 3
     else:
         assert "masked_sequences" not in columns
+
+
+BUDGETED = {
+    "token_mean": TopKLossConfig(top_k=K, domain_budget={"a": 0.7, "b": 0.2, "c": 0.1}),
+    "sequence_mean": TopKLossConfig(top_k=K, aggregation="sequence_mean", domain_budget={"a": 0.1, "b": 0.6, "c": 0.3}),
+    "domain_mean": TopKLossConfig(top_k=K, aggregation="domain_mean"),
+    "policy_gradient": PolicyGradientConfig(
+        type="policy_gradient", top_k=K, domain_budget={"a": 0.2, "b": 0.3, "c": 0.5}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+@pytest.mark.parametrize("absent", [(), (1,)])
+def test_the_loss_is_the_domains_own_losses_by_budget(
+    layout: Layout, problem: dict[str, Tensor], name: str, absent: tuple[int, ...]
+) -> None:
+    """Each domain's loss is that of a batch which holds its responses alone; the share of a domain that is absent goes
+    to the others. The norm of each domain's gradient is that of its hidden states."""
+    loss, mask = BUDGETED[name], problem["loss_mask"].clone()
+    for domain in absent:
+        mask[:, domain::3] = False
+    budget = [(loss.domain_budget or dict.fromkeys("abc", 1 / 3))[d] * (i not in absent) for i, d in enumerate("abc")]
+
+    def compute(columns: slice, loss: TopKLossConfig | PolicyGradientConfig) -> tuple[Sums, float, Tensor]:
+        objective = Objective(loss, layout, true_vocab_size=VOCAB, lm_head_memory_budget_mib=64)
+        hidden = problem["hidden"][:, columns].clone().requires_grad_()
+        weight = problem["weight"].clone().requires_grad_()
+        rows = loss_rows(*(x[:, columns] for x in (mask, problem["targets"], problem["teacher"], problem["rollout"])))
+        num = [int(one) for one in rows.loss_mask.view(S, -1).sum(0)]
+        metas = [
+            SampleMeta(sample_id=i, domain="abc"[i % 3], weight_version=0, prompt_length=1, response_length=S,
+                       num_loss_tokens=n)
+            for i, n in enumerate(num)
+        ]  # fmt: skip
+        factors = objective.domain_factors(metas, "abc")
+        sizes = {"num_domains": 3, "num_samples": len(num), "num_loss_tokens": sum(num)}
+        sums = objective.new_sums(diagnostics=False, domain_factors=factors, **sizes)
+        value = objective(LMHead(hidden, weight), rows=rows, sums=sums)
+        value.backward()
+        assert hidden.grad is not None
+        return sums, value.item(), hidden.grad
+
+    sums, value, gradient = compute(slice(None), loss)
+    aggregation = loss.aggregation if loss.aggregation == "sequence_mean" else "token_mean"
+    plain = replace(loss, domain_budget={}, aggregation=aggregation)
+    own = {d: compute(slice(d, None, 3), plain)[1] for d in range(3) if d not in absent}
+    assert value == pytest.approx(sum(budget[d] / sum(budget) * one for d, one in own.items()), rel=1e-5)
+    weights = sums._totals[:, sums.names.index("weight")].tolist()
+    assert weights == pytest.approx([share / sum(budget) for share in budget], rel=1e-6)
+    norms = [float(gradient[:, d::3].double().square().sum()) for d in range(3)]
+    assert sums._gradient.tolist() == pytest.approx(norms, rel=1e-5)
 
 
 ROWS, BATCH = 6, 4
