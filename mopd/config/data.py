@@ -182,8 +182,22 @@ class ValidationConfig(Checked):
     """Optimizer steps between validations; step 0 and the last step are always validated."""
     temperature: NotNegative = 0.0
     """Sampling temperature; 0 is greedy."""
+    samples_per_prompt: Count = 1
+    """Responses drawn per prompt, k. The reward is then the mean over all of them (avg@k), beside the mean of each
+    prompt's best (pass@k). Above 1 needs ``temperature`` above 0."""
     max_samples_per_domain: Count | None = None
     """Only the first rows of each domain; absent means all."""
+    watch: tuple[str, ...] = ()
+    """Domains of ``data.validation`` that no teacher teaches, validated all the same: what the student forgets of them
+    is a line of the report. They need a reward, and have no say in which step is best."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples_per_prompt is {self.samples_per_prompt}, but temperature is 0, so all responses of a prompt "
+                "would be equal: set temperature above 0, or samples_per_prompt: 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -225,6 +225,12 @@ class Recipe:
             self._check_adaptive()
         if self.validation is not None and not self.data.validation:
             raise ValueError("validation is set but data.validation is empty: name files there or remove validation")
+        taught = [domain for domain in self.watched_domains if domain in self.assignment.by_domain]
+        if taught:
+            name = self.assignment.by_domain[taught[0]][0]
+            raise ValueError(
+                f"validation.watch names {taught[0]!r}, but teachers.{name}.domains does too: leave it in one of them"
+            )
         if self.needs_rewards and not self.rewards:
             what = "loss.task_reward_weight" if self.validation is None else "validation"
             raise ValueError(
@@ -395,6 +401,11 @@ class Recipe:
     def assignment(self) -> Assignment:
         """The teachers of each domain."""
         return Assignment(self.teachers)
+
+    @property
+    def watched_domains(self) -> tuple[str, ...]:
+        """Domains that are validated and not taught."""
+        return () if self.validation is None else self.validation.watch
 
     @property
     def samples_per_step(self) -> int:

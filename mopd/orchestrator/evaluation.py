@@ -31,6 +31,7 @@ from mopd.orchestrator.workers import Inputs, build_routers, build_validator, re
 from mopd.placement.gpus import without_sharing
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
+from mopd.report.intervals import mean_interval, show_interval
 from mopd.report.terminal import Terminal
 
 
@@ -122,11 +123,16 @@ def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def print_result(result: ValidationResult, *, title: str, as_json: bool) -> None:
     """Print rewards by domain, as a table or as JSON."""
+    intervals = {domain: mean_interval(result.scores.get(domain, [])) for domain in result.rewards}
     if as_json:
-        print(json_lines({"rewards": result.rewards, "num_samples": result.num_samples}))
+        told = {"rewards": result.rewards, "intervals": intervals, "num_samples": result.num_samples}
+        print(json_lines(told | ({"pass_at_k": result.pass_at_k} if result.pass_at_k else {})))
         return
-    table = Table("domain", "reward", "samples", "truncated", title=title)
+    best_of = ("pass@k",) if result.pass_at_k else ()
+    table = Table("domain", "reward", "95 %", *best_of, "samples", "truncated", title=title)
     for domain, reward in result.rewards.items():
         share = result.truncated_share[domain]
-        table.add_row(domain, f"{reward:.3f}", str(result.num_samples[domain]), f"{share:.0%}")
+        best = (f"{result.pass_at_k[domain]:.3f}",) if result.pass_at_k else ()
+        interval = show_interval(intervals[domain], "{:.3f}")
+        table.add_row(domain, f"{reward:.3f}", interval, *best, str(result.num_samples[domain]), f"{share:.0%}")
     Terminal().print(table)

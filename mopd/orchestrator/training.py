@@ -350,7 +350,7 @@ class RunObserver:
         record = await self.stop.unless_stop_requested(validator.record(self.workers.generator, step))
         append_record(self.run.validation, record)
         self.reweigh(record)
-        self.sinks.log_validation(step, record["rewards"])
+        self.sinks.log_validation(step, record["rewards"] | record["watched"])
         reward = mean(record["rewards"])
         if self.best is None or reward > self.best.reward:
             self.best = Best(step=step, reward=reward)

@@ -5,12 +5,13 @@ Uses no training randomness: seeds derive from row numbers.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ class ValidationResult:
     """Results by domain, domains in alphabetical order."""
 
     rewards: dict[str, float]
-    """Mean reward."""
+    """Mean reward over all responses."""
     num_samples: dict[str, int]
+    """Number of responses."""
     truncated_share: dict[str, float]
     """Share of responses that ended at the length limit."""
     extracted_share: dict[str, float]
@@ -49,6 +51,12 @@ class ValidationResult:
     """Examples of the first rows: ``{prompt, response, ground_truth, reward, extracted, problem}``. ``extracted`` is
     what the reward judged (``None``: nothing), ``problem`` why its value is no higher. Rows with images also have
     ``images`` (``thumbnail``)."""
+    scores: dict[str, list[float]] = field(default_factory=dict)
+    """Mean reward of each prompt's responses, prompt after prompt."""
+    pass_at_k: dict[str, float] = field(default_factory=dict)
+    """Mean over prompts of the best of their responses; empty with one response a prompt."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    """Digest of the prompts: equal ones were asked in the same order."""
 
 
 class Validator:
@@ -63,20 +71,25 @@ class Validator:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Domains of the validation prompts."""
-        return tuple(self._dataset.rows_by_domain)
+        """Domains of the validation prompts that are taught, not only watched."""
+        return tuple(domain for domain in self._dataset.rows_by_domain if domain not in self._cfg.watch)
 
     async def run(self, generator: Generator, *, domains: Collection[str] | None = None) -> ValidationResult:
-        """Draw one response of ``generator`` per row of ``domains`` (all when ``None``) and reward it. Consumes no
-        training randomness. ``UserError`` for a domain without rows."""
+        """Draw ``samples_per_prompt`` responses of ``generator`` per row of ``domains`` (all when ``None``) and reward
+        them. Consumes no training randomness. ``UserError`` for a domain without rows."""
         all_rows = self._dataset.rows_by_domain
         chosen = sorted(all_rows if domains is None else set(domains))
         absent = [domain for domain in chosen if domain not in all_rows]
         if absent:
             raise UserError(f"data.validation has no row of domain {', '.join(map(repr, absent))}: add some")
-        order = [row for domain in chosen for row in all_rows[domain][: self._cfg.max_samples_per_domain]]
+        num = self._cfg.samples_per_prompt
+        rows = {domain: all_rows[domain][: self._cfg.max_samples_per_domain] for domain in chosen}
+        order = [row for domain in chosen for row in rows[domain] for _ in range(num)]
         prompts = [self._dataset.row(row).tokens for row in order]
-        seeds = [derive_seed(self._recipe.seed, row, "validation") for row in order]
+        seeds = [
+            derive_seed(self._recipe.seed, row, f"validation {i % num}" if i % num else "validation")
+            for i, row in enumerate(order)
+        ]
         sampling = SamplingParams(
             max_new_tokens=self._recipe.rollout.max_response_length, temperature=self._cfg.temperature
         )
@@ -90,15 +103,25 @@ class Validator:
         def means(value: Callable[[Graded, Generation], float]) -> dict[str, float]:
             return {d: sum(value(g, made) for _, g, made, _ in own) / len(own) for d, own in by_domain.items()}
 
+        by_prompt = {
+            domain: [[graded.value for _, graded, *_ in own[i : i + num]] for i in range(0, len(own), num)]
+            for domain, own in by_domain.items()
+        }
         return ValidationResult(
             rewards=means(lambda graded, _: graded.value),
             num_samples={domain: len(own) for domain, own in by_domain.items()},
             truncated_share=means(lambda _, made: made.finish_reason == "length"),
             extracted_share=means(lambda graded, _: graded.extracted is not None),
             examples={
-                domain: [_example(item, graded, self._thumbnails(row)) for item, graded, _, row in own[:NUM_EXAMPLES]]
+                domain: [
+                    _example(item, graded, self._thumbnails(row))
+                    for item, graded, _, row in own[: NUM_EXAMPLES * num : num]
+                ]
                 for domain, own in by_domain.items()
             },
+            scores={d: [round(sum(values) / num, 6) for values in own] for d, own in by_prompt.items()},
+            pass_at_k={d: sum(map(max, own)) / len(own) for d, own in by_prompt.items()} if num > 1 else {},
+            prompts={d: _digest([self._dataset.row(row).tokens for row in own]) for d, own in rows.items()},
         )
 
     def _thumbnails(self, row: int) -> list[str]:
@@ -109,7 +132,7 @@ class Validator:
         """Validate, and return the result as a line of ``validation.jsonl``."""
         start = time.perf_counter()
         result = await self.run(generator)
-        return record_of(step, result, wall_s=time.perf_counter() - start)
+        return record_of(step, result, wall_s=time.perf_counter() - start, watch=self._cfg.watch)
 
 
 def is_due(recipe: Recipe, step: int) -> bool:
@@ -118,8 +141,13 @@ def is_due(recipe: Recipe, step: int) -> bool:
     return cfg is not None and (step % cfg.every_steps == 0 or step == recipe.schedule.steps)
 
 
-def record_of(step: int, result: ValidationResult, *, wall_s: float) -> dict[str, Any]:
-    """Return a line of ``validation.jsonl``, plain JSON. Only that of step 0 holds images: all have its rows."""
+def _digest(prompts: Sequence[Sequence[int]]) -> str:
+    return hashlib.sha256(json.dumps([list(tokens) for tokens in prompts]).encode()).hexdigest()[:16]
+
+
+def record_of(step: int, result: ValidationResult, *, wall_s: float, watch: Collection[str] = ()) -> dict[str, Any]:
+    """Return a line of ``validation.jsonl``, plain JSON, in which the rewards of the domains of ``watch`` stand apart.
+    Only that of step 0 holds images: all have its rows."""
     examples = result.examples
     if step > 0:
         examples = {
@@ -128,7 +156,11 @@ def record_of(step: int, result: ValidationResult, *, wall_s: float) -> dict[str
         }
     return {
         "step": step,
-        "rewards": result.rewards,
+        "rewards": {domain: reward for domain, reward in result.rewards.items() if domain not in watch},
+        "watched": {domain: result.rewards[domain] for domain in watch},
+        "scores": result.scores,
+        "pass_at_k": result.pass_at_k,
+        "prompts": result.prompts,
         "truncated_share": result.truncated_share,
         "examples": plain_examples(examples, "validation.jsonl", MAX_LINE_BYTES),
         "wall_s": wall_s,

@@ -118,7 +118,8 @@ def read_inputs(recipe: Recipe) -> Inputs:
     sighted = [name for name, teacher in recipe.teachers.items() if vision is not None and sees_images(teacher.model)]
     for dataset in (train, validation):
         if dataset is not None:
-            require_vision_teachers(dataset.image_counts, assignment, sighted)
+            counts = {d: count for d, count in dataset.image_counts.items() if d not in recipe.watched_domains}
+            require_vision_teachers(counts, assignment, sighted)
     if rewards is not None:
         for dataset in (train if recipe.needs_task_advantage else None, validation):
             if dataset is not None:
@@ -209,10 +210,20 @@ def _check_ground_truths(dataset: PromptDataset, rewards: DomainRewards) -> None
 
 
 def _check_validation_domains(recipe: Recipe, train: PromptDataset, validation: PromptDataset) -> None:
-    unknown = sorted(set(validation.domain_counts) - set(recipe.assignment.by_domain))
+    watched = recipe.watched_domains
+    for domain in watched:
+        if domain not in validation.domain_counts:
+            raise UserError(f"validation.watch names {domain!r}, but data.validation has no row of it: add some")
+        if domain in train.domain_counts:
+            raise UserError(
+                f"validation.watch names {domain!r}, but data.train has {train.domain_counts[domain]} rows of it: a "
+                "domain is trained or watched; remove it from one of them"
+            )
+    unknown = sorted(set(validation.domain_counts) - {*recipe.assignment.by_domain, *watched})
     if unknown and recipe.assignment.default is None:
         raise UserError(
-            f"data.validation has domains {unknown} that no teacher answers for: remove these rows or name a teacher"
+            f"data.validation has domains {unknown} that no teacher answers for: remove these rows, name a teacher, "
+            "or name them in validation.watch"
         )
     missing = sorted(set(train.domain_counts) - set(validation.domain_counts))
     if missing and recipe.preflight.require_better_teacher:

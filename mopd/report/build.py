@@ -20,6 +20,14 @@ from mopd.base.text import visible
 from mopd.report.charts import cell
 from mopd.report.curves import Phase, percents, phase_name, phases
 from mopd.report.groups import LATENCY_HEADING, GroupResult, label, latencies, summarise_groups
+from mopd.report.intervals import (
+    Interval,
+    Scores,
+    difference_interval,
+    mean_interval,
+    recovery_interval,
+    show_interval,
+)
 from mopd.report.page import render_page
 from mopd.report.pipeline import (
     AgeResult,
@@ -43,6 +51,16 @@ class DomainResult:
     teacher: float | None
     headroom_recovery: float | None
     """Recovered share of the teacher's lead; ``None`` also where the teacher does not beat ``before``."""
+    num_prompts: int | None
+    after_interval: Interval | None
+    """95 % interval of ``after`` over the prompts (``intervals.py``), as those below."""
+    recovery_interval: Interval | None
+    change_interval: Interval | None
+    """Of ``after`` - ``before``: whether a domain was forgotten or only measured."""
+    pass_at_k: float | None
+    """Mean of each prompt's best response, at ``after``; ``None`` with one response a prompt."""
+    is_watched: bool
+    """No teacher teaches the domain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +69,7 @@ class Report:
 
     domains: Mapping[str, DomainResult]
     mean_headroom_recovery: float | None
+    mean_recovery_interval: Interval | None
     best_step: int | None
     """Step of ``after``."""
     steps: int
@@ -86,40 +105,38 @@ def build_report(run_dir: str | Path) -> Report:
     files.require_run()
     steps, validations = files.steps(), files.validations()
     recipe = files.recipe_tree()
-    report = summarise(steps, validations, files.teacher_rewards(), planned_steps=recipe["schedule"]["steps"])
-    page = render_page(asdict(report), files, recipe, steps, validations)
+    report = summarise(files, steps, validations, planned_steps=recipe["schedule"]["steps"])
+    page = render_page(asdict(report), files, recipe, steps, validations, evidence_lines(report))
     write_text(files.report_json, json.dumps(asdict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_text(files.report_html, visible(page, keep="\n\t"))
     return report
 
 
 def summarise(
+    files: RunFiles,
     steps: Sequence[Mapping[str, Any]],
     validations: Sequence[Mapping[str, Any]],
-    teachers: Mapping[str, float],
     *,
     planned_steps: int,
 ) -> Report:
-    """Make the report from the records of ``metrics.jsonl`` and ``validation.jsonl`` and the teachers' rewards by
-    domain."""
-    before: Mapping[str, float] = next((record["rewards"] for record in validations if record["step"] == 0), {})
+    """Make the report from the records of ``metrics.jsonl`` and ``validation.jsonl`` and what ``files`` knows of the
+    teachers."""
     best = best_of(validations)
-    after: Mapping[str, float] = next((r["rewards"] for r in validations if best and r["step"] == best.step), {})
-    domains = {
-        domain: DomainResult(
-            before=before.get(domain),
-            after=after.get(domain),
-            teacher=teachers.get(domain),
-            headroom_recovery=headroom_recovery(before.get(domain), after.get(domain), teachers.get(domain)),
-        )
-        for domain in sorted({*before, *after, *teachers})
-    }
+    before = record_at(validations, 0)
+    after = record_at(validations, None if best is None else best.step)
+    domains = _domains(before, after, files.teacher_rewards(), files.teacher_scores())
+    triples = [
+        _scores_of(name, before, after, files.teacher_scores())
+        for name, result in domains.items()
+        if result.headroom_recovery is not None
+    ]
     recoveries = [result.headroom_recovery for result in domains.values() if result.headroom_recovery is not None]
     step_s = sum(record.get("timing/step_s", 0.0) for record in steps)
     tokens = sum(record.get("tokens", 0.0) for record in steps)
     return Report(
         domains=domains,
         mean_headroom_recovery=sum(recoveries) / len(recoveries) if recoveries else None,
+        mean_recovery_interval=recovery_interval(triples),
         best_step=None if best is None else best.step,
         steps=steps[-1]["step"] if steps else 0,
         planned_steps=planned_steps,
@@ -132,6 +149,43 @@ def summarise(
         samples=summarise_ages(steps),
         groups=summarise_groups(steps),
     )
+
+
+def record_at(validations: Sequence[Mapping[str, Any]], step: int | None) -> Mapping[str, Any]:
+    """Return the validation after ``step`` steps; empty if there is none."""
+    return next((record for record in validations if record["step"] == step), {})
+
+
+def _domains(
+    before: Mapping[str, Any], after: Mapping[str, Any], teachers: Mapping[str, float], scores: Mapping[str, Scores]
+) -> dict[str, DomainResult]:
+    """Return the result of every domain that the records of both validations or the teachers name."""
+    rewards = [{**record.get("rewards", {}), **record.get("watched", {})} for record in (before, after)]
+    watched = {*before.get("watched", ()), *after.get("watched", ())}
+    found = {}
+    for name in sorted({*rewards[0], *rewards[1], *teachers}):
+        first, last, teacher = rewards[0].get(name), rewards[1].get(name), teachers.get(name)
+        own = _scores_of(name, before, after, scores)
+        found[name] = DomainResult(
+            before=first,
+            after=last,
+            teacher=teacher,
+            headroom_recovery=(recovery := headroom_recovery(first, last, teacher)),
+            num_prompts=len(own[0]) or None,
+            after_interval=mean_interval(own[1]),
+            recovery_interval=None if recovery is None else recovery_interval([own]),
+            change_interval=difference_interval([(own[1], own[0])], is_paired=True) if own[0] else None,
+            pass_at_k=after.get("pass_at_k", {}).get(name),
+            is_watched=name in watched,
+        )
+    return found
+
+
+def _scores_of(
+    name: str, before: Mapping[str, Any], after: Mapping[str, Any], teachers: Mapping[str, Scores]
+) -> tuple[Scores, Scores, Scores]:
+    """Return a domain's scores before, after and of its teacher; empty ones where they were not kept."""
+    return *(record.get("scores", {}).get(name, []) for record in (before, after)), teachers.get(name, [])
 
 
 def _mean(steps: Sequence[Mapping[str, Any]], metric: str) -> float | None:
@@ -156,14 +210,18 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
     for heading in ("before", after, "teacher", "head-room recovered"):
         table.add_column(heading, justify="right")
     for domain, result in report.domains.items():
-        rewards = (cell(value, "{:.3f}") for value in (result.before, result.after, result.teacher))
-        table.add_row(domain, *rewards, cell(result.headroom_recovery, "{:.0%}"))
+        before, last, teacher = (cell(v, "{:.3f}") for v in (result.before, result.after, result.teacher))
+        recovery = f"{cell(result.headroom_recovery, '{:.0%}')} {show_interval(result.recovery_interval, '{:.0%}')}"
+        table.add_row(domain, before, f"{last} {show_interval(result.after_interval)}", teacher, recovery)
     if len(report.domains) > 1:
         table.add_section()
-        table.add_row("mean", "", "", "", cell(report.mean_headroom_recovery, "{:.0%}"))
+        interval = show_interval(report.mean_recovery_interval, "{:.0%}")
+        table.add_row("mean", "", "", "", f"{cell(report.mean_headroom_recovery, '{:.0%}')} {interval}")
     rate = cell(report.train_tokens_per_s, "{:,.0f} tokens/s")
     console = console or Terminal()
     console.print(table)
+    for line in evidence_lines(report):
+        console.print(line, highlight=False)
     if report.groups:
         console.print(_group_table(report.groups))
     if report.phases:
@@ -180,6 +238,26 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
         for line in filter(None, (ages_line(report.samples), lengths_line(report.samples))):
             console.print(line, highlight=False)
     console.print(f"{report.wall_s:,.0f} s in steps and validations, {rate} trained", highlight=False)
+
+
+def evidence_lines(report: Report) -> list[str]:
+    """Say how many prompts stand behind the rewards, what the best of several responses reached, and which watched
+    domain was forgotten."""
+    counted = {name: one for name, one in report.domains.items() if one.num_prompts}
+    if not counted:
+        return []
+    numbers = [one.num_prompts or 0 for one in counted.values()]
+    shown = " to ".join(f"{number:,}" for number in sorted({min(numbers), max(numbers)}))
+    lines = [f"[…]: 95 % intervals over {shown} prompts a domain"]
+    best = ", ".join(f"{name} {one.pass_at_k:.3f}" for name, one in counted.items() if one.pass_at_k is not None)
+    lines += [f"pass@k, the best of each prompt's responses: {best}"] if best else []
+    for name, one in counted.items():
+        if one.is_watched and one.before is not None and one.after is not None and one.change_interval is not None:
+            low, high = one.change_interval
+            told = "forgotten" if high < 0 else "improved" if low > 0 else "no change beyond noise"
+            interval = show_interval(one.change_interval, "{:+.3f}")
+            lines.append(f"watched, taught by nobody: {name} {one.after - one.before:+.3f} {interval}: {told}")
+    return lines
 
 
 def _stage_table(pipeline: PipelineResult) -> Table:

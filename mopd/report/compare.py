@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,9 +14,10 @@ from rich.table import Table
 from mopd.base.text import visible
 from mopd.base.types import UserError
 from mopd.config.load import differences, flatten
-from mopd.report.build import Report, summarise
+from mopd.report.build import Report, record_at, summarise
 from mopd.report.charts import Series, cell, named_series, short
 from mopd.report.curves import Curves, curves_by_metric, is_zero, panel_of
+from mopd.report.intervals import Interval, difference_interval, show_interval
 from mopd.report.page import chart, duration, render
 from mopd.report.run_files import RunFiles
 from mopd.report.terminal import Terminal
@@ -48,6 +50,8 @@ class ComparedRun:
     rewards: Mapping[str, list[tuple[float, float]]]
     """Domain -> (step, reward) of every validation."""
     recipe: Mapping[str, Any]
+    after: Mapping[str, Any]
+    """Record of the best validation; empty before the first."""
 
     def mean_of_last(self, name: str) -> float | None:
         """Return the mean over the last ``LAST`` steps; ``None`` for a metric that was not measured."""
@@ -77,11 +81,12 @@ def _read(files: RunFiles, name: str) -> ComparedRun:
     steps, validations, recipe = files.steps(), files.validations(), files.recipe_tree()
     rewards: dict[str, list[tuple[float, float]]] = {}
     for validation in validations:
-        for domain, reward in validation["rewards"].items():
+        for domain, reward in {**validation["rewards"], **validation.get("watched", {})}.items():
             rewards.setdefault(domain, []).append((validation["step"], reward))
     return ComparedRun(
         name=name,
-        report=summarise(steps, validations, files.teacher_rewards(), planned_steps=recipe["schedule"]["steps"]),
+        report=(report := summarise(files, steps, validations, planned_steps=recipe["schedule"]["steps"])),
+        after=record_at(validations, report.best_step),
         steps=steps,
         curves=curves_by_metric(steps),
         rewards=rewards,
@@ -93,6 +98,10 @@ def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Return what ``--json`` prints: the numbers of each run by its name, and the values of every key that differs."""
     return {
         "runs": {run.name: _numbers(run) for run in runs},
+        "behind_best": {
+            "mean": _gaps_by_run(runs),
+            "domains": {domain: _gaps_by_run(runs, domain) for domain in _domains(runs)},
+        },
         "recipe_differences": {
             key: {run.name: value for run, value in zip(runs, values, strict=True)}
             for key, values in recipe_differences(runs).items()
@@ -124,6 +133,56 @@ def _domains(runs: Sequence[ComparedRun]) -> list[str]:
     return sorted((found | {domain for run in runs for domain in run.report.domains}) - {""})
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """How far a run's reward at its best validation is from the best of all runs."""
+
+    value: float
+    """Difference, 0 or negative."""
+    interval: Interval | None
+    """95 % interval over the prompts; ``None`` for the best run and where scores were not kept."""
+
+
+def behind_best(runs: Sequence[ComparedRun], domain: str = "") -> list[Gap | None]:
+    """Compare each run's reward in a domain (``""``: mean over the taught ones) with the best run's; ``None`` without
+    a reward. Runs that answered the same prompts are compared prompt by prompt."""
+    rewards = [_rewards_after(run, domain) for run in runs]
+    means = [sum(own.values()) / len(own) if own else -math.inf for own in rewards]
+    best = means.index(max(means))
+
+    def of_best(key: str, name: str) -> Any:
+        return runs[best].after.get(key, {}).get(name)
+
+    gaps: list[Gap | None] = []
+    for i, run in enumerate(runs):
+        scores, prompts = run.after.get("scores", {}), run.after.get("prompts", {})
+        pairs = [(scores.get(name, []), of_best("scores", name) or []) for name in rewards[i]]
+        is_paired = all(name in prompts and prompts[name] == of_best("prompts", name) for name in rewards[i])
+        interval = None if i == best else difference_interval(pairs, is_paired=is_paired)
+        gaps.append(Gap(value=means[i] - means[best], interval=interval) if rewards[i] else None)
+    return gaps
+
+
+def _rewards_after(run: ComparedRun, domain: str) -> Mapping[str, float]:
+    """Return the rewards at the best validation of the taught domains, or of ``domain`` alone, by domain."""
+    taught = run.after.get("rewards", {})
+    known = {**taught, **run.after.get("watched", {})}
+    return taught if not domain else {domain: known[domain]} if domain in known else {}
+
+
+def _gaps_by_run(runs: Sequence[ComparedRun], domain: str = "") -> dict[str, Any]:
+    return {run.name: gap and asdict(gap) for run, gap in zip(runs, behind_best(runs, domain), strict=True)}
+
+
+def _gap_text(gap: Gap | None) -> str:
+    if gap is None:
+        return "–"
+    if gap.interval is None:
+        return f"{gap.value:+.3f}" if gap.value else "best"
+    is_noise = gap.interval[0] <= 0 <= gap.interval[1]
+    return f"{gap.value:+.3f} {show_interval(gap.interval, '{:+.2f}')}{' within noise' if is_noise else ''}"
+
+
 def sections(runs: Sequence[ComparedRun]) -> list[Section]:
     """Make the tables of terminal and page, as texts."""
     numbers = [_numbers(run) for run in runs]
@@ -135,6 +194,7 @@ def sections(runs: Sequence[ComparedRun]) -> list[Section]:
         row("steps", (f"{n['steps']:,} of {n['planned_steps']:,}" for n in numbers)),
         row("best validation at step", (cell(n["best_step"], "{:,}") for n in numbers)),
         row("mean head-room recovered", (cell(n["mean_headroom_recovery"], "{:.0%}") for n in numbers)),
+        row("mean reward, from the best", map(_gap_text, behind_best(runs))),
         row(f"loss, last {LAST} steps", (cell(n["loss"], short) for n in numbers)),
         row("steps and validations", (duration(n["wall_s"]) for n in numbers)),
         row(f"seconds per step, last {LAST}", (cell(n["step_s"], short) for n in numbers)),
@@ -151,6 +211,7 @@ def sections(runs: Sequence[ComparedRun]) -> list[Section]:
         of_domain = [n["domains"].get(domain, {}) for n in numbers]
         rows = [row(what, (cell(n.get(key), "{:.3f}") for n in of_domain)) for key, what in headings.items()]
         rows.append(row("head-room recovered", (cell(n.get("headroom_recovery"), "{:.0%}") for n in of_domain)))
+        rows.append(row("reward, from the best", map(_gap_text, behind_best(runs, domain))))
         rows.append(row(f"KL, last {LAST} steps", (cell(n.get("kl"), short) for n in of_domain)))
         made.append((domain, rows))
     differing = recipe_differences(runs).items()

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from mopd.report.charts import NUM_COLOURS, Point, Series, cell, colour, histogram, line_chart, named_series, short
 from mopd.report.curves import Curves, curves_by_metric, in_words, is_zero, panel_of, percents, phase_name
 from mopd.report.groups import group_values, label
+from mopd.report.intervals import show_interval
 from mopd.report.pipeline import stage_label, stage_seconds
 from mopd.report.run_files import RunFiles
 
@@ -50,6 +51,7 @@ def render_page(
     recipe: Mapping[str, Any],
     steps: Sequence[Mapping[str, Any]],
     validations: Sequence[Mapping[str, Any]],
+    evidence: Sequence[str],
 ) -> str:
     """Return the page as text.
 
@@ -58,6 +60,7 @@ def render_page(
         files: the run folder, for what else it holds.
         recipe: values of the resolved recipe.
         steps, validations: records of ``metrics.jsonl`` and ``validation.jsonl``.
+        evidence: lines on what stands behind the rewards.
     """
     curves = curves_by_metric(steps)
     domains = sorted({*report["domains"], *(domain for curve in curves.values() for domain in curve if domain)})
@@ -68,6 +71,8 @@ def render_page(
         "report.html.j2",
         run_name=files.path.resolve().name,
         report=report,
+        evidence=evidence,
+        num_recovered=sum(one["headroom_recovery"] is not None for one in report["domains"].values()),
         card=card(recipe, files.machine_record()),
         domains=domains,
         bars=[_bar(name, domains.index(name), result) for name, result in report["domains"].items()],
@@ -106,6 +111,7 @@ def render(template: str, **values: Any) -> str:
         "colour": colour,
         "short": short,
         "percent": lambda value: cell(value, "{:.0%}"),
+        "interval": show_interval,
         "reward": lambda value: cell(value, "{:.3f}"),
         "duration": duration,
         "number": lambda value: cell(value, short),
@@ -168,14 +174,15 @@ def _reward_chart(
 ) -> dict[str, Any]:
     series = []
     for index, domain in enumerate(domains):
-        points = [(v["step"], v["rewards"][domain]) for v in validations if domain in v["rewards"]]
+        rewards = [(v["step"], {**v["rewards"], **v.get("watched", {})}) for v in validations]
+        points = [(step, of_domains[domain]) for step, of_domains in rewards if domain in of_domains]
         series.append(Series(name=domain, index=index, points=points, goal=teachers.get(domain), has_marks=True))
     return chart(*REWARD, series, from_zero=False)
 
 
-def _bar(name: str, index: int, result: Mapping[str, float | None]) -> dict[str, Any]:
+def _bar(name: str, index: int, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return positions in percent on a track from the lowest to the highest reward, at least 0 to 1."""
-    known = [value for key, value in result.items() if key != "headroom_recovery" and value is not None]
+    known = [value for key in ("before", "after", "teacher") if (value := result[key]) is not None]
     low, high = min([0.0, *known]), max([1.0, *known])
 
     def place(value: float | None) -> float | None:

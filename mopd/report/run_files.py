@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -92,6 +92,18 @@ class RunFiles:
         """Read the rewards of each domain's own teacher on the validation prompts; empty if not measured."""
         return _numbers(self.headroom, "teacher", cure=f"{CURE}, or remove it")
 
+    def teacher_scores(self) -> dict[str, list[float]]:
+        """Read, by domain, the teacher's score of each validation prompt; without the domains that have none."""
+        cure = f"{CURE}, or remove it"
+        found: dict[str, list[float]] = {}
+        for domain, entry in _entries(self.headroom, cure):
+            scores = entry.get("scores") if isinstance(entry, dict) else None
+            if scores is not None and not _are_numbers(scores):
+                raise UserError(f"{shown_path(self.headroom)}: {domain[:80]!r} has scores that are none: {cure}")
+            if scores is not None:
+                found[domain] = scores
+        return found
+
     def teacher_examples(self) -> dict[str, list[dict[str, Any]]]:
         """Read, by domain, the teacher's answers to the first validation prompts; empty if they were not kept."""
         found = {}
@@ -168,6 +180,10 @@ def _validation_problem(record: Mapping[str, Any]) -> str | None:
     wrong = next((domain for domain, reward in rewards.items() if not _is_number(reward)), None)
     if wrong is not None:
         return f"has a reward of {wrong[:80]!r} that is no number"
+    for name, is_sound in OF_DOMAINS.items():
+        by_domain = record.get(name, {})
+        if not isinstance(by_domain, dict) or not all(map(is_sound, by_domain.values())):
+            return f"has a {name} that is none"
     if not _is_number(record.get("wall_s", 0.0)):
         return "has a wall_s that is no number"
     if not isinstance(examples, dict):
@@ -209,6 +225,19 @@ def _is_example(row: Any) -> bool:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_number, values))
+
+
+OF_DOMAINS: Mapping[str, Callable[[Any], bool]] = {
+    "watched": _is_number,
+    "scores": _are_numbers,
+    "pass_at_k": _is_number,
+    "prompts": lambda value: isinstance(value, str),
+}
+"""Key of a validation -> test of what it holds by domain, where it is there."""
 
 
 def _at(path: Path, record: Mapping[str, Any]) -> str:

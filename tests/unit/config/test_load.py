@@ -162,6 +162,14 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
             "validation.domain_rewards={}",
             "unknown key 'validation.domain_rewards'; rewards are a section of their own, by domain: set",
         ),
+        (
+            "validation.samples_per_prompt=4",
+            "validation.samples_per_prompt is 4, but temperature is 0, so all responses",
+        ),
+        (
+            "validation.watch=[math]",
+            "validation.watch names 'math', but teachers.math.domains does too: leave it in one",
+        ),
         ("teachers.code={domains: [code]}", "missing key teachers.code.model"),
         ("loss.type=k1", "loss.type: unknown type 'k1'; it cannot be a differentiable loss"),
         ("data.domain_weights.math=-1", "data.domain_weights.math is -1.0: set a positive number"),

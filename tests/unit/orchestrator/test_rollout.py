@@ -260,6 +260,24 @@ def test_validation_rewards_each_domain(
         run_validation(engine, dataset, tokenizer, domains=["law"])
 
 
+def test_several_responses_of_a_prompt_give_its_mean_and_its_best(
+    engine: TorchEngine, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    one = run_validation(engine, dataset, tokenizer, temperature=1.0)
+    assert one.pass_at_k == {} and one.scores == {"code": [0.0, 0.0], "math": [0.0, 0.0, 0.0]}
+    answer = one.examples["math"][0]["response"]
+    rows = [replace(row, ground_truth=answer if i == 0 else "never") for i, row in enumerate(dataset.rows)]
+    four = run_validation(engine, PromptDataset(rows), tokenizer, temperature=1.0, samples_per_prompt=4)
+    assert four.num_samples == {"code": 8, "math": 12} and len(four.examples["math"]) == 3
+    assert four.examples["math"][0]["response"] == answer  # the first of four is the only one of one
+    assert four.scores["math"][0] in (0.25, 0.5, 0.75) and four.scores["math"][1:] == [0.0, 0.0]
+    assert four.rewards["math"] == pytest.approx(four.scores["math"][0] / 3)
+    assert four.pass_at_k == {"code": 0.0, "math": pytest.approx(1 / 3)}
+    assert four.prompts == one.prompts
+    fewer = run_validation(engine, dataset, tokenizer, max_samples_per_domain=2)
+    assert fewer.prompts["code"] == one.prompts["code"] and fewer.prompts["math"] != one.prompts["math"]
+
+
 def test_sampled_validation_repeats_itself_and_leaves_training_alone(
     engine: TorchEngine, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
 ) -> None:

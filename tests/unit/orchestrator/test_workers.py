@@ -38,6 +38,33 @@ def recipe(tmp_path: Path) -> Recipe:
     )
 
 
+@pytest.mark.parametrize(
+    ("held", "trained", "watch", "line"),
+    [
+        ("law", "math", ("law",), None),
+        ("law", "math", (), r"\['law'\] that no teacher answers for: .* name them in validation.watch"),
+        ("math", "math", ("law",), "watch names 'law', but data.validation has no row of it"),
+        ("law", "law", ("law",), "watch names 'law', but data.train has 1 rows of it"),
+    ],
+)
+def test_a_watched_domain_is_validated_and_not_taught(
+    recipe: Recipe, tmp_path: Path, held: str, trained: str, watch: tuple[str, ...], line: str | None
+) -> None:
+    for name, domain in (("train", trained), ("held", held)):
+        row = {"prompt": "1+1=", "data_source": domain, "reward_model": {"ground_truth": "2"}}
+        with (tmp_path / f"{name}.jsonl").open("a") as file:
+            file.write("\n" + json.dumps(row))
+    if trained == "law":  # nothing else keeps a default teacher from teaching it
+        recipe = replace(recipe, teachers={"all": TeacherConfig(model="unused", domains=("math",), default=True)})
+    recipe = replace(recipe, validation=ValidationConfig(watch=watch))
+    if line is not None:
+        with pytest.raises(UserError, match=line):
+            read_inputs(recipe)
+        return
+    validator = build_validator(recipe, read_inputs(recipe))
+    assert validator is not None and set(validator.domains) == {"code", "math"}
+
+
 def test_there_is_a_validator_where_the_recipe_asks_for_one(recipe: Recipe) -> None:
     inputs = read_inputs(recipe)
     assert inputs.rewards is not None and inputs.validation is not None

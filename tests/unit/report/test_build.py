@@ -12,13 +12,14 @@ from mopd.base.types import UserError
 from mopd.cli.main import main
 from mopd.report.build import build_report, headroom_recovery, print_summary
 from mopd.report.terminal import Terminal
+from tests.unit.report.conftest import write_lines
 
 
 def test_the_best_validation_is_after_and_step_zero_is_before(run_dir: Path) -> None:
     build_report(run_dir)
     stored = json.loads((run_dir / "report.json").read_text())
     code, maths = stored["domains"]["code"], stored["domains"]["open/maths"]
-    assert set(code) == {"before", "after", "teacher", "headroom_recovery"}
+    assert code["recovery_interval"] is code["num_prompts"] is None  # of a run that kept no scores
     assert (code["before"], code["after"], code["teacher"]) == (0.2, 0.6, 0.7)
     assert code["headroom_recovery"] == pytest.approx(0.8)
     assert maths["headroom_recovery"] == pytest.approx(5 / 6)
@@ -60,6 +61,35 @@ def test_headroom_recovery(
     before: float | None, after: float | None, teacher: float | None, expected: float | None
 ) -> None:
     assert headroom_recovery(before, after, teacher) == expected
+
+
+def test_scores_give_intervals_and_a_watched_domain_a_line(run_dir: Path) -> None:
+    """100 prompts each: code goes from 20 right answers to 60 of the teacher's 70; law, which nobody teaches, from 90
+    to 70."""
+
+    def right(number: int) -> list[float]:
+        return [1.0] * number + [0.0] * (100 - number)
+
+    lines = [json.loads(line) for line in (run_dir / "validation.jsonl").read_text().splitlines()]
+    for line, code, law in zip(lines, (20, 60, 50), (90, 70, 60), strict=True):
+        line |= {"rewards": {"code": code / 100}, "watched": {"law": law / 100}, "pass_at_k": {"code": 0.875}}
+        line["scores"] = {"code": right(code), "law": right(law)}
+    write_lines(run_dir / "validation.jsonl", lines)
+    (run_dir / "headroom.json").write_text(json.dumps({"code": {"teacher": 0.7, "scores": right(70)}}))
+    report = build_report(run_dir)
+    code, law = report.domains["code"], report.domains["law"]
+    assert (report.best_step, code.num_prompts, code.pass_at_k) == (20, 100, 0.875)
+    assert code.after_interval == pytest.approx((0.502, 0.691), abs=0.001)
+    assert code.recovery_interval is not None and code.recovery_interval == report.mean_recovery_interval
+    assert 0.6 < code.recovery_interval[0] < 0.8 < code.recovery_interval[1] < 0.95
+    assert law.is_watched and law.headroom_recovery is None and not code.is_watched
+    assert law.change_interval is not None and -0.3 < law.change_interval[0] < -0.2 < law.change_interval[1] < -0.1
+    console = Terminal(file=io.StringIO(), width=100)
+    print_summary(report, console)
+    told, page = console.file.getvalue(), (run_dir / "report.html").read_text()  # type: ignore[attr-defined]
+    for text in ("over 100 prompts a domain", "pass@k, the best of each prompt's", "law -0.200 [-0.2", ": forgotten"):
+        assert text in told and text.replace("'", "&#39;") in page
+    assert "[0.50, 0.69]" in told and "law (watched)" in page and "Mean\n over" not in page
 
 
 def test_a_run_that_has_only_just_begun(run_dir: Path) -> None:

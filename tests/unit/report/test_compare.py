@@ -38,6 +38,30 @@ def test_numbers_and_differences(runs: list[Path], capsys: pytest.CaptureFixture
     assert first["step_s"] == 2.25
 
 
+def test_a_difference_within_noise_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first two differ in 1 prompt of 100; the third misses 20 more; the fourth was asked other prompts."""
+    runs = []
+    for name, right, asked in (("a", 80, "x"), ("b", 79, "x"), ("c", 60, "x"), ("d", 79, "y")):
+        runs.append(make_run(tmp_path / name))
+        lines = (runs[-1] / "validation.jsonl").read_text().splitlines()
+        last = json.loads(lines[-1]) | {"rewards": {"own": right / 100}, "prompts": {"own": asked}}
+        last["scores"] = {"own": [1.0] * right + [0.0] * (100 - right)}
+        (runs[-1] / "validation.jsonl").write_text("\n".join((*lines[:-1], json.dumps(last))) + "\n")
+    assert main(["compare", *map(str, runs), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["behind_best"]
+    assert told["mean"] == told["domains"]["own"]
+    a, b, c, d = told["domains"]["own"].values()
+    assert a == {"value": 0.0, "interval": None}
+    assert b["value"] == d["value"] == pytest.approx(-0.01)
+    assert -0.035 < b["interval"][0] < -0.02 and b["interval"][1] == 0.0  # prompt by prompt
+    assert d["interval"][0] < -0.09 and d["interval"][1] > 0.07  # other prompts: twice the spread of one run
+    assert c["interval"][1] < -0.1
+    out = io.StringIO()
+    print_comparison(read_runs(runs), Terminal(file=out, width=200))
+    text = " ".join(out.getvalue().split())
+    assert "best │ -0.010 [-0.03, +0.00] within noise │ -0.200 [-0.28, -0.12] │" in text
+
+
 def test_the_table_fits_80_columns_however_many_runs(runs: list[Path]) -> None:
     out = io.StringIO()
     print_comparison(read_runs(runs), Terminal(file=out, width=80))
