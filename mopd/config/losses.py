@@ -21,6 +21,8 @@ from mopd.config.values import (
 MAX_TOP_K = 2**20
 """No vocabulary is larger."""
 Aggregation = Literal["token_mean", "sequence_mean", "domain_mean", "token_sum"]
+Objective = Literal["on_policy", "sft_on_teacher", "off_policy_scores"]
+"""What a step trains on."""
 SUM_TOLERANCE = 1e-6
 """Largest difference between 1 and the sum of shares: what writing them with six digits costs."""
 
@@ -238,4 +240,14 @@ def require_own_samples(
         raise ValueError(
             f"{old[0]}, but loss.type {loss.type!r} estimates an expectation over the current student's own samples "
             f"and loss.correction is absent: set it, for example loss.correction: {{type: icepop}}, or {old[1]}"
+        )
+
+
+def require_dense_loss(loss: Loss, key: str) -> None:
+    """``ValueError`` for a loss that cannot train on the teachers' own answers; ``key`` is what asks for that."""
+    if not isinstance(loss, TopKLossConfig):
+        raise ValueError(
+            f"{key} is 'off_policy_scores', which trains on the teachers' answers, but loss.type {loss.type!r} "
+            "estimates an expectation over the student's own samples: set loss.type: topk_forward_kl, topk_reverse_kl "
+            "or topk_jsd"
         )

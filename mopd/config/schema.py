@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mopd.base.types import LOSS_FIELDS
+from mopd.base.types import LOSS_FIELDS, ROLLOUT_FIELDS
 from mopd.config.data import DataConfig, DataPlane, LocalPlaneConfig, ValidationConfig
 from mopd.config.groups import (
     Assignment,
@@ -20,7 +20,15 @@ from mopd.config.groups import (
     VllmEngineConfig,
     require_turns,
 )
-from mopd.config.losses import Loss, PolicyGradientConfig, TopKLossConfig, check_domain_budget, require_own_samples
+from mopd.config.losses import (
+    Loss,
+    Objective,
+    PolicyGradientConfig,
+    TopKLossConfig,
+    check_domain_budget,
+    require_dense_loss,
+    require_own_samples,
+)
 from mopd.config.output import CheckpointConfig, MetricsConfig
 from mopd.config.placements import ExternalConfig, InProcessConfig, RayConfig
 from mopd.config.rewards import RewardConfig
@@ -32,6 +40,7 @@ from mopd.config.values import (
     Checked,
     Count,
     Fraction,
+    NotNegative,
     Positive,
     Seconds,
     Share,
@@ -86,6 +95,27 @@ class RolloutConfig(EngineGroupConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AnswersConfig(Checked):
+    """The teachers' own answers to the training prompts, on which ``sft_on_teacher`` and ``off_policy_scores`` train.
+    Each is as long as ``rollout.max_response_length`` allows, drawn once, and kept on disk."""
+
+    temperature: NotNegative = 0.0
+    """Temperature at which the teachers draw; 0 is greedy (sequence-level distillation)."""
+    folder: str | None = None
+    """Folder where answers are kept and found again, also by other runs; absent: ``answers`` in the run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmUpConfig(Checked):
+    """Steps on the teachers' own answers before the on-policy ones."""
+
+    objective: Literal["sft_on_teacher", "off_policy_scores"]
+    """What these steps train on, as ``objective``."""
+    steps: Count
+    """Number of these steps, the first ones of ``schedule.steps``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
     """How long and in what rhythm to train."""
 
@@ -104,6 +134,8 @@ class ScheduleConfig:
     on_policy_fraction: Fraction | None = None
     """Share of the prompts of every step whose responses the student draws; the others are those of ``data.scored``, in
     their order, again from the first once all are used. Needed with ``data.scored``, and absent without."""
+    warm_up: WarmUpConfig | None = None
+    """Steps on the teachers' own answers before the on-policy ones; absent means none."""
     sync_every_steps: Count = 1
     """Optimizer steps from one publication of the student's weights to the next; at most ``max_staleness`` + 1."""
     wait_timeout_s: Seconds = 3600.0
@@ -112,6 +144,11 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.warm_up is not None and self.warm_up.steps >= self.steps:
+            raise ValueError(
+                f"warm_up.steps is {self.warm_up.steps} and steps is {self.steps}, which counts them: set fewer, or "
+                f"for a run without on-policy steps objective: {self.warm_up.objective}"
+            )
         oldest = self.sync_every_steps - 1
         if self.max_staleness < oldest:
             raise ValueError(
@@ -161,6 +198,12 @@ class Recipe:
     """Folder of this run: resolved recipe, metrics, checkpoints, report. Not empty: needs ``--resume``."""
     seed: Annotated[int, require_seed] = 0
     """Root of all randomness; sampling seeds derive from it and the sample id."""
+    objective: Objective = "on_policy"
+    """Samples that the student trains on, and with which loss. on_policy: its own, with ``loss`` on the teachers'
+    scores; off_policy_scores: the teachers' own answers, with the same; sft_on_teacher: the teachers' own answers, with
+    cross entropy. The last two are the baselines of the first (docs/pipeline.md)."""
+    answers: AnswersConfig = AnswersConfig()
+    """The teachers' own answers, where a step trains on them."""
     student: StudentConfig
     """The model that learns."""
     teacher_defaults: TeacherDefaultsConfig = TeacherDefaultsConfig()
@@ -200,6 +243,7 @@ class Recipe:
         check_ranges(self)
         self._check_teachers()
         self._check_loss()
+        self._check_objective()
         self._check_vllm_rollout()
         self._check_staleness()
         self._check_stored()
@@ -324,6 +368,39 @@ class Recipe:
                 f"schedule.max_staleness is {self.schedule.max_staleness}, but with schedule.on_policy_fraction 0 "
                 "nothing is drawn beside the student's steps: set max_staleness: 0"
             )
+    def _check_objective(self) -> None:
+        warm_up = self.schedule.warm_up
+        if warm_up is not None and self.objective != "on_policy":
+            raise ValueError(
+                f"schedule.warm_up is set, but objective is {self.objective!r} and a warm-up comes before on-policy "
+                "steps: remove one of them"
+            )
+        if not self.draws_answers:
+            return
+        if self.data.scored:
+            raise ValueError(
+                "data.scored is set, but objective or schedule.warm_up trains on the teachers' own answers: remove one "
+                "of them"
+            )
+        if "off_policy_scores" in self.objectives:
+            key = "objective" if warm_up is None else "schedule.warm_up.objective"
+            require_dense_loss(self.loss, key)
+        if self.answers.temperature == 0 and self.rollout.samples_per_prompt > 1:
+            raise ValueError(
+                f"rollout.samples_per_prompt is {self.rollout.samples_per_prompt}, but answers.temperature is 0, where "
+                "a teacher's answers to one prompt are all the same: set answers.temperature: 1.0, or "
+                "samples_per_prompt: 1"
+            )
+        for name, teacher in self.teachers.items():
+            if not (isinstance(teacher.placement, ExternalConfig) and teacher.placement.protocol == "openai"):
+                continue
+            what = "draws greedily" if self.answers.temperature else "does not say which weights it holds"
+            cure = "answers.temperature: 0" if self.answers.temperature else "no answers.folder"
+            if self.answers.temperature or self.answers.folder is not None:
+                raise ValueError(
+                    f"teachers.{name}.placement.protocol is 'openai', a server that {what}: set {cure}, or serve the "
+                    "teacher with `mopd serve` and remove protocol"
+                )
 
     def _check_staleness(self) -> None:
         most = self.schedule.max_staleness
@@ -365,14 +442,39 @@ class Recipe:
             return self.rollout.on_new_weights
         return "continue" if self.schedule.max_staleness else "finish"
 
+    def objective_at(self, step: int) -> Objective:
+        """``objective`` of one step, from 1 on: ``schedule.warm_up``'s in its steps."""
+        warm_up = self.schedule.warm_up
+        return self.objective if warm_up is None or step > warm_up.steps else warm_up.objective
+
     @property
     def stored_share(self) -> float:
         """Share of the prompts whose responses are those of ``data.scored``."""
         return 0.0 if self.schedule.on_policy_fraction is None else 1 - self.schedule.on_policy_fraction
 
     @property
-    def loss_fields(self) -> tuple[str, ...]:
-        """Fields that a sample must have before it can be trained on."""
+    def objectives(self) -> set[Objective]:
+        """``objective``, and that of ``schedule.warm_up``."""
+        warm_up = self.schedule.warm_up
+        return {self.objective} if warm_up is None else {self.objective, warm_up.objective}
+
+    @property
+    def draws_answers(self) -> bool:
+        """Some steps train on the teachers' own answers."""
+        return self.objectives != {"on_policy"}
+
+    @property
+    def needs_rollout(self) -> bool:
+        """Some steps, or the validation, need the student's own responses."""
+        return "on_policy" in self.objectives or self.validation is not None
+
+    def loss_fields(self, step: int) -> tuple[str, ...]:
+        """Fields that a sample must have before ``step`` can train on it."""
+        match self.objective_at(step):
+            case "sft_on_teacher":
+                return ROLLOUT_FIELDS
+            case "off_policy_scores":
+                return LOSS_FIELDS
         return (*LOSS_FIELDS, "task_advantage") if self.needs_task_advantage else LOSS_FIELDS
 
     @property
@@ -390,7 +492,7 @@ class Recipe:
     @property
     def shares_gpus(self) -> bool:
         """The rollout's replicas are on the trainer ranks' GPUs, by turns."""
-        return self.rollout.shares_gpus
+        return self.needs_rollout and self.rollout.shares_gpus
 
     @property
     def has_engines_beside(self) -> bool:
@@ -420,4 +522,5 @@ class Recipe:
     @property
     def needs_task_advantage(self) -> bool:
         """The loss reads the ``task_advantage`` field."""
-        return isinstance(self.loss, PolicyGradientConfig) and self.loss.task_reward_weight > 0
+        has_reward = isinstance(self.loss, PolicyGradientConfig) and self.loss.task_reward_weight > 0
+        return has_reward and "on_policy" in self.objectives

@@ -5,6 +5,7 @@
     prompts ──> produce ─────────────────────────────────────┐           train_step
                  │ ledger.admit; then each by itself:        │            │ ledger.take: the stream's mix, oldest first
                  │ rollout.generate: tokens, … ──────> DATA PLANE ──────> │ student.forward_backward, optim_step
+                 │  (or answers.generate: the objective)     │            │
                  │ teachers.score ∥ rewards.judge ──────>    │ ids        │ plane.release
                  │ ledger.complete ──────────────────────> LEDGER ──────> │ publish: student.stage, student.send
                  │   too old: _redraw, ledger.again                       │
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mopd.base.metrics import StepMetrics, StepTimer, age_metrics, merge_step, share_metrics
 from mopd.base.tasks import Stop, StopRequested, Tasks
 from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta, UserError
-from mopd.config.losses import budget_of
+from mopd.config.losses import Objective, budget_of
 from mopd.config.schema import Recipe
 from mopd.data.packing import PackingRules, pack, plan_metrics
 from mopd.engines.concurrency import all_or_none
@@ -43,6 +44,7 @@ from mopd.orchestrator.ledger import Ledger, Slot
 if TYPE_CHECKING:  # these import torch
     from mopd.data.stream import PromptStream
     from mopd.data_plane.interface import Storage
+    from mopd.orchestrator.answers import AnswerWorker
     from mopd.orchestrator.rewards import RewardWorker
     from mopd.orchestrator.rollout import RolloutWorker
     from mopd.orchestrator.teachers import TeacherWorker
@@ -81,7 +83,10 @@ class Controller:
 
     recipe: Recipe
     prompts: PromptStream
-    rollout: RolloutWorker
+    rollout: RolloutWorker | None
+    """Present where some steps are on-policy."""
+    answers: AnswerWorker | None = None
+    """Present where some steps train on the teachers' own answers."""
     teachers: TeacherWorker
     rewards: RewardWorker | None
     student: Student
@@ -115,11 +120,8 @@ class Controller:
         """Carry prompts from the rollout to samples that can be trained on. Slots that cannot be scored go round
         again; each that is too old does so by itself (``_redraw``), or it would wait for the slowest of the others."""
         while slots:
-            prompts = [slot.prompt for slot in slots]
-            by_id = {slot.prompt.sample_id: slot for slot in slots}
             self._num_drawing += 1
-            with self.timer("rollout"):
-                samples = await self.rollout.generate(prompts, ended=partial(self._ended, by_id))
+            samples = await self._draw(slots)
             self._num_drawing -= 1
             for sample in samples:
                 self._counts["drawn_samples"][sample.domain] += 1
@@ -142,13 +144,30 @@ class Controller:
                 if slot not in replaced and not self.ledger.complete(slot, of_slot[slot]):
                     self._tasks.start(self._redraw(slot, of_slot[slot]))
 
+    def _objective_of(self, slot: Slot) -> Objective:
+        """Return the objective of the step that a slot was admitted for: a batch has slots of one objective."""
+        return self.recipe.objective_at(slot.number // self.schedule.prompts_per_step + 1)
+
+    async def _draw(self, slots: Sequence[Slot]) -> list[SampleMeta]:
+        """Have the student respond to the slots' prompts, or the teachers."""
+        prompts = [slot.prompt for slot in slots]
+        if self._objective_of(slots[0]) == "on_policy":
+            assert self.rollout is not None
+            by_id = {slot.prompt.sample_id: slot for slot in slots}
+            with self.timer("rollout"):
+                return await self.rollout.generate(prompts, ended=partial(self._ended, by_id))
+        assert self.answers is not None
+        with self.timer("answers"):
+            return await self.answers.generate(prompts, version=lambda: self.ledger.published)
+
     def _ended(self, by_id: Mapping[int, Slot], prompt: Prompt, weight_version: int) -> None:
         self.ledger.ended(by_id[prompt.sample_id], weight_version)
 
     async def _score(self, slots: Sequence[Slot], of_slot: Mapping[Slot, list[SampleMeta]]) -> list[FailedSample]:
-        """Have teachers and rewards judge the samples side by side; return what a teacher could not score."""
+        """Have teachers and rewards judge the samples side by side, as far as the objective needs it; return what a
+        teacher could not score."""
         samples = [sample for slot in slots for sample in of_slot[slot]]
-        if not samples:
+        if not samples or self._objective_of(slots[0]) == "sft_on_teacher":
             return []
 
         async def score() -> list[FailedSample]:
@@ -160,7 +179,7 @@ class Controller:
                 await rewards.judge([slot.prompt for slot in slots], samples)
             return []  # a reward that cannot be had ends the run
 
-        if self.rewards is None:
+        if self.rewards is None or self._objective_of(slots[0]) != "on_policy":
             return await score()
         failed, _ = await all_or_none([score(), judge(self.rewards)])
         return failed
@@ -213,7 +232,7 @@ class Controller:
                 self._tasks.start(self._redraw(slot, slot.samples))
             slots = await self.stop.unless_stop_requested(self.ledger.take(timeout_s=self.schedule.wait_timeout_s))
             ids = [sample.sample_id for slot in slots for sample in slot.samples]
-            batch = await self.plane.claim(ids, self.recipe.loss_fields)
+            batch = await self.plane.claim(ids, self.recipe.loss_fields(step))
         with self.timer("pack"):
             plan = pack(batch.samples, self.student.packing, dp_size=self.student.dp_size)
         diagnostics = step == 1 or step % self.recipe.metrics.diagnostics_every_steps == 0
@@ -227,12 +246,23 @@ class Controller:
         self.weight_version = step
         await self.plane.release(batch)
         self.ledger.trained(slots)
-        if step % self.schedule.sync_every_steps == 0 or self.observer.needs_weights(step):
+        if self._publishes(step):
             await self.publish()
+        elif self.recipe.objective_at(step + 1) != "on_policy":  # answers do not wait for weights
+            self.ledger.publish(step)
         timings = self.timer.flush()
         # The stream of prompts never ends: where nothing is being sampled, none was admitted.
-        timings["window_closed"] = max(0.0, timings["step"] - timings.get("rollout", 0.0))
+        drawing_s = timings.get("rollout", 0.0) + timings.get("answers", 0.0)
+        timings["window_closed"] = max(0.0, timings["step"] - drawing_s)
         return merge_step(step, batch=batch, sums=sums, values=values, timings=timings)
+
+    def _publishes(self, step: int) -> bool:
+        """Return whether the rollout is given the weights of ``step``."""
+        if self.observer.needs_weights(step):
+            return True
+        if self.recipe.objective_at(step + 1) != "on_policy":
+            return False
+        return step % self.schedule.sync_every_steps == 0 or self.recipe.objective_at(step) != "on_policy"
 
     async def publish(self) -> None:
         """Give the student's weights to the rollout, unless the run is to stop. The wait for their use goes on beside
@@ -265,6 +295,8 @@ class Controller:
         the batch's other domains."""
         ages = [self.weight_version - slot.weight_version for slot in slots for _ in slot.samples]
         values = age_metrics(batch, self.weight_version, ages, max_staleness=self.schedule.max_staleness)
+        if self.schedule.warm_up is not None:
+            values["is_warm_up"] = float(self.weight_version < self.schedule.warm_up.steps)
         domains = {sample.domain for sample in batch.samples}
         names = ["replaced_samples"] if self.recipe.on_failure == "replace" else []
         if self.schedule.max_staleness:

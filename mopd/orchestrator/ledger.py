@@ -69,6 +69,7 @@ class Ledger:
         max_staleness: int,
         step: int,
         last_step: int | None = None,
+        warm_up: int = 0,
         on_expiry: Literal["hold", "redraw"] = "hold",
         on_new_weights: Literal["finish", "continue"] = "finish",
         clock: Callable[[], float] = time.monotonic,
@@ -77,13 +78,15 @@ class Ledger:
 
         Args:
             last_step: no prompt is admitted for a step after it.
+            warm_up: no prompt of a later step is admitted before this step's weights are published, so that no batch
+                mixes the samples of two objectives.
             on_expiry: ``schedule.on_expiry``.
             on_new_weights: ``rollout.on_new_weights``.
         """
         self.prompts_per_step, self.max_staleness = prompts_per_step, max_staleness
         self.step = self.published = step
         self._holds, self._continues = on_expiry == "hold", on_new_weights == "continue"
-        self._last_step = last_step
+        self._last_step, self._warm_up = last_step, warm_up
         self._clock = clock
         self._pace = Pace(max_staleness)
         self._next_step = step
@@ -126,6 +129,8 @@ class Ledger:
     def has_room(self, num_prompts: int = 1) -> bool:
         """Return whether the bound on staleness lets ``num_prompts`` more in."""
         newest = self.published + self.max_staleness + 1
+        if self.published < self._warm_up:
+            newest = min(newest, self._warm_up)
         if self._last_step is not None:
             newest = min(newest, self._last_step)
         return self._num_admitted + num_prompts <= newest * self.prompts_per_step

@@ -54,23 +54,7 @@ class RolloutWorker:
             raise error.ends(
                 f"rollout gave no response for samples {named}: {one_line(error)}: see the replicas' logs"
             ) from error
-        metas = [
-            _meta(sample_id, prompt, len(self._tokens(prompt)), response)
-            for sample_id, prompt, response in zip(sample_ids, repeated, responses, strict=True)
-        ]
-        fields = {
-            "tokens": [
-                torch.cat([torch.tensor(self._tokens(prompt), dtype=torch.int64), response.tokens])
-                for prompt, response in zip(repeated, responses, strict=True)
-            ],
-            "loss_mask": [torch.ones(len(response.tokens), dtype=torch.bool) for response in responses],
-            "rollout_logprobs": [response.logprobs for response in responses],
-            "token_versions": [response.token_versions for response in responses],
-        }
-        if self.dataset.images is not None:
-            fields["images"] = [image_refs_to_tensor(self.dataset.row(prompt.row).images) for prompt in repeated]
-        await self.plane.put(metas, fields)
-        return metas
+        return await put_samples(self.plane, self.dataset, repeated, sample_ids, responses)
 
     async def _responses(
         self, prompts: Sequence[Prompt], sample_ids: Sequence[int], ended: Callable[[Prompt, int], None] | None
@@ -124,6 +108,34 @@ class RolloutWorker:
         if prompt.attempt == segment == 0:
             return derive_seed(self.seed, sample_id)
         return derive_seed(self.seed, sample_id, purpose=f"rollout {prompt.attempt} {segment}")
+
+
+async def put_samples(
+    plane: Storage,
+    dataset: PromptDataset,
+    prompts: Sequence[Prompt],
+    sample_ids: Sequence[int],
+    responses: Sequence[Generation],
+) -> list[SampleMeta]:
+    """Put the fields of new samples, one prompt and response each, and return them."""
+    rows = [dataset.row(prompt.row) for prompt in prompts]
+    metas = [
+        _meta(sample_id, prompt, len(row.tokens), response)
+        for sample_id, prompt, row, response in zip(sample_ids, prompts, rows, responses, strict=True)
+    ]
+    fields = {
+        "tokens": [
+            torch.cat([torch.tensor(row.tokens, dtype=torch.int64), response.tokens])
+            for row, response in zip(rows, responses, strict=True)
+        ],
+        "loss_mask": [torch.ones(len(response.tokens), dtype=torch.bool) for response in responses],
+        "rollout_logprobs": [response.logprobs for response in responses],
+        "token_versions": [response.token_versions for response in responses],
+    }
+    if dataset.images is not None:
+        fields["images"] = [image_refs_to_tensor(row.images) for row in rows]
+    await plane.put(metas, fields)
+    return metas
 
 
 def derive_seed(seed: int, sample_id: int, purpose: str = "rollout") -> int:

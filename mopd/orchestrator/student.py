@@ -31,10 +31,11 @@ class StudentGroup:
         recipe: Recipe,
         ranks: Ranks,
         facts: Mapping[str, Any],
-        weights: GroupWeightSync,
+        weights: GroupWeightSync | None,
         turns: GpuTurns | None = None,
     ) -> None:
-        """Set up. ``facts`` is rank 0's answer to ``join``; ``turns``: of GPUs that student and rollout share."""
+        """Set up. ``facts`` is rank 0's answer to ``join``; ``weights``: ``None`` without a rollout; ``turns``: of GPUs
+        that student and rollout share."""
         dims = read_dims(Path(recipe.student.model))
         self.vocab_size = dims.vocab_size
         """Tokens of the model's vocabulary, without padding."""
@@ -43,13 +44,14 @@ class StudentGroup:
         self.weight_version = 0
         """Optimizer steps so far."""
         self._ranks, self._weights, self._turns = ranks, weights, turns
-        weights.attach(
-            ranks,
-            recipe,
-            facts["announced"],
-            takes_turns=turns is not None,
-            newest=lambda: self.weight_version,
-        )
+        if weights is not None:
+            weights.attach(
+                ranks,
+                recipe,
+                facts["announced"],
+                takes_turns=turns is not None,
+                newest=lambda: self.weight_version,
+            )
 
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
         """Compute loss and gradients of one step; return sums per domain over all ranks. The student's turn on shared
@@ -67,7 +69,7 @@ class StudentGroup:
         if self._turns is not None:
             self._turns.end()
         values: dict[str, float] = answer["values"]
-        return values | self._weights.take_numbers()
+        return values if self._weights is None else values | self._weights.take_numbers()
 
     async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
         """Return the student's log-probs of each sample's response tokens, [R] fp32."""
@@ -88,12 +90,14 @@ class StudentGroup:
 
     async def stage(self, weight_version: int) -> None:
         """Take the weights over into this process, or send them all the way by a group; replicas on shared GPUs are
-        given theirs when they wake. The student is free then."""
-        await self._weights.stage(weight_version)
+        given theirs when they wake. The student is free then. Without a rollout nothing is staged or sent."""
+        if self._weights is not None:
+            await self._weights.stage(weight_version)
 
     async def send(self) -> None:
         """Return when every rollout replica that can has the staged weights. The student may work meanwhile."""
-        await self._weights.send_staged()
+        if self._weights is not None:
+            await self._weights.send_staged()
 
     async def save(self, folder: Path, state: Mapping[str, Any], *, is_async: bool) -> None:
         """Write model, optimizer and schedule of all ranks into ``folder``, with the JSON-able ``state``; when
@@ -115,7 +119,8 @@ class StudentGroup:
         async with self._own_turn():
             answer = await self._ranks.ask("load", folder=str(folder), cure=cure)
         self.weight_version = answer["weight_version"]
-        self._weights.send_constants()
+        if self._weights is not None:
+            self._weights.send_constants()
         state: dict[str, Any] = answer["state"]
         return state
 
@@ -127,7 +132,8 @@ class StudentGroup:
     async def close(self) -> None:
         """Return when the ranks have executed their commands, and have left the group of the weights."""
         await self._ranks.settle()
-        await self._weights.close()
+        if self._weights is not None:
+            await self._weights.close()
 
     async def _ask(self, name: str, **kwargs: Any) -> Any:
         async with self._ranks.turn:

@@ -70,7 +70,9 @@ class Training:
         """Inverse of ``save_samples``: the samples that have all fields that the loss needs; none from a plane that
         saves nothing, as another one wrote the folder. ``UserError`` for changed files."""
         plane = self.parts.workers.plane
-        return await plane.load(folder, digest, self.recipe.loss_fields) if isinstance(plane, QueuePlane) else []
+        if not isinstance(plane, QueuePlane):
+            return []
+        return await plane.load(folder, digest, self.recipe.loss_fields(self.parts.student.weight_version + 1))
 
     def reweigh(self, record: Mapping[str, Any]) -> None:
         """Give an adaptive stream the shares that a validation's head-room asks for, from the first prompt on that
@@ -140,6 +142,7 @@ def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
         max_staleness=schedule.max_staleness,
         step=step,
         last_step=schedule.steps,
+        warm_up=schedule.warm_up.steps if schedule.warm_up is not None else 0,
         on_expiry=schedule.on_expiry,
         on_new_weights=recipe.on_new_weights,
     )
@@ -250,6 +253,7 @@ async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: 
                 recipe=recipe,
                 prompts=training.prompts,
                 rollout=workers.rollout,
+                answers=workers.answers,
                 teachers=workers.teachers,
                 rewards=workers.rewards,
                 student=training.parts.student,
@@ -305,7 +309,8 @@ class RunObserver:
 
     def needs_weights(self, step: int) -> bool:
         """Return whether what follows ``step`` asks the rollout for its weights."""
-        return step == self.recipe.schedule.steps or is_due(self.recipe, step)
+        is_last = step == self.recipe.schedule.steps and self.recipe.needs_rollout
+        return is_last or is_due(self.recipe, step)
 
     async def log(self, metrics: StepMetrics) -> None:
         """Send one step's numbers to every sink."""
@@ -330,8 +335,9 @@ class RunObserver:
 
     async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
         """Save what is done, unless that has happened, and wait until it is written."""
-        if isinstance(self.workers.generator, TurnsGenerator):  # no response keeps the student from GPUs that it shares
-            self.workers.generator.stop()
+        rollout = self.workers.rollout
+        if rollout is not None and isinstance(rollout.generator, TurnsGenerator):
+            rollout.generator.stop()  # no response keeps the student from GPUs that it shares
         await self.checkpointer.save(step, state, best_step=self._best_step)
         await self.checkpointer.finish()
 

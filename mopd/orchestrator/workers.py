@@ -3,13 +3,16 @@ the orchestrator's process."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from mopd.base.files.records import Records
 from mopd.base.types import UserError
 from mopd.config.losses import PolicyGradientConfig
 from mopd.config.schema import Recipe
@@ -22,6 +25,7 @@ from mopd.engines.interface import Generator, SamplingParams
 from mopd.engines.replicas.interface import info_of
 from mopd.engines.replicas.router import Router
 from mopd.engines.replicas.statistics import group_metrics
+from mopd.orchestrator.answers import AnswerWorker
 from mopd.orchestrator.rewards import RewardWorker
 from mopd.orchestrator.rollout import RolloutWorker, reward_item
 from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
@@ -31,7 +35,9 @@ from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.sharing.rollout import TurnsGenerator
 from mopd.placement.sharing.turns import GpuTurns
+from mopd.report.run_files import RunFiles
 from mopd.rewards.domains import DomainRewards, build_rewards
+from mopd.run.manifests import make_manifests
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +60,14 @@ class Workers:
 
     inputs: Inputs
     plane: Storage
-    weights: GroupWeightSync
-    """Sender of the student's weights to the rollout."""
+    weights: GroupWeightSync | None
+    """Sender of the student's weights to the rollout, where there is one."""
     routers: dict[str, Router]
     """Group key (``rollout``, ``teachers.NAME``) -> its replicas as one engine."""
-    rollout: RolloutWorker
+    rollout: RolloutWorker | None
+    """Present where some steps are on-policy, or the student is validated."""
+    answers: AnswerWorker | None
+    """Present where some steps train on the teachers' own answers."""
     teacher_groups: dict[str, TeacherGroup]
     """Teacher -> its group."""
     teachers: TeacherWorker
@@ -71,6 +80,7 @@ class Workers:
     @property
     def generator(self) -> Generator:
         """Generator with the student's published weights."""
+        assert self.rollout is not None, "nothing asks it in a recipe without a rollout"
         return self.rollout.generator
 
     def take_numbers(self) -> dict[str, float]:
@@ -78,7 +88,7 @@ class Workers:
         values: dict[str, float] = {}
         for router in self.routers.values():
             values |= group_metrics(router.take_numbers())
-        for source in (self.turns, self.rewards, self.teachers.cache):
+        for source in (self.turns, self.rewards, self.answers, self.teachers.cache):
             values |= {} if source is None else source.take_numbers()
         return values
 
@@ -141,16 +151,13 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     """Construct and wire, on the event loop that ``groups`` was started on. The rollout has no weights until the
     student publishes. ``vocab_size`` is the student's, without padding."""
     routers = build_routers(groups)
-    routers[ROLLOUT].vocab_size = vocab_size
-    weights = GroupWeightSync(routers[ROLLOUT], on_running=recipe.on_new_weights)
+    weights = rollout = None
+    if ROLLOUT in routers:
+        routers[ROLLOUT].vocab_size = vocab_size
+        weights = GroupWeightSync(routers[ROLLOUT], on_running=recipe.on_new_weights)
+        rollout = _rollout_worker(recipe, inputs, plane, groups, routers[ROLLOUT])
     teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
-    cfg = recipe.rollout
-    sampling = SamplingParams(
-        max_new_tokens=cfg.max_response_length, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k
-    )
-    generator: Generator = routers[ROLLOUT]
-    if groups.turns is not None:
-        generator = TurnsGenerator(routers[ROLLOUT], functools.partial(groups.kept_awake, ROLLOUT))
+    answers = await _answer_worker(recipe, inputs, plane, teachers, vocab_size) if recipe.draws_answers else None
     rewards = None
     if isinstance(recipe.loss, PolicyGradientConfig) and recipe.needs_task_advantage and inputs.rewards is not None:
         rewards = RewardWorker(inputs.train, inputs.tokenizer, inputs.rewards, plane, form=recipe.loss.task_advantage)
@@ -160,14 +167,8 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         plane=plane,
         weights=weights,
         routers=routers,
-        rollout=RolloutWorker(
-            generator,
-            plane,
-            inputs.train,
-            sampling=sampling,
-            seed=recipe.seed,
-            samples_per_prompt=cfg.samples_per_prompt,
-        ),
+        rollout=rollout,
+        answers=answers,
         rewards=rewards,
         teacher_groups=teachers,
         teachers=TeacherWorker(
@@ -181,6 +182,44 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         ),
         validator=build_validator(recipe, inputs),
         turns=groups.turns,
+    )
+
+
+def _rollout_worker(recipe: Recipe, inputs: Inputs, plane: Storage, groups: Groups, router: Router) -> RolloutWorker:
+    cfg = recipe.rollout
+    sampling = SamplingParams(
+        max_new_tokens=cfg.max_response_length, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k
+    )
+    generator: Generator = router
+    if groups.turns is not None:
+        generator = TurnsGenerator(router, functools.partial(groups.kept_awake, ROLLOUT))
+    return RolloutWorker(
+        generator,
+        plane,
+        inputs.train,
+        sampling=sampling,
+        seed=recipe.seed,
+        samples_per_prompt=cfg.samples_per_prompt,
+    )
+
+
+async def _answer_worker(
+    recipe: Recipe, inputs: Inputs, plane: Storage, teachers: Mapping[str, TeacherGroup], vocab_size: int
+) -> AnswerWorker:
+    folder = recipe.answers.folder or RunFiles(Path(recipe.run_dir)).answers
+    return AnswerWorker(
+        teachers,
+        recipe.assignment,
+        await asyncio.to_thread(make_manifests, recipe),
+        plane,
+        inputs.train,
+        sampling=SamplingParams(
+            max_new_tokens=recipe.rollout.max_response_length, temperature=recipe.answers.temperature
+        ),
+        seed=recipe.seed,
+        samples_per_prompt=recipe.rollout.samples_per_prompt,
+        vocab_size=vocab_size,
+        store=Records(folder, {"content": "answers"}),
     )
 
 

@@ -61,12 +61,13 @@ def links(
 ) -> list[Flow]:
     """Return all flows of a step. ``tokens``: those of one data-parallel rank, padding included."""
     found = list(_flows_of_engines(recipe, groups, work))
-    rollout, each = groups["rollout"], update_bytes(dims, recipe.student) // recipe.schedule.sync_every_steps
-    receivers = 1 if isinstance(rollout.placement, InProcessConfig) else rollout.num_replicas
-    by_worker = isinstance(recipe.weight_sync, BucketsConfig)
-    receivers *= rollout.gpus_per_replica if by_worker else 1
-    whose = "worker" if by_worker else "replica"
-    found.append(Flow(name="weights to rollout", num_bytes=each * receivers, each=whose, bytes_each=each))
+    rollout, each = groups.get("rollout"), update_bytes(dims, recipe.student) // recipe.schedule.sync_every_steps
+    if rollout is not None:
+        receivers = 1 if isinstance(rollout.placement, InProcessConfig) else rollout.num_replicas
+        by_worker = isinstance(recipe.weight_sync, BucketsConfig)
+        receivers *= rollout.gpus_per_replica if by_worker else 1
+        whose = "worker" if by_worker else "replica"
+        found.append(Flow(name="weights to rollout", num_bytes=each * receivers, each=whose, bytes_each=each))
     dp = recipe.student.parallel.data_parallel_size
     first, last = round(TOKEN_BYTES * work.length * work.samples), last_stage_bytes(recipe, work) * work.samples
     if recipe.student.parallel.pipeline_model_parallel_size > 1:

@@ -36,6 +36,7 @@ class RunFiles:
         self.machine = path / "machine.json"
         self.wandb = path / "wandb_id"
         self.replicas = path / "replicas"
+        self.answers = path / "answers"
         self.stop = path / "stop"
         self.attempts = path / "attempts.json"
         self.report_json = path / "report.json"

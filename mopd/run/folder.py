@@ -39,6 +39,7 @@ CHANGEABLE_ON_RESUME = (
     "on_failure",
     "data.scores_cache",
     "data.scores_cache_max_gib",
+    "answers.folder",
     "rollout.engine.*",
     "rollout.placement.*",
     "rollout.replicas",

@@ -33,6 +33,7 @@ from mopd.student.objective import Objective
 from mopd.student.optimizer import build_optimizer, complete_weights, guarded_step, overlaps, wrap_data_parallel
 from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, Shape, run_schedule
+from mopd.student.supervised import CrossEntropy
 from mopd.student.token_layout import TokenLayout, choose_token_layout
 from mopd.student.vision import add_clock, constant_names
 from mopd.student.weights import hf_senders, iter_hf_weights, iter_sender_weights, load_hf_into
@@ -92,13 +93,12 @@ class StudentWorker:
         shares = None
         if recipe.assignment.max_teachers > 1:
             shares = torch.tensor(recipe.assignment.weight_table(self.domains), device=self.layout.device)
-        self._objective = Objective(
-            recipe.loss,
-            self.layout,
-            true_vocab_size=self.dims.vocab_size,
-            teacher_weights=shares,
-            lm_head_memory_budget_mib=student.lm_head_memory_budget_mib,
-        )
+        limits = {
+            "true_vocab_size": self.dims.vocab_size,
+            "lm_head_memory_budget_mib": student.lm_head_memory_budget_mib,
+        }
+        self._objective = Objective(recipe.loss, self.layout, teacher_weights=shares, **limits)
+        self._cross_entropy = CrossEntropy(recipe.loss, self.layout, **limits)
         self._plan: MicroBatchPlan | None = None
         self.saving = checkpoint.CheckpointThread(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
         """Writer of asynchronous checkpoints. Enter it around all use of the student."""
@@ -112,7 +112,8 @@ class StudentWorker:
         return self.layout.dp_size
 
     def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
-        """Compute the gradients of the whole plan's loss, and return its sums by domain (equal on every rank).
+        """Compute the gradients of the whole plan's loss, which is that of the next step (``Recipe.objective_at``), and
+        return its sums by domain (equal on every rank).
 
         Sums: loss (unweighted token losses), weighted_loss (adds up over domains to the loss that is minimised), k1
         (student - teacher log-prob of the sampled token), k3, teacher_mass, student_mass, clamped, …; entropy and
@@ -123,13 +124,15 @@ class StudentWorker:
         """
         positions = {sample_id: i for i, sample_id in enumerate(plan.sample_ids)}
         sizes = {"num_domains": len(self.domains), "num_samples": plan.num_samples}
-        factors = self._objective.domain_factors(_samples(plan), self.domains)
-        sums = self._objective.new_sums(
+        is_supervised = self.recipe.objective_at(self.weight_version + 1) == "sft_on_teacher"
+        objective = self._cross_entropy if is_supervised else self._objective
+        factors = objective.domain_factors(_samples(plan), self.domains)
+        sums = objective.new_sums(
             diagnostics=diagnostics, domain_factors=factors, num_loss_tokens=plan.num_loss_tokens, **sizes
         )
 
         def hook_for(batch: MicroBatch) -> HeadHook:
-            return partial(self._objective, rows=batch.rows, sums=sums)
+            return partial(objective, rows=batch.rows, sums=sums)
 
         # Both: Megatron sums gradients in the buffers of its DDP, which ``zero_grad`` of the optimizer does not touch.
         for chunk in self._chunks:
@@ -139,7 +142,7 @@ class StudentWorker:
             self._balance.begin(len(plan.micro_batches[self.layout.dp_rank]))
         if self._clock is not None:
             self._clock.begin()
-        self._run(plan, self._objective.field_names, positions, hook_for, forward_only=False)
+        self._run(plan, objective.field_names, positions, hook_for, forward_only=False)
         result, bad = sums.reduce(self.domains, self.layout)
         if bad:
             raise NonFiniteError(self._describe_bad_loss(plan, bad))

@@ -137,8 +137,9 @@ class RayRequest:
 
 
 def engine_groups(recipe: Recipe) -> dict[str, EngineGroupConfig]:
-    """The groups of a recipe by key, the rollout first."""
-    return {"rollout": recipe.rollout, **{f"teachers.{name}": group for name, group in recipe.teachers.items()}}
+    """The groups of a recipe by key, the rollout first, where it needs one."""
+    rollout = {"rollout": recipe.rollout} if recipe.needs_rollout else {}
+    return {**rollout, **{f"teachers.{name}": group for name, group in recipe.teachers.items()}}
 
 
 def path_of(key: str) -> Path_:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mopd.base.files.reading import MAX_TEXT_BYTES
@@ -107,7 +108,8 @@ class Preflight:
         images are sound."""
         if self.workers.dataset.images is not None:
             yield await asyncio.to_thread(check_images, self.workers.inputs)
-        yield await self._identity(ROLLOUT)
+        if self.workers.rollout is not None:
+            yield await self._identity(ROLLOUT)
         for name in self.recipe.teachers:
             yield self._tokenizers(name)
             template = self._chat_template(name)
@@ -120,8 +122,9 @@ class Preflight:
         """Check that what the engines say of some probes is what their models say."""
         samples = await self._probe()
         try:
-            rollout = RolloutCheck(self.recipe, self.workers, self.student)
-            yield await rollout.judge(samples, self._infos[ROLLOUT][0])
+            if self.workers.rollout is not None:
+                rollout = RolloutCheck(self.recipe, self.workers, self.student)
+                yield await rollout.judge(samples, self._infos[ROLLOUT][0])
             failed = await self.workers.teachers.score(samples)
             if failed:
                 detail = f"teachers.{failed[0].teacher} did not score a probe: {failed[0].reason}: see its logs"
@@ -236,7 +239,7 @@ class Preflight:
         if scores.parity is not None:
             self.parity[name] = scores.parity
         yield check
-        if check.status == "ok":
+        if check.status == "ok" and self.workers.rollout is not None:
             yield await scores.distance(own)
 
     async def _better_teachers(self) -> AsyncIterator[Check]:
@@ -289,7 +292,8 @@ class Preflight:
         return self.manifests[f"teachers.{name}"].weights_sha256 == self.manifests["student"].weights_sha256
 
     async def _probe(self) -> list[SampleMeta]:
-        """Draw the student's responses to the first prompts of every teacher's domains, into the data plane."""
+        """Draw the student's responses to the first prompts of every teacher's domains, into the data plane; the
+        teachers' answers where there is no rollout."""
         dataset, places = self.workers.dataset, []
         for name, teacher in self.recipe.teachers.items():
             # in the order in which the teacher names them; a default teacher's others last
@@ -300,7 +304,10 @@ class Preflight:
             places += probe_rows(dataset, domains, NUM_PROBE_SAMPLES)
         start = PROBE_IDS // self.recipe.rollout.samples_per_prompt
         prompts = [Prompt(sample_id=start + i, domain=domain, row=row) for i, (domain, row) in enumerate(places)]
-        return await self.workers.rollout.generate(prompts)
+        if self.workers.rollout is not None:
+            return await self.workers.rollout.generate(prompts)
+        assert self.workers.answers is not None
+        return await replace(self.workers.answers, store=None).generate(prompts)  # the checks write nothing
 
 
 MAX_RESPONSE, MAX_ANSWER = 200, 60

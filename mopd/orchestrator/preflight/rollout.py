@@ -80,9 +80,11 @@ class RolloutCheck:
 
     async def _each(self, replicas: Sequence[Replica]) -> dict[str, float]:
         """Return the mean difference of a response that each replica draws to the same prompt, by its name."""
-        workers, sampling = self._workers, self._workers.rollout.sampling
+        workers, rollout, weights = self._workers, self._workers.rollout, self._workers.weights
+        assert rollout is not None and weights is not None, "there are replicas"
+        sampling = rollout.sampling
         alone = replace(
-            workers.rollout,
+            rollout,
             sampling=replace(sampling, max_new_tokens=min(MAX_TOKENS, sampling.max_new_tokens)),
             samples_per_prompt=1,
         )
@@ -97,7 +99,7 @@ class RolloutCheck:
                 raise UserError(f"{replica.name} did not draw a probe: {error}: see its log") from error
             return sample
 
-        async with workers.weights.kept_awake():
+        async with weights.kept_awake():
             samples = await all_or_none(draw(number, replica) for number, replica in enumerate(replicas))
         try:
             apart = await self._apart(samples)

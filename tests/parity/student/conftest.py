@@ -64,6 +64,7 @@ HEAD_CASES = {
 }
 """Loss, and whether the embeddings are tied, by layout."""
 PACKING = (True, False)
+SUPERVISED: Results = {"objective": "sft_on_teacher", "steps": 1}
 OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient", "domain_budget", "domain_mean")
 TIMEOUT_S = 3600
 
@@ -203,6 +204,7 @@ def two_ranks(
         cases |= {f"{name}/{case}": {**layout, **_ensemble(case)} for case in ENSEMBLES}
         cases[f"{name}/untied"] = {**layout, "model": str(untied_model), "steps": 1, "logprobs": True}
         cases[f"{name}/logprobs"] = {**layout, "logprobs": True}
+        cases[f"{name}/supervised"] = {**layout, **SUPERVISED}
     untied_steps = {**dp2, "model": str(untied_model), "micro_batch_size": 2, "steps": 3}
     cases |= {"dp2/steps": untied_steps, "dp2/steps/overlap": {**untied_steps, **OVERLAP, "logprobs": True}}
     cases["dp2/steps/offload"] = {**untied_steps, **OVERLAP, "offload": 1.0}
@@ -261,5 +263,6 @@ def one_rank(
     cases |= {f"one/{case}": {**ONE, **_ensemble(case)} for case in ENSEMBLES}
     cases["one/untied"] = {**ONE, "model": str(untied_model), "steps": 1, "logprobs": True}
     cases["one/logprobs"] = {**ONE, "logprobs": True}
+    cases["one/supervised"] = {**ONE, **SUPERVISED}
     cases["one/deep"] = {**ONE, "model": deep_model, "steps": 2, "logprobs": True}
     return run_ranks(1, {"model": str(hf_model), "cases": cases}, student_folder / "one")

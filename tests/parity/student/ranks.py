@@ -32,7 +32,7 @@ from mopd.config.losses import (
     TopKLossConfig,
 )
 from mopd.config.rewards import ExactMatchConfig
-from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
+from mopd.config.schema import AnswersConfig, Recipe, RolloutConfig, ScheduleConfig
 from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.models import reading
 from mopd.data.packing import pack
@@ -84,6 +84,8 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
     """The recipe of a case; everything that a case does not name is the same for all."""
     return Recipe(
         run_dir="unused",
+        objective=case.get("objective", "on_policy"),
+        answers=AnswersConfig(temperature=1.0),
         student=StudentConfig(
             model=model,
             dtype=case.get("dtype", "float32"),
@@ -204,7 +206,7 @@ class Case:
             sums = self.worker.forward_backward(self.plan(step), diagnostics=True)
             metrics = {f"{name}/{domain}": value for domain in sums for name, value in sums[domain].sums.items()}
             tokens = {f"num_tokens/{domain}": value.num_tokens for domain, value in sums.items()}
-            exact = {"exact_grad_norm": self.exact_grad_norm()} if "head_mib" in self.case else {}
+            exact = {"exact_grad_norm": self.exact_grad_norm()} if {"head_mib", "objective"} & self.case.keys() else {}
             seen.append(metrics | tokens | self.worker.optim_step() | exact)
         return seen
 

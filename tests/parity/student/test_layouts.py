@@ -205,6 +205,29 @@ def test_equals_the_definition(one_rank: Results, hf_model: Path, case: str, wei
         assert step[name] == pytest.approx(value, rel=1e-5), name
 
 
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2"])
+def test_supervised_training_equals_plain_pytorch(
+    two_ranks: Results, one_rank: Results, hf_model: Path, layout: str
+) -> None:
+    """``sft_on_teacher``: torch's cross entropy over the batch's loss tokens, on transformers' model in fp32 as well.
+    No field of a teacher is read: those of the samples would give another loss."""
+    model = AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
+    metas, fields = make_samples(16, vocab_size=model.config.vocab_size, top_k=8, seed=1, first_id=100)
+    total = torch.zeros(())
+    for meta, tokens, loss_mask in zip(metas, fields["tokens"], fields["loss_mask"], strict=True):
+        rows = model(tokens[None]).logits[0, meta.prompt_length - 1 : -1]
+        total += torch.nn.functional.cross_entropy(
+            rows[loss_mask], tokens[meta.prompt_length :][loss_mask], reduction="sum"
+        )
+    loss = total / sum(meta.num_loss_tokens for meta in metas)
+    loss.backward()
+    norm = math.sqrt(sum(float(parameter.grad.double().square().sum()) for parameter in model.parameters()))
+    step = (one_rank | two_ranks)[f"{layout}/supervised"]["steps"][0]
+    assert step["weighted_loss/math"] + step["weighted_loss/code"] == pytest.approx(loss.item(), rel=1e-6)
+    assert step["exact_grad_norm"] == pytest.approx(norm, rel=1e-6)
+    assert not any(name.startswith(("k1", "teacher")) for name in step)
+
+
 @pytest.mark.parametrize("name", ["logprobs", "untied"])
 def test_logprobs_equal_transformers(
     two_ranks: Results, one_rank: Results, hf_model: Path, untied_model: Path, name: str

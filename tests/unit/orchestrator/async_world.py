@@ -20,6 +20,7 @@ from mopd.base.metrics import StepMetrics, StepTimer
 from mopd.base.tasks import Stop
 from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta
 from mopd.bench.stand_ins import Lengths, Scenario, make_recipe, make_stream
+from mopd.config.schema import AnswersConfig, WarmUpConfig
 from mopd.data.packing import PackingRules
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger
@@ -38,6 +39,8 @@ class World:
     on_new_weights: Literal["finish", "continue"] = "finish"
     on_expiry: Literal["hold", "redraw"] = "hold"
     steps: int = 60
+    warm_up: int = 0
+    """First steps, which train on the teachers' answers."""
     prompts_per_step: int = 64
     samples_per_prompt: int = 1
     num_places: int = 64
@@ -70,6 +73,9 @@ class Outcome:
     """Lengths by step."""
     ages: Sequence[np.ndarray]
     """Versions behind of each sample, as the bound counts them, by step."""
+    answered: Sequence[float]
+    """Share of each step's samples that are the teachers' answers."""
+    num_scored: int
     waits_s: np.ndarray
     """Seconds from the end of each draw that was trained on until its slot was ready."""
     num_refused: int
@@ -119,12 +125,29 @@ class _Sampler:
 
 
 @dataclass
+class _Answers:
+    """Stands for ``AnswerWorker``; its responses take no time of the sampler's."""
+
+    world: World
+    given: set[int] = field(default_factory=set)
+
+    async def generate(self, prompts: Sequence[Prompt], *, version: Callable[[], int]) -> list[SampleMeta]:
+        num = self.world.samples_per_prompt
+        sample_ids = [(prompt, prompt.sample_id * num + j) for prompt in prompts for j in range(num)]
+        await asyncio.sleep(max(self.world.response_s(sample_id, 0) for _, sample_id in sample_ids))
+        self.given |= {sample_id for _, sample_id in sample_ids}
+        return [meta_of(sample_id, prompt.domain, version()) for prompt, sample_id in sample_ids]
+
+
+@dataclass
 class _Teacher:
     """Implements ``Teachers``."""
 
     world: World
+    num_scored: int = 0
 
     async def score(self, samples: Sequence[SampleMeta]) -> list[FailedSample]:
+        self.num_scored += len(samples)
         await asyncio.sleep(self.world.score_s)
         return []
 
@@ -135,11 +158,13 @@ class _Student:
 
     world: World
     sampler: _Sampler
+    answers: _Answers
     dp_size: int = 1
     packing: PackingRules = PackingRules(is_packed=True, max_tokens=1 << 20, micro_batch_size=None, square_cost=0.0)
     _version: int = 0
     trained: list[np.ndarray] = field(default_factory=list)
     ages: list[np.ndarray] = field(default_factory=list)
+    answered: list[float] = field(default_factory=list)
 
     async def expect_step(self) -> None:
         pass
@@ -148,6 +173,7 @@ class _Student:
         samples = [sample for rank in plan.micro_batches for batch in rank for sample in batch]
         self.ages.append(np.array([len(self.trained) - sample.newest_version for sample in samples]))
         self.trained.append(np.array([sample.response_length / TOKENS_PER_S for sample in samples]))
+        self.answered.append(sum(sample.sample_id in self.answers.given for sample in samples) / len(samples))
         await asyncio.sleep(self.world.train_s)
         counts = Counter(sample.domain for sample in samples)
         return {name: DomainSums(num_tokens=count, sums={"weighted_loss": 0.0}) for name, count in counts.items()}
@@ -220,6 +246,11 @@ def run(world: World) -> Outcome:
     recipe = dataclasses.replace(
         recipe, rollout=dataclasses.replace(recipe.rollout, on_new_weights=world.on_new_weights)
     )
+    if world.warm_up:
+        warm_up = WarmUpConfig(objective="sft_on_teacher", steps=world.warm_up)
+        recipe = dataclasses.replace(
+            recipe, schedule=dataclasses.replace(recipe.schedule, warm_up=warm_up), answers=AnswersConfig(temperature=1)
+        )
 
     async def work() -> Outcome:
         clock = asyncio.get_running_loop().time
@@ -228,17 +259,20 @@ def run(world: World) -> Outcome:
             max_staleness=world.max_staleness,
             step=0,
             last_step=world.steps,
+            warm_up=world.warm_up,
             on_expiry=world.on_expiry,
             on_new_weights=world.on_new_weights,
             clock=clock,
         )
         sampler = _Sampler(world, asyncio.Semaphore(world.num_places))
-        student, records, plane = _Student(world, sampler), Records(), _Plane(ledger, world.discard_s)
+        answers, teacher = _Answers(world), _Teacher(world)
+        student, records, plane = _Student(world, sampler, answers), Records(), _Plane(ledger, world.discard_s)
         controller = Controller(
             recipe=recipe,
             prompts=make_stream(world.seed),
             rollout=sampler,
-            teachers=_Teacher(world),
+            answers=answers,
+            teachers=teacher,
             rewards=None,
             student=student,
             plane=plane,
@@ -254,7 +288,9 @@ def run(world: World) -> Outcome:
             drawn=np.array([seconds for (_, attempt), seconds in sorted(sampler.drawn.items()) if attempt == 0]),
             trained=student.trained,
             ages=student.ages,
-            waits_s=np.array([at - sampler.ended[sample_id] for sample_id, at in plane.ready_at.items()]),
+            answered=student.answered,
+            num_scored=teacher.num_scored,
+            waits_s=np.array([at - sampler.ended[i] for i, at in plane.ready_at.items() if i in sampler.ended]),
             num_refused=sum(ledger.state_dict()["refused"].values()),
             values=records.values,
         )

@@ -85,3 +85,21 @@ def test_what_is_drawn_again_waits_for_nobody_else() -> None:
     assert found.num_refused > 100
     assert found.waits_s.max() == pytest.approx(world.score_s)
     assert max(ages.max() for ages in found.ages) <= 1
+
+
+@pytest.mark.parametrize("on_expiry", ["hold", "redraw"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+@pytest.mark.parametrize("warm_up", [1, 7])
+def test_no_batch_mixes_a_warm_up_with_what_follows(
+    warm_up: int, max_staleness: int, on_expiry: Literal["hold", "redraw"]
+) -> None:
+    """Answers are scored by nobody; the first on-policy samples are of the weights after the warm-up or newer ones."""
+    options = {"prompts_per_step": 16, "num_places": 16, "steps": 20}
+    world = World(max_staleness=max_staleness, warm_up=warm_up, on_expiry=on_expiry, **options)
+    found = run(world)
+    assert found.answered == [1.0] * warm_up + [0.0] * (20 - warm_up)
+    on_policy = (20 - warm_up) * 16
+    assert on_policy <= found.num_scored <= on_policy + found.num_refused
+    assert max(ages.max() for ages in found.ages) <= max_staleness
+    assert found.ages[warm_up].max() == 0
+    assert [values["is_warm_up"] for values in found.values] == found.answered

@@ -1,0 +1,111 @@
+"""Objectives and warm-up: which step trains on what, what a recipe then needs, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mopd.base.types import LOSS_FIELDS, ROLLOUT_FIELDS, UserError
+from mopd.config.load import load_recipe
+from mopd.config.machine.places import engine_groups
+from mopd.config.schema import Recipe
+
+Write = Callable[..., str]
+WITHOUT_VALIDATION = ("validation=null", "checkpoint.keep_best=false", "preflight.require_better_teacher=false")
+WARM_UP = "schedule.warm_up={objective: sft_on_teacher, steps: 2}"
+OPENAI = "teachers.math.placement={type: external, urls: [http://a:1], protocol: openai}"
+
+
+def recipe_of(path: str, *overrides: str) -> Recipe:
+    return load_recipe(path, overrides).recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "has_rollout"),
+    [
+        ((), ["on_policy"] * 3, True),
+        (WITHOUT_VALIDATION, ["on_policy"] * 3, True),
+        ((WARM_UP, *WITHOUT_VALIDATION), ["sft_on_teacher"] * 2 + ["on_policy"], True),
+        (("objective=sft_on_teacher",), ["sft_on_teacher"] * 3, True),
+        (("objective=sft_on_teacher", *WITHOUT_VALIDATION), ["sft_on_teacher"] * 3, False),
+        (("objective=off_policy_scores", *WITHOUT_VALIDATION), ["off_policy_scores"] * 3, False),
+    ],
+)
+def test_every_step_has_its_objective_and_the_run_its_groups(
+    write: Write, overrides: tuple[str, ...], steps: list[str], has_rollout: bool
+) -> None:
+    recipe = recipe_of(write(), *overrides)
+    assert [recipe.objective_at(step) for step in (1, 2, 3)] == steps
+    assert list(engine_groups(recipe)) == [*(["rollout"] if has_rollout else []), "teachers.math"]
+    assert recipe.draws_answers == (steps[0] != "on_policy")
+
+
+def test_a_step_waits_for_the_fields_of_its_objective_alone(write: Write) -> None:
+    rewarded = ["loss={type: policy_gradient, task_reward_weight: 1}", "rollout.samples_per_prompt=2"]
+    recipe = recipe_of(write(), WARM_UP, "answers.temperature=1", *rewarded)
+    assert [recipe.loss_fields(step) for step in (2, 3)] == [ROLLOUT_FIELDS, (*LOSS_FIELDS, "task_advantage")]
+    scored = recipe_of(write(), "objective=off_policy_scores")
+    assert scored.loss_fields(1) == LOSS_FIELDS
+
+
+def test_a_baseline_needs_no_reward_of_its_samples(write: Write) -> None:
+    rewarded = ["loss={type: policy_gradient, task_reward_weight: 1}", "rollout.samples_per_prompt=2"]
+    recipe = recipe_of(
+        write(), "objective=sft_on_teacher", "answers.temperature=1", *rewarded, *WITHOUT_VALIDATION, "rewards={}"
+    )
+    assert not recipe.needs_rewards and not recipe.needs_task_advantage
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["objective=sft"], "objective: expected one of on_policy, sft_on_teacher, off_policy_scores, got 'sft'"),
+        (
+            [WARM_UP, "objective=sft_on_teacher"],
+            "schedule.warm_up is set, but objective is 'sft_on_teacher' and a warm-up comes before on-policy steps: "
+            "remove one of them",
+        ),
+        (
+            ["schedule.warm_up={objective: off_policy_scores, steps: 3}"],
+            "schedule.warm_up.steps is 3 and steps is 3, which counts them: set fewer, or for a run without on-policy "
+            "steps objective: off_policy_scores",
+        ),
+        (
+            ["schedule.warm_up={objective: on_policy, steps: 1}"],
+            "schedule.warm_up.objective: expected one of sft_on_teacher, off_policy_scores, got 'on_policy'",
+        ),
+        *(
+            (
+                [f"loss.type={loss}", overrides],
+                f"{key} is 'off_policy_scores', which trains on the teachers' answers, but loss.type '{loss}' "
+                "estimates an expectation over the student's own samples: set loss.type: topk_forward_kl, "
+                "topk_reverse_kl or topk_jsd",
+            )
+            for loss in ("policy_gradient", "k2", "k3", "k3_reverse")
+            for overrides, key in (
+                ("objective=off_policy_scores", "objective"),
+                ("schedule.warm_up={objective: off_policy_scores, steps: 1}", "schedule.warm_up.objective"),
+            )
+        ),
+        (
+            ["objective=sft_on_teacher", "rollout.samples_per_prompt=4"],
+            "rollout.samples_per_prompt is 4, but answers.temperature is 0, where a teacher's answers to one prompt "
+            "are all the same: set answers.temperature: 1.0, or samples_per_prompt: 1",
+        ),
+        (
+            ["objective=sft_on_teacher", OPENAI, "answers.temperature=1"],
+            "teachers.math.placement.protocol is 'openai', a server that draws greedily: set answers.temperature: 0, "
+            "or serve the teacher with `mopd serve` and remove protocol",
+        ),
+        (
+            ["objective=sft_on_teacher", OPENAI, "answers.folder=kept"],
+            "teachers.math.placement.protocol is 'openai', a server that does not say which weights it holds: set no "
+            "answers.folder, or serve the teacher with `mopd serve` and remove protocol",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(write: Write, overrides: list[str], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(write(), overrides)
+    assert str(caught.value).endswith(line), str(caught.value)
