@@ -368,6 +368,7 @@ class Recipe:
                 f"schedule.max_staleness is {self.schedule.max_staleness}, but with schedule.on_policy_fraction 0 "
                 "nothing is drawn beside the student's steps: set max_staleness: 0"
             )
+
     def _check_objective(self) -> None:
         warm_up = self.schedule.warm_up
         if warm_up is not None and self.objective != "on_policy":
