@@ -345,7 +345,7 @@ def _ends(run: StruckRun, case: Case) -> str:
         assert code == STOPPED_CODE, run.stderr
         return run.stderr.splitlines()[-1]
     victim = "orchestrator" if case.does == "kill_orchestrator" else "rank"
-    assert code == (2 if victim == "orchestrator" else 1), run.stderr
+    assert code == (69 if victim == "orchestrator" else 1), run.stderr
     assert victim in run.error() and signal.SIGKILL.name in run.error(), run.stderr
     return run.error()
 
