@@ -39,8 +39,7 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineLimits, SamplingParams
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
-from mopd.engines.wire.messages import decode
-from mopd.engines.wire.weights import StagedWeights, Staging, WeightChunk, stage_updates
+from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.rewards import RewardWorker
@@ -48,6 +47,7 @@ from mopd.orchestrator.rollout import RolloutWorker, derive_seed
 from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
 from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.rewards.domains import build_rewards
+from mopd.weights.receiving import check_fit
 
 MOST_OF_BOUND = 1.10
 """Largest allowed step, relative to what bounds it."""
@@ -110,10 +110,9 @@ class UnpackedWeights(GroupWeightSync):
         await super().send(stage_updates([], staged.weight_version))
 
     def _unpack(self, staged: StagedWeights) -> None:
-        staging = Staging(self._slots, staged.update_id)
-        for body in staged.bodies:
-            staging.add(decode(body, WeightChunk))
-        staging.finish(staged.commit("continue"))
+        staging, metas = staged.collected()
+        check_fit(metas, self._slots, name="the stand-in")
+        staging.close()
 
 
 def make_weights(num_mb: int) -> dict[str, Tensor]:

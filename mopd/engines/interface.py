@@ -226,13 +226,15 @@ class Reception:
 
 
 class Incoming(Protocol):
-    """Receives weights over a process group into an engine's own memory."""
+    """Receives weights into an engine's own memory: over a process group, or where they are staged. An engine in a
+    ``ThreadHost`` runs nothing else during ``receive``; another one freezes running requests, and continues them under
+    the new weights."""
 
     async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
         """Leave the previous group and enter a new one, from ``first_rank`` on with one rank for each worker.
 
-        The engine keeps working meanwhile. ``ValueError`` unless ``metas``, the tensors in their order of arrival, are
-        exactly the engine's weights; ``WeightsLost`` if the group does not meet.
+        The engine keeps working meanwhile. ``metas``: the engine's weights in their order of arrival (``check_fit``).
+        ``WeightsLost`` if the group does not meet.
         """
         ...
 

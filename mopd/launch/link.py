@@ -4,7 +4,7 @@
 
     orchestrator                                    rank 0, main thread
       {call, kwargs}  ─────────────────────────>      executes it with the other ranks
-      <─── {more} + frame, as often as needed ──      weights, chunk by chunk
+      <─── {more} + frame, as often as needed ──      weights, part by part
       <───────────────────────── {value} + frames     what the call gave
       beat, every few seconds  ────────────────>      waits as long as beats come
       {end} or {error}  ───────────────────────>      leaves; the run ends

@@ -2,7 +2,7 @@
 all execute it in their main threads.
 
 Commands are small JSON objects, over the link to rank 0 and over gloo from there. Tensors never travel with them:
-student ranks fetch samples from the data plane, by id; weights go back over the link chunk by chunk, or to engines by a
+student ranks fetch samples from the data plane, by id; weights go back over the link part by part, or to engines by a
 group.
 """
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from mopd.base.types import MicroBatchPlan, SampleMeta, UserError
 from mopd.config.schema import Recipe
-from mopd.engines.wire.weights import WeightPacker
 from mopd.launch.heartbeat import LeaderWatch
 from mopd.launch.link import Frames, RankLink
 from mopd.launch.rank_log import StallWatch
@@ -90,7 +89,7 @@ class Rank:
                 samples = [SampleMeta(**meta) for meta in kwargs["samples"]]
                 return None, [_bytes(row) for row in worker.logprobs(samples, temperature=kwargs["temperature"])]
             case "weights":
-                return self._weights(), ()
+                return self._sender.hand_on(**kwargs, give=self._give), ()
             case "save":
                 worker.save(Path(kwargs["folder"]), kwargs["state"], is_async=kwargs["is_async"])
             case "is_saving":
@@ -117,17 +116,10 @@ class Rank:
                 raise RuntimeError(f"unknown command {name!r}")
         return None, ()
 
-    def _weights(self) -> dict[str, Any]:
-        """Send the weights over the link as chunks (``WeightPacker``); the other ranks gather them only."""
-        stream = self._worker.weights()
-        if self._link is None:
-            for _ in stream:
-                pass
-            return {}
-        packer = WeightPacker()
-        for body in packer.chunks(stream):
-            self._link.send({"more": True}, [body])
-        return {"id": packer.id, "num_tensors": packer.num_tensors, "digest": packer.digest.hex()}
+    def _give(self, part: Tensor) -> None:
+        """Send a part of the weights over the link."""
+        assert self._link is not None, "the first rank alone hands weights on"
+        self._link.send({"more": True}, [_bytes(part)])
 
     def _load(self, folder: str, cure: str) -> dict[str, Any]:
         try:

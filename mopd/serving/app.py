@@ -54,8 +54,7 @@ from mopd.engines.wire.messages import (
     encode_aside,
     split_points,
 )
-from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
-from mopd.engines.wire.weights import WeightBegin, WeightChunk, WeightCommit
+from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
 from mopd.serving.admission import Admission, ServerLimits
 from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, read_deadline, with_deadline
 from mopd.serving.errors import Refusal, bad_request, stale_weights
@@ -288,10 +287,8 @@ class EngineServer:
             "/v1/sleep": self._of_sleep(self.sleep),
             "/v1/wake": self._of_sleep(self.wake),
             "/v1/wake/weights": self._of_sleep(self.wake_weights),
-            "/v1/weights/begin": self._of_weights(WeightBegin, updates.begin),
-            "/v1/weights/chunk": self._of_weights(WeightChunk, updates.add, MAX_CHUNK_BYTES, updates.require_receiving),
-            "/v1/weights/commit": self._of_weights(WeightCommit, updates.commit),
             "/v1/weights/join": self._of_weights(WeightJoin, updates.join, MAX_JOIN_BYTES, updates.require_not_fixed),
+            "/v1/weights/part": self._of_weights(WeightPart, updates.add, MAX_CHUNK_BYTES, updates.require_receiving),
             "/v1/weights/start": self._of_weights(WeightStart, updates.start),
             "/v1/weights/finish": self._of_weights(WeightFinish, updates.finish),
         }

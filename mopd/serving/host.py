@@ -7,9 +7,8 @@ import asyncio
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -39,26 +38,18 @@ class Work(Scorer, Generator, Protocol):
 class HostedEngine(Work, Described, Protocol):
     """The interface of an engine that a server needs."""
 
+    name: str
+    """Checkpoint, for messages."""
     sight: EngineVision | None
     """Vision side of its model; ``None`` for a text model."""
     incoming: Incoming
-    """Its receiver of weights over a process group."""
+    """Its receiver of weights."""
     can_sleep: bool
     """Whether it was started so that it can release its memory for a while."""
 
     @property
     def weight_slots(self) -> Mapping[str, Tensor]:
         """Places of the weights by ``hf_name``, for their shapes and dtypes."""
-        ...
-
-    def prepare_weights(self, weights: Collection[tuple[str, Tensor]]) -> AbstractAsyncContextManager[Any]:
-        """Do everything about new weights that can be done while the engine works, and yield the argument of
-        ``swap_weights``, valid inside the context. Raises as ``TakesWeights.load_weights``."""
-        ...
-
-    async def swap_weights(self, prepared: Any, weight_version: int) -> None:
-        """Answer with these weights from now on. An engine in a ``ThreadHost`` runs nothing else meanwhile; another one
-        freezes running requests, and continues them under the new weights."""
         ...
 
     async def check_health(self) -> None:

@@ -1,21 +1,16 @@
-"""Versioned weight updates of a rollout server: begin, chunks, commit. An incomplete update never serves.
+"""Versioned weight updates of a rollout server (``engines/wire/transfer.py``). An incomplete update never serves.
 
 ::
 
-    serving v ──begin──> serving v, v+1 kept aside ──commit──> serving v, v+1 checked ────> swap ──ok──> serving v+1
-        ▲                     │ a wrong tensor, or                │ refused: NaN,             │ failed half way
-        │                     │ silence for update_timeout_s      │ missing tensors           └──> no weights: work is
-        └─────────────────────┴───────────────────────────────────┘                                refused (409) until
-                                                                                                   an update succeeds
-    swap, finish:    running requests end under v, then the weights change; nothing is admitted (429) before an engine
-                     that keeps its own queue (vLLM); with others, waiting requests are answered under v+1
-    swap, continue:  the weights change at once; running requests are frozen and go on under v+1, or are handed back
-    a new begin replaces the update before it (its sender died)
+    serving v ──join──> serving v ──start──> no weights ──parts──> finish: serving v+1   a failure leaves none (409)
+                          │      ▲ after running requests                                until an update succeeds
+                          └─part─┘ without a group: they are kept aside; a wrong one, or silence for update_timeout_s,
+                                   ends the update, and v serves
 
-With a group (``engines/wire/transfer.py``) the weights go straight into the engine, which loses the old ones first::
-
-    serving v ──start──> no weights ──buckets──> finish: serving v+1        a failure leaves none (409), until an update
-                  ▲ after running requests, as above                        succeeds, by whichever way
+    start, finish:    running requests end under v, then the weights change; nothing is admitted (429) before an engine
+                      that keeps its own queue (vLLM); with others, waiting requests are answered under v+1
+    start, continue:  the weights change at once; running requests are frozen and go on under v+1, or are handed back
+    a new join replaces the update before it (its sender died)
 """
 
 from __future__ import annotations
@@ -25,20 +20,27 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+
+import torch
 
 from mopd.base.files.json_text import parse_json
 from mopd.base.text import one_line
 from mopd.engines.interface import Reception, WeightsLost
-from mopd.engines.wire.messages import WireError
-from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
-from mopd.engines.wire.weights import Staging, WeightBegin, WeightChunk, WeightCommit, WeightVersion
+from mopd.engines.wire.transfer import (
+    WeightFinish,
+    WeightJoin,
+    WeightPart,
+    WeightReceived,
+    WeightStart,
+    WeightVersion,
+)
 from mopd.serving.admission import Admission
 from mopd.serving.errors import Refusal, bad_request, busy, stale_weights
 from mopd.serving.host import EngineHost
 from mopd.weights.group import GroupOrder
 from mopd.weights.parts import from_json
+from mopd.weights.receiving import check_fit
+from mopd.weights.staging import Staging, staged_order
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +57,6 @@ CONTINUE = "continue"
 _NO_UPDATE = "no such weight update: it was replaced, or silent for too long"
 
 
-@dataclass(slots=True)
-class _Update:
-    """An update whose chunks are arriving."""
-
-    update_id: str
-    weight_version: int
-    staging: Staging
-    silence: asyncio.TimerHandle
-    """Timer that drops the update when its sender is silent for too long."""
-
-
 class WeightUpdates:
     """The version that a server answers with, and the update in progress."""
 
@@ -75,7 +66,10 @@ class WeightUpdates:
         self._has_weights = self._fixed = fixed
         self.weight_version = -1
         """Version of the weights that answer; -1 for the checkpoint's, or none."""
-        self._update: _Update | None = None
+        self._staging: Staging | None = None
+        """Parts of an update that come in messages."""
+        self._silence: asyncio.TimerHandle | None = None
+        """Timer that drops them when their sender is silent for too long."""
         self._is_loading = False
         self._group_id = self._received_from = ""
         self._num_joins = 0
@@ -86,7 +80,7 @@ class WeightUpdates:
     @property
     def is_running(self) -> bool:
         """Whether an update is arriving or being loaded."""
-        return self._update is not None or self._is_loading
+        return self._staging is not None or self._is_loading
 
     @property
     def version(self) -> WeightVersion:
@@ -107,62 +101,31 @@ class WeightUpdates:
             raise stale_weights(f"the server has weights {self.weight_version}, not {weight_version}")
 
     def require_receiving(self) -> None:
-        """Raise ``Refusal`` 409 unless an update is arriving, 403 if the weights are fixed."""
+        """Raise ``Refusal`` 409 unless parts of an update are arriving, 403 if the weights are fixed."""
         self.require_updatable()
-        if self._update is None:
+        if self._staging is None:
             raise stale_weights(_NO_UPDATE)
 
-    async def begin(self, message: WeightBegin) -> None:
-        """Begin an update: its chunks may come from now on. It replaces one that is arriving."""
-        self.require_updatable()
-        self._admission.require_open_to_weights()
-        self.drop()
-        self._update = _Update(
-            update_id=message.update_id,
-            weight_version=message.weight_version,
-            staging=Staging(self._host.engine.weight_slots, message.update_id),
-            silence=self._alarm(),
-        )
-
-    async def add(self, chunk: WeightChunk) -> None:
-        """Keep a chunk aside. A bad one ends the update (400)."""
-        update = self._current(chunk.update_id)
+    async def add(self, part: WeightPart) -> None:
+        """Keep a part aside. A bad one ends the update (400)."""
+        self.require_receiving()
+        self._require_group(part.group_id)
+        assert self._staging is not None
         try:
-            update.staging.add(chunk)
-        except WireError as error:
+            # beside the event loop, which answers requests meanwhile
+            await asyncio.to_thread(self._staging.add, part.index, part.digest, torch.from_numpy(part.data))
+        except ValueError as error:
             self.drop()
-            raise bad_request(str(error)) from error
-        update.silence.cancel()
-        update.silence = self._alarm()
-
-    async def commit(self, message: WeightCommit) -> None:
-        """Swap in what arrived, if it is complete, and serve it."""
-        update = self._current(message.update_id)
-        try:
-            tensors = update.staging.finish(message)
-        except WireError as error:
-            self.drop()
-            raise bad_request(str(error)) from error
-        update.silence.cancel()
-        # from here on a new `begin` is refused until these weights are loaded or refused
-        self._update = None
-        self._is_loading = True
-        try:
-            async with (
-                self._host.engine.prepare_weights(tensors.items()) as prepared,
-                self._ready_to_swap(update.weight_version, message.on_running),
-            ):
-                await self._swap(prepared, update, interrupt=message.on_running == CONTINUE)
-        finally:
-            self._is_loading = False
+            raise bad_request(one_line(error)) from error
+        self._expect_parts()
 
     async def join(self, message: WeightJoin) -> None:
-        """Enter a group and return when it has met; the engine works meanwhile. What another group does here ends
-        first.
+        """Enter a group and return when it has met, or when there is memory for the parts; the engine works meanwhile.
+        What another group does here ends first.
 
         Raises:
             Refusal: 409 if another group comes before the list of tensors is read, or this one does not meet.
-            ValueError: the list of tensors is none.
+            ValueError: the list of tensors is none, or not the model's.
         """
         number = self._num_joins = self._num_joins + 1
         await self._quit_group()
@@ -176,19 +139,32 @@ class WeightUpdates:
         self._is_loading = True
         self._joining = asyncio.get_running_loop().create_future()
         order = GroupOrder(**{field.name: getattr(message, field.name) for field in dataclasses.fields(GroupOrder)})
+        engine = self._host.engine
         try:
-            await self._host.engine.incoming.join(order, message.first_rank, metas)
-        except WeightsLost as error:
-            raise stale_weights(one_line(error)) from error
+            check_fit(metas, engine.weight_slots, name=engine.name)
+            if order.is_staged:
+                num_workers = (await engine.info()).num_workers
+                order = staged_order(message.group_id, num_receivers=num_workers, bucket_bytes=message.bucket_bytes)
+                self._staging = await asyncio.to_thread(Staging, order, metas)
+                order = self._staging.order
+            await engine.incoming.join(order, message.first_rank, metas)
+        except BaseException as error:
+            self.drop()
+            if isinstance(error, WeightsLost):
+                raise stale_weights(one_line(error)) from error
+            raise
         finally:
             self._is_loading = False
             self._joining.set_result(None)
         self._group_id = message.group_id
+        if order.is_staged:
+            self._expect_parts()
 
     async def _quit_group(self) -> None:
         """End what runs for the previous group, whose sender begins anew or is gone. Waits ``QUIT_S`` at most; what
         still runs then makes ``require_updatable`` refuse."""
         self._group_id = self._received_from = ""
+        self.drop()
         waiting = [work for work in (self._joining, self._reception) if work is not None and not work.done()]
         if waiting:
             self._leaving = asyncio.ensure_future(self._host.engine.incoming.leave())
@@ -199,7 +175,9 @@ class WeightUpdates:
         self.require_updatable()
         self._require_group(message.group_id)
         self._admission.require_open_to_weights()
-        self.drop()
+        if self._staging is not None and not self._staging.is_complete:
+            raise bad_request(f"{self._staging.num_filled} parts of the update came: send all, then start")
+        self._expect_parts(False)
         self._is_loading, self._received_from = True, message.group_id
         ready = asyncio.Event()
         self._reception = asyncio.create_task(self._receive(message, ready.set))
@@ -253,6 +231,7 @@ class WeightUpdates:
             raise stale_weights(f"weights {message.weight_version} did not arrive: {one_line(error)}") from error
         finally:
             self._is_loading = False
+            self.drop()
 
     @asynccontextmanager
     async def _ready_to_swap(self, weight_version: int, on_running: str) -> AsyncIterator[None]:
@@ -282,22 +261,6 @@ class WeightUpdates:
     def _lose(self) -> None:
         self._has_weights, self.weight_version = False, -1
 
-    async def _swap(self, prepared: Any, update: _Update, *, interrupt: bool) -> None:
-        """Swap in prepared weights. Requests that come meanwhile wait for the engine, and are answered with the new
-        ones.
-
-        A failure leaves no weights: half of them may be new.
-        """
-        version, engine = update.weight_version, self._host.engine
-        try:
-            await self._host.between_calls(lambda: engine.swap_weights(prepared, version), interrupt=interrupt)
-            if engine.weight_version != version:
-                raise RuntimeError(f"the engine has weights {engine.weight_version} after {version} were loaded")
-        except BaseException:
-            self._lose()
-            raise
-        self._has_weights, self.weight_version = True, version
-
     def require_updatable(self) -> None:
         """Raise ``Refusal`` 403 if the weights are fixed, 409 while an update is being loaded."""
         self.require_not_fixed()
@@ -309,23 +272,21 @@ class WeightUpdates:
         if self._fixed:
             raise Refusal(403, "forbidden", "this server's weights are fixed: only a rollout server takes new ones")
 
-    def _current(self, update_id: str) -> _Update:
-        self.require_updatable()
-        update = self._update
-        if update is None or update_id != update.update_id:
-            raise stale_weights(_NO_UPDATE)
-        return update
-
-    def _alarm(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._admission.limits.update_timeout_s, self.drop)
+    def _expect_parts(self, expected: bool = True) -> None:
+        """Begin to wait for the next part anew, or wait for none any more."""
+        if self._silence is not None:
+            self._silence.cancel()
+        seconds = self._admission.limits.update_timeout_s
+        self._silence = asyncio.get_running_loop().call_later(seconds, self.drop) if expected else None
 
     async def close(self) -> None:
         """Drop the update that is arriving and leave the group: what waits there fails."""
-        self.drop()
         await self._quit_group()
 
     def drop(self) -> None:
-        """Drop the update that is arriving, if there is one."""
-        if self._update is not None:
-            self._update.silence.cancel()
-            self._update = None
+        """Drop the parts that have arrived, if there are any."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            self._expect_parts(False)
+            self._group_id = ""
+            staging.close()

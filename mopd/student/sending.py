@@ -8,7 +8,8 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from mopd.weights.group import GroupOrder, TransferFailed, TransferGroup
 from mopd.weights.memory import SharedMemory
 from mopd.weights.parts import TensorMeta, from_json, to_json
 from mopd.weights.sending import Stream, send
+from mopd.weights.staging import LocalGroup, staged_order
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ class WeightSender:
     def send(self, verify: bool, checks_values: bool, num_skipped: int = 0) -> dict[str, float] | None:
         """Send this rank's share of an update, the first ``num_skipped`` tensors left out. Returns seconds of it,
         on the first rank once all is sent; ``None`` after a failure. Raises ``NonFiniteError``."""
-        stream, carrier = self._stream(num_skipped), self._carrier
+        stream, carrier = self._stream(num_skipped, by_first=self._is_mapped), self._carrier
         if carrier is None:
             collections.deque(stream, maxlen=0)  # takes part in gathering
             return None
@@ -110,6 +112,18 @@ class WeightSender:
             return None
         return {"gather_s": sent.gather_s, "send_s": sent.send_s}
 
+    def hand_on(self, tensors: str, give: Callable[[Tensor], None]) -> str:
+        """Give the whole model to ``give`` on the first rank, in parts, [bytes] uint8 on the CPU, and their digests at
+        the end; all others help to gather. ``tensors`` as in ``join``; returns them with the first rank as the one
+        sender. Raises ``NonFiniteError``."""
+        stream = self._stream(0, by_first=True)
+        if not self._is_first:
+            collections.deque(stream, maxlen=0)
+            return ""
+        metas = [replace(meta, sender=0) for meta in from_json(json.loads(tensors))]
+        send(TravellingParts(LocalGroup(staged_order(), 0, give)), metas, stream, verify=True)
+        return to_json(metas).decode()
+
     def leave(self) -> None:
         """Leave the group, and free the memory that receivers read."""
         self._close_group()
@@ -127,21 +141,18 @@ class WeightSender:
         if carrier is not None:
             carrier.group.close()
 
-    def _stream(self, num_skipped: int) -> Stream:
+    def _stream(self, num_skipped: int, *, by_first: bool) -> Stream:
         parts: list[WeightPart] = ["constants"] if self._worker.constants and not num_skipped else []
         for part in (*parts, "trained"):
-            if self._is_mapped:
+            if by_first:
                 yield from self._worker.weights(part, in_place=True)
             else:
                 yield from self._worker.sender_weights(part)
 
 
-def announced(recipe: Recipe, worker: StudentWorker) -> dict[str, Any] | None:
-    """What the student will send by a group, as JSON: arguments of the orchestrator's ``Transfer``; ``None`` where the
-    weights go by HTTP."""
+def announced(recipe: Recipe, worker: StudentWorker) -> dict[str, Any]:
+    """What the student will send, as JSON: arguments of the orchestrator's ``Transfer``."""
     cfg, engine = recipe.weight_sync, recipe.rollout.engine
-    if not isinstance(cfg, BucketsConfig):
-        return None
     student, rollout = getattr(torch, recipe.student.dtype), getattr(torch, engine.dtype)
     smaller = rollout if rollout.itemsize < student.itemsize else student  # cast before it travels
     is_mapped = isinstance(cfg, IpcConfig)
@@ -155,7 +166,7 @@ def announced(recipe: Recipe, worker: StudentWorker) -> dict[str, Any] | None:
     return {
         "tensors": to_json(metas).decode(),
         "num_senders": 1 if is_mapped else num_senders(worker.dims, worker.layout),
-        "large_bytes": cfg.bucket_mib * 2**20 if copies else LARGE_BYTES,
+        "large_bytes": cfg.bucket_mib * 2**20 if isinstance(cfg, BucketsConfig) and copies else LARGE_BYTES,
         # replicas on shared GPUs lose theirs in every turn
         "num_constants": 0 if recipe.shares_gpus else len(worker.constants),
         # a cast may overflow; of its own dtype each rank looks for NaN in ``optim_step``

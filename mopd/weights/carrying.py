@@ -17,6 +17,7 @@ from torch import Tensor
 from mopd.weights.group import GivenUp, GroupOrder, Pending, TransferGroup
 from mopd.weights.memory import open_memory
 from mopd.weights.parts import TensorMeta, cut_parts
+from mopd.weights.staging import StagedParts
 
 
 def part_memory_bytes(metas: Sequence[TensorMeta], bucket_bytes: int) -> int:
@@ -94,21 +95,23 @@ class MappedParts:
             torch.cuda.synchronize(self.device)
 
 
-Parts = TravellingParts | MappedParts
+Parts = TravellingParts | MappedParts | StagedParts
 
 
 def enter_as_receiver(
-    order: GroupOrder, rank: int, device: torch.device, given_up: GivenUp | None, memory_bytes: int
+    order: GroupOrder, rank: int, metas: Sequence[TensorMeta], device: torch.device, given_up: GivenUp | None
 ) -> Parts:
     """Join the group; blocks until it has met.
 
     Raises:
-        ValueError: the sender's memory cannot be opened, or is smaller than ``memory_bytes``.
+        ValueError: the sender's memory cannot be opened, or is smaller than two buckets of ``metas``.
         TransferFailed: not all came.
     """
+    if order.is_staged:
+        return StagedParts(order, rank, metas)
     if not order.memory:
         return TravellingParts(TransferGroup(order, rank, given_up=given_up, device=device))
     memory = open_memory(order.memory, rank - order.num_senders, device)
-    if len(memory) < memory_bytes:
+    if len(memory) < part_memory_bytes(metas, order.bucket_bytes):
         raise ValueError(f"the sender's memory has {len(memory)} bytes: too few for two buckets")
     return MappedParts(TransferGroup(order, rank, given_up=given_up), memory, device)

@@ -57,7 +57,7 @@ class GroupOrder:
     host: str
     """Address of the store."""
     port: int
-    """TCP port of the store."""
+    """TCP port of the store; 0: there is none, see ``is_staged``."""
     num_senders: int
     num_receivers: int
     bucket_bytes: int
@@ -76,6 +76,11 @@ class GroupOrder:
     def size(self) -> int:
         """Number of members."""
         return self.num_senders + self.num_receivers
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether nobody meets: the parts lie in ``memory`` when receivers read them (``mopd.weights.staging``)."""
+        return self.port == 0
 
 
 class GivenUp(Protocol):

@@ -21,7 +21,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-_ALIGN = 16
+ALIGN = 16
+"""Bytes between the places at which tensors may begin in a buffer."""
 _WORDS = 2**18
 """Words of 8 bytes that a digest takes at a time: its own memory stays below some MiB."""
 
@@ -94,14 +95,14 @@ def _buckets(metas: Iterable[TensorMeta], bucket_bytes: int) -> list[Bucket]:
     parts: list[tuple[TensorMeta, int]] = []
     end = 0
     for meta in metas:
-        size = -(-meta.num_bytes // _ALIGN) * _ALIGN
+        size = -(-meta.num_bytes // ALIGN) * ALIGN
         if parts and end + size > bucket_bytes:
-            buckets.append(Bucket(tuple(parts), max(end, _ALIGN)))
+            buckets.append(Bucket(tuple(parts), max(end, ALIGN)))
             parts, end = [], 0
         parts.append((meta, end))
         end += size
     if parts:
-        buckets.append(Bucket(tuple(parts), max(end, _ALIGN)))
+        buckets.append(Bucket(tuple(parts), max(end, ALIGN)))
     return buckets
 
 

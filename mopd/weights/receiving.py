@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mopd.weights.carrying import enter_as_receiver, part_memory_bytes
+from mopd.weights.carrying import enter_as_receiver
 from mopd.weights.group import GivenUp, GroupOrder, Pending, TransferFailed
 from mopd.weights.parts import Bucket, Part, Segment, TensorMeta, cut_parts, parts_of_senders
+from mopd.weights.sending import require_finite
 
 
 class Fit:
@@ -35,14 +36,39 @@ class Fit:
             raise ValueError(f"weight {weight!r} has dtype {str(dtype)[6:]}, {self._name} needs another kind")
         self.missing.remove(weight)
 
+    def require_all(self) -> None:
+        """Raise ``ValueError`` if a weight has not come."""
+        if self.missing:
+            raise ValueError(
+                f"{len(self.missing)} weights of {self._name} are missing, among them {min(self.missing)!r}"
+            )
+
 
 def check_fit(metas: Sequence[TensorMeta], slots: Mapping[str, Tensor], *, name: str) -> None:
     """Raise ``ValueError`` unless ``metas`` are the weights of ``slots`` in their shapes; ``name``: the model's."""
     fit = Fit(slots, name=name)
     for meta in metas:
         fit.take(meta.name, meta.dtype, meta.shape)
-    if fit.missing:
-        raise ValueError(f"{len(fit.missing)} weights of {name} are not announced, among them {min(fit.missing)!r}")
+    fit.require_all()
+
+
+def hold_weights(
+    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, name: str
+) -> list[tuple[str, Tensor]]:
+    """Return the weights in the dtypes of ``slots`` once all have come; those of a stream in memory of their own, since
+    its sender may reuse its memory.
+
+    Raises:
+        ValueError: they are not exactly the weights of ``slots``; ``name``: the model's.
+        NonFiniteError: a value is NaN or infinite, or becomes so in the slot's dtype.
+    """
+    fit, held, is_stream = Fit(slots, name=name), list[tuple[str, Tensor]](), not isinstance(weights, Collection)
+    for weight, tensor in weights:
+        fit.take(weight, tensor.dtype, tensor.shape)
+        held.append((weight, tensor.detach().to(slots[weight].dtype, copy=is_stream)))
+        require_finite(*held[-1])
+    fit.require_all()
+    return held
 
 
 class Receiver:
@@ -87,8 +113,7 @@ class Receiver:
         """Tensors that the last update left out, since no step changes them."""
         self._has_all = False
         """Whether a whole update has arrived."""
-        memory_bytes = part_memory_bytes(metas, order.bucket_bytes) if order.memory else 0
-        self._carrier = enter_as_receiver(order, rank, self._device, given_up, memory_bytes)
+        self._carrier = enter_as_receiver(order, rank, metas, self._device, given_up)
 
     def close(self) -> None:
         """Leave the group; a ``tensors`` that waits in another thread fails."""

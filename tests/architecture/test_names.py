@@ -31,7 +31,6 @@ CALLED_BY_LIBRARIES = {
         "mopd_transfer_failure",
         "WorkerExtension",
         "mopd_watch",
-        "mopd_load_weights",
     },
     "mopd/serving/server.py": {"capture_signals", "eof_received", "data_received", "send_400_response"},
     "mopd/student/attention.py": {"get_rotary_seq_len"},

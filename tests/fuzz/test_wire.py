@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -27,13 +28,14 @@ from mopd.engines.wire.messages import (
     decode_one_of,
     encode,
 )
-from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
-from mopd.engines.wire.weights import Staging, TensorLedger, WeightBegin, WeightChunk, WeightCommit, cut
+from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
+from mopd.engines.wire.weights import stage_updates
 from mopd.serving.app import check_generate, check_score
 from mopd.serving.errors import Refusal
 from mopd.weights.memory import SharedMemory, open_memory
 from mopd.weights.parts import TensorMeta, from_json, to_json
 from mopd.weights.receiving import check_fit
+from mopd.weights.staging import PART_BYTES, Staging, staged_order
 from tests.fuzz.harness import fuzz
 
 SLOTS = {"a.weight": torch.zeros(3, 4, dtype=torch.bfloat16), "b": torch.zeros(()), "c": torch.zeros(2, 2, 2)}
@@ -163,17 +165,7 @@ def check_tensors(content: bytes) -> None:
 
 
 def test_weight_push() -> None:
-    """Heads alone, and chunks on their way into the staging of a model of three weights."""
-    ledger = TensorLedger()
-    bodies = [
-        WeightChunk(update_id="u", index=i, pieces=pieces, data=data)
-        for i, (pieces, data) in enumerate(cut(SLOTS.items(), ledger, data_bytes=50))
-    ]
-    commit = WeightCommit(update_id="u", num_tensors=3, digest=ledger.digest, on_running="continue")
-    begin = WeightBegin(update_id="u", weight_version=1)
-    for message in (begin, commit):
-        both(f"wire {message.kind}", message, lambda message: None)
-
+    """Messages, and parts on their way into the staging of a model of three weights."""
     memory = SharedMemory(16, torch.device("cpu"))
     rows = to_json([TensorMeta(name, slot.dtype, tuple(slot.shape)) for name, slot in SLOTS.items()])
     join = WeightJoin(
@@ -205,11 +197,19 @@ def test_weight_push() -> None:
     for message in (start, finish, received):
         both(f"wire {message.kind}", message, lambda message: None)
 
-    def stage(chunk: WeightChunk) -> None:
-        staging = Staging(SLOTS, "u")
-        for before in bodies[: min(chunk.index, 1)]:
-            staging.add(before)
-        staging.add(chunk)
+    staged = stage_updates(SLOTS.items(), 1, bucket_bytes=50)
+    both("wire staged weight_join", replace(staged, bucket_bytes=PART_BYTES).join(), open_and_check)
+    parts = [decode(body, WeightPart) for body in staged.bodies]
 
-    for index, body in enumerate(bodies):
-        both(f"wire chunk {index}", body, stage)
+    def stage(part: WeightPart) -> None:
+        staging = Staging(staged_order(bucket_bytes=50), from_json(parse_json(staged.tensors)))
+        try:
+            for one in (*parts[: min(part.index, 1)], part):
+                staging.add(one.index, one.digest, torch.from_numpy(one.data))
+        except ValueError as error:
+            raise WireError(str(error)) from error
+        finally:
+            staging.close()
+
+    for part in parts:
+        both(f"wire part {part.index}", part, stage)

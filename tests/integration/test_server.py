@@ -24,7 +24,8 @@ from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import encode
-from mopd.engines.wire.weights import TensorLedger, WeightBegin, WeightChunk, cut
+from mopd.engines.wire.transfer import MIN_PART_BYTES
+from mopd.engines.wire.weights import stage_updates
 from tests.fixtures import warm
 from tests.fixtures.ports import free_port
 from tests.fixtures.servers import engine_file, random_tokens, serve_process
@@ -178,13 +179,13 @@ def test_a_server_killed_during_an_update_and_its_successor(folder: Path, local:
         await engine.load_weights(weights.items(), 1)
         await engine.generate([[5, 6, 7]], SAMPLING, [1])
         half = {name: tensor * 0 for name, tensor in weights.items()}
-        pieces = list(cut(half.items(), TensorLedger(), data_bytes=50_000))
-        await engine.push("begin", encode(WeightBegin(update_id="u", weight_version=2)))
-        for index, (piece, data) in enumerate(pieces[: len(pieces) // 2]):
-            await engine.push("chunk", encode(WeightChunk(update_id="u", index=index, pieces=piece, data=data)))
+        staged = stage_updates(half.items(), 2, bucket_bytes=MIN_PART_BYTES)
+        await engine.tell("join", encode(staged.join()))
+        for body in staged.bodies[: len(staged.bodies) // 2]:
+            await engine.tell("part", body)
         os.kill(first.process.pid, signal.SIGKILL)
         with pytest.raises(EngineUnavailable):
-            await engine.push("chunk", b"")
+            await engine.tell("part", b"")
 
     async def go_on(engine: RemoteEngine) -> None:
         engine.weight_version = 1  # what the run believes

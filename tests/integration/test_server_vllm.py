@@ -29,7 +29,8 @@ from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
-from mopd.engines.wire.messages import encode
+from mopd.engines.wire.messages import decode, encode
+from mopd.engines.wire.transfer import WeightPart, WeightReceived
 from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.orchestrator.weights.targets import TransferTargets
 from mopd.orchestrator.weights.transfer import Transfer
@@ -40,7 +41,6 @@ from tests.fixtures.seen import Transformers, prompts_with_images
 from tests.fixtures.servers import engine_file, random_tokens, serve_process, wait_until
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model
 from tests.fixtures.vision import TOKEN_IDS, make_vision_model
-from tests.integration.groups import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -125,18 +125,32 @@ async def first_of(running: asyncio.Task[Any], told: asyncio.Event) -> None:
         await running
 
 
-async def update_what_runs(remote: RemoteEngine, staged: StagedWeights, core: psutil.Process, temporary: Path) -> None:
-    """The core stands still, and does until the server needs it for the update: what runs cannot end before."""
-    pushing = asyncio.create_task(push_staged([remote], staged, on_running="continue"))
-    await until(lambda: pushing.done() or any(temporary.glob("mopd-weights-*/*")))  # the last thing before
+async def bring(remote: RemoteEngine, staged: StagedWeights) -> None:
+    """All that comes before the start, and stops nothing."""
+    await remote.tell("join", encode(staged.join()))
+    for body in staged.bodies:
+        await remote.tell("part", body)
+
+
+async def update_what_runs(remote: RemoteEngine, staged: StagedWeights, core: psutil.Process) -> None:
+    """The core stands still, and does until the server needs it for the update, of which all parts are there: what runs
+    cannot end before."""
+    remote.allow(staged.weight_version)
+    starting = asyncio.create_task(remote.tell("start", encode(staged.start("continue"))))
+    stray = encode(replace(decode(staged.bodies[0], WeightPart), group_id="another"))
+    said = ""
+    while not starting.done() and "is being loaded" not in said:  # refused for that alone once the update has started
+        with pytest.raises(StaleWeights) as refused:
+            await remote.tell("part", stray)
+        said = str(refused.value)
     core.resume()
-    assert await pushing == [None]
+    await starting
+    await remote.tell("finish", encode(staged.finish()), WeightReceived)
+    remote.weight_version = staged.weight_version
 
 
-async def update_in_mid_response(
-    remote: RemoteEngine, models: dict[int, TorchEngine], core: psutil.Process, temporary: Path
-) -> None:
-    """Responses are told one by one; chunks stop nothing; what runs at the commit goes on under the new weights, and
+async def update_in_mid_response(remote: RemoteEngine, models: dict[int, TorchEngine], core: psutil.Process) -> None:
+    """Responses are told one by one; parts stop nothing; what runs at the start goes on under the new weights, and
     each token has the log-prob of its own version."""
     old, new = sorted(models)
     told: list[int] = []
@@ -150,18 +164,17 @@ async def update_in_mid_response(
 
     assert (await remote.info()).limits.max_sequences == 32
     assert (await remote.info()).limits.max_running_tokens == 32 * 2**20 // BYTES_PER_TOKEN
-    running = asyncio.create_task(remote.generate(MANY, LONG, range(24), on_response=hear))
     staged = stage_updates(models[new].weight_slots.items(), new)
+    await bring(remote, staged)
+    running = asyncio.create_task(remote.generate(MANY, LONG, range(24), on_response=hear))
     await first_of(running, first)
     metrics = await asyncio.to_thread(httpx.get, f"{remote.url}/metrics", trust_env=False, verify=False)
     assert "mopd_running_requests 1.0" in metrics.text
     assert 0 < len(told) < len(MANY)
-    await remote.push("begin", encode(staged.begin()))
-    await remote.push("chunk", staged.bodies[0])
     core.resume()
     (aside,) = await remote.generate([[9, 9]], SAMPLING, [3], on_response=lambda *_: core.suspend())
     assert aside.token_versions.unique().tolist() == [old]
-    await update_what_runs(remote, staged, core, temporary)
+    await update_what_runs(remote, staged, core)
     drawn = await running
     versions = [tuple(given.token_versions.unique().tolist()) for given in drawn]
     assert {(old,), (old, new)} <= set(versions) and all(given.finish_reason != "handed_back" for given in drawn)
@@ -229,7 +242,7 @@ def test_a_rollout_server_on_vllm(tmp_path: Path, temporary: Path) -> None:
             for version in (3, 4, 5):  # to the other weights and back
                 now, then = (source, other) if version % 2 else (other, source)
                 if version > 3:
-                    await update_in_mid_response(remote, {version - 1: then, version: now}, core, temporary)
+                    await update_in_mid_response(remote, {version - 1: then, version: now}, core)
                 else:
                     await remote.load_weights(now.weight_slots.items(), version)
             await over_a_group(remote, source, 6)
@@ -245,7 +258,7 @@ def test_a_rollout_server_on_vllm(tmp_path: Path, temporary: Path) -> None:
     wait_until(lambda: not any(process.is_running() for process in children))
 
 
-async def see_and_update(remote: RemoteEngine, folders: dict[int, Path], core: psutil.Process, temporary: Path) -> None:
+async def see_and_update(remote: RemoteEngine, folders: dict[int, Path], core: psutil.Process) -> None:
     """Through router, wire and vLLM: scores and draws are those of the weights' own folder under transformers, also of
     responses that are under way when the weights change."""
     router = Router("rollout", [Replica(name="rollout.0", engine=remote)], RoutingConfig(), kind="rollout")
@@ -275,9 +288,11 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path], core: p
         first.set()
 
     drawing = remote.generate(prompts * 6, sampling, range(many), images=images * 6, on_response=hear)
+    staged = stage_updates(whole[3].items(), 3)
+    await bring(remote, staged)
     running = asyncio.create_task(drawing)
     await first_of(running, first)
-    await update_what_runs(remote, stage_updates(whole[3].items(), 3), core, temporary)
+    await update_what_runs(remote, staged, core)
     mixed = 0
     for i, generation in enumerate(await running):
         assert not set(generation.tokens.tolist()) & barred
@@ -307,7 +322,7 @@ def test_a_rollout_server_on_vllm_that_sees_images(
         async def work(core: psutil.Process) -> None:
             remote = RemoteEngine(ready["url"], timeout_s=120.0)
             assert (await remote.info()).image_processing == read_image_processing(one, None).fingerprint
-            await see_and_update(remote, {1: one, 2: other, 3: mixed}, core, temporary)
+            await see_and_update(remote, {1: one, 2: other, 3: mixed}, core)
             with pytest.raises(EngineRejected, match="at temperature 1 alone"):
                 await remote.generate([[1, 5]], replace(SAMPLING, temperature=0.5), [1])
             await remote.close()

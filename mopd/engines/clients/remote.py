@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -52,7 +52,8 @@ from mopd.engines.wire.messages import (
     encode,
     encode_aside,
 )
-from mopd.engines.wire.weights import StagedWeights, WeightVersion, stage_updates
+from mopd.engines.wire.transfer import WeightReceived, WeightVersion
+from mopd.engines.wire.weights import StagedWeights, stage_updates
 
 ANSWER_HEAD_BYTES = 4096
 """Bytes that an answer, or one response, may have beside its arrays."""
@@ -60,12 +61,9 @@ MAX_NUMBER = 2**53
 """Largest number that ``/info`` may hold."""
 FOREIGN = "it belongs to other tokens than those that were sent"
 
-Step = Literal["begin", "chunk", "commit"]
-"""A message of a weight push."""
-
 
 class RemoteEngine:
-    """Implements ``Scorer``, ``Generator`` and ``Described`` over HTTP: one connection pool per engine.
+    """Implements ``Scorer``, ``Generator`` and ``Described`` over HTTP: connections for requests, others for weights.
 
     Errors: ``EngineUnavailable`` (refused, reset, deadline, 5xx, corrupt or foreign answer), ``EngineBusy`` (429),
     ``StaleWeights`` (409), ``EngineRejected`` (other 4xx). It never retries: the router does. It belongs to the event
@@ -81,6 +79,8 @@ class RemoteEngine:
         self._http = HttpClient(
             url, token=token, timeout_s=timeout_s, name=name, content_type=CONTENT_TYPE, deadline_header=DEADLINE_HEADER
         )
+        self._weights_http = HttpClient(url, token=token, timeout_s=timeout_s, name=name, content_type=CONTENT_TYPE)
+        """Connections of its own for weight updates: neither waits for the other's."""
         self._timeout_s = timeout_s
         self._images = ImageSender(self._send_images, self._http.name)
         self.url = url
@@ -89,7 +89,7 @@ class RemoteEngine:
         """Version of the last push through this object; -1 is the checkpoint. Scoring requires exactly this version,
         generation this one or a newer one."""
         self._newest_version = -1
-        """Newest version whose commit was begun: no answer can name a newer one."""
+        """Newest version whose update was started: no answer can name a newer one."""
         self.bytes_sent = 0
         self.bytes_received = 0
         """Payload bytes of all msgpack requests and answers so far."""
@@ -174,16 +174,15 @@ class RemoteEngine:
         if error is not None:
             raise error
 
-    async def push(self, step: Step, body: bytes) -> int:
-        """Send one message of a weight push, as ``push_staged`` does, and return the version that the server has."""
-        # On a commit the server may first wait for running requests, each with a call's time, and load after that.
-        timeout_s = self._timeout_s * (2 if step == "commit" else 1)
-        path = f"/v1/weights/{step}"
-        return (await self.post(path, body, WeightVersion, MAX_SMALL_BYTES, timeout_s=timeout_s)).weight_version
+    async def tell(self, step: str, body: bytes, answer: type[Any] = WeightVersion) -> Any:
+        """Send one message of a weight push, as ``push_staged`` does, and return the answer."""
+        # at the start the server waits for running requests, each with a call's time; at the end it loads
+        timeout_s = self._timeout_s * (2 if step in ("start", "finish") else 1)
+        return await self.post(f"/v1/weights/{step}", body, answer, MAX_SMALL_BYTES, timeout_s=timeout_s)
 
     def allow(self, weight_version: int) -> None:
-        """Accept answers with this version from now on. Call before the commit: the server may answer with it before we
-        learn that the commit succeeded."""
+        """Accept answers with this version from now on. Call before the server starts an update: it may answer with the
+        new weights before we learn that they serve."""
         self._newest_version = max(self._newest_version, weight_version)
 
     async def info(self) -> EngineInfo:
@@ -215,6 +214,7 @@ class RemoteEngine:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.close()
+        await self._weights_http.close()
 
     async def _send_images(self, body: bytes) -> None:
         await self.post("/v1/images", body, ImagesKept, MAX_SMALL_BYTES)
@@ -225,7 +225,8 @@ class RemoteEngine:
         """Send a message and decode the answer of at most ``longest`` bytes."""
         if is_counted():
             self.bytes_sent += len(body)
-        given = await self._http.call("POST", path, body, longest, timeout_s=timeout_s)
+        http = self._weights_http if path.startswith("/v1/weights/") else self._http
+        given = await http.call("POST", path, body, longest, timeout_s=timeout_s)
         if is_counted():
             self.bytes_received += len(given)
         try:
@@ -244,14 +245,15 @@ async def push_staged(
     """
 
     async def push_to(target: RemoteEngine) -> None:
-        await target.push("begin", encode(staged.begin()))
+        await target.tell("join", encode(staged.join()))
         for body in staged.bodies:
-            await target.push("chunk", body)
-        # before the commit: running responses may continue under the new weights and name them in their answers
+            await target.tell("part", body)
+        # before the start: running responses may continue under the new weights and name them in their answers
         target.allow(staged.weight_version)
-        given = await target.push("commit", encode(staged.commit(on_running)))
-        if given != staged.weight_version:
-            raise RuntimeError(f"{target.name}: has weights {given} after {staged.weight_version} were sent")
+        await target.tell("start", encode(staged.start(on_running)))
+        given = await target.tell("finish", encode(staged.finish()), WeightReceived)
+        if given.weight_version != staged.weight_version:
+            raise RuntimeError(f"{target.name}: has weights {given.weight_version} after {staged.weight_version}")
         target.weight_version = staged.weight_version
 
     outcomes = await asyncio.gather(*map(push_to, targets), return_exceptions=True)

@@ -1,6 +1,6 @@
 """Engine that runs a transformers causal language model in this process, on a CPU or a GPU.
 
-Weights arrive in messages or over a process group, straight into the model's memory (``TorchIncoming``).
+Weights arrive over a process group or where they are staged, straight into the model's memory (``TorchIncoming``).
 It never reads or changes torch's global random state, and holds at most ``MAX_LOGITS_ROWS`` rows of logits when it
 scores.
 Shapes: B sequences, S padded length, H hidden, V vocabulary, K top-k, R response tokens.
@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,14 +34,13 @@ from mopd.engines.interface import (
     Scores,
     WeightsLost,
 )
-from mopd.engines.staging import hold_weights
 from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineVision, check_images, read_vision
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 from mopd.weights.group import GroupOrder, TransferFailed
 from mopd.weights.parts import TensorMeta
-from mopd.weights.receiving import Receiver, check_fit
+from mopd.weights.receiving import Receiver, hold_weights
 
 if TYPE_CHECKING:
     from mopd.engines.torch.sight import VisionFeatures
@@ -238,13 +236,6 @@ class TorchEngine:
         """Replace the weights. Tied weights arrive once; a stream is held whole before it is loaded."""
         await self.swap_weights(hold_weights(weights, self.weight_slots, name=self.name), weight_version)
 
-    @asynccontextmanager
-    async def prepare_weights(
-        self, weights: Collection[tuple[str, Tensor]]
-    ) -> AsyncIterator[Collection[tuple[str, Tensor]]]:
-        """Check the weights in another thread and yield them for ``swap_weights``. Raises as ``load_weights``."""
-        yield await asyncio.to_thread(hold_weights, weights, self.weight_slots, name=self.name)
-
     async def swap_weights(self, prepared: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """Copy prepared weights into the model and answer with them. A failure leaves the engine without weights."""
         slots = self.weight_slots
@@ -396,7 +387,6 @@ class TorchIncoming:
     async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
         """Leave the previous group and enter a new one, in another thread."""
         slots = self._engine.weight_slots
-        check_fit(metas, slots, name=self._engine.name)
         # ends a `join` of another group that still waits
         self._given_up.set()
         given_up = self._given_up = threading.Event()  # made before the first await: a `leave` during it ends this join

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mopd.base.files.temporary import TemporaryFolder
 from mopd.base.text import one_line
 from mopd.base.types import PromptImage, UserError
 from mopd.config.groups import VllmEngineConfig
@@ -35,7 +34,6 @@ from mopd.engines.interface import (
     Scores,
     WeightsLost,
 )
-from mopd.engines.staging import StagedFiles, stage_weights
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineVision, check_images, read_vision
 from mopd.engines.vllm.incoming import VllmIncoming
@@ -65,7 +63,9 @@ from mopd.engines.vllm.start import (
     start_llm,
     stop_llm,
 )
-from mopd.engines.vllm.weights import UPDATE_TIMEOUT_S, VllmWorkers
+from mopd.engines.vllm.weights import VllmWorkers
+from mopd.engines.wire.weights import stage_updates
+from mopd.weights.receiving import check_fit
 
 T = TypeVar("T")
 
@@ -308,34 +308,21 @@ class VllmEngine:
         return await all_or_none(generate_one(i, *item) for i, item in enumerate(join(prompts, seeds, images)))
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """Replace the weights: all are checked and staged as files, then swapped in at once. No request may run. Tied
-        weights arrive once."""
+        """Replace the weights: all are checked and staged, then swapped in at once. No request may run. Tied weights
+        arrive once."""
+        if self._fixed:
+            raise RuntimeError(f"the engine of {self.name} is a teacher's: its weights are fixed")
         self._require_idle("load_weights")
         self._num_running += 1  # counts as a running call: `sleep` refuses meanwhile
         try:
-            async with self.prepare_weights(weights) as prepared:
-                await self.swap_weights(prepared, weight_version)
+            staged = await asyncio.to_thread(stage_updates, weights, weight_version)
+            staging, metas = staged.collected(num_receivers=self._cfg.tensor_parallel_size)
+            with closing(staging):
+                check_fit(metas, self.weight_slots, name=self.name)
+                await self.incoming.join(staging.order, 1, metas)
+                await self.incoming.receive(weight_version, verify=True, patience_s=0.0, ready=lambda: None)
         finally:
             self._num_running -= 1
-
-    @asynccontextmanager
-    async def prepare_weights(self, weights: Iterable[tuple[str, Tensor]]) -> AsyncIterator[StagedFiles]:
-        """Check the weights and write them to files while the engine works; yield the files for ``swap_weights``.
-
-        The files stand in the system's folder for temporary files, which must hold the whole model. Raises as
-        ``load_weights``.
-        """
-        if self._fixed:
-            raise RuntimeError(f"the engine of {self.name} is a teacher's: its weights are fixed")
-        with TemporaryFolder("mopd-weights-") as folder:
-            yield await stage_weights(weights, self.weight_slots, Path(folder), name=self.name)
-
-    async def swap_weights(self, prepared: StagedFiles, weight_version: int) -> None:
-        """Answer with the weights of these files from now on. Running requests are frozen and continue under the new
-        weights, with their tokens computed anew."""
-        self.require_alive()
-        load = self.workers.load(prepared, str(weight_version))
-        await self.replace_weights(asyncio.wait_for(load, UPDATE_TIMEOUT_S), weight_version)
 
     async def replace_weights(self, work: Coroutine[Any, Any, T], weight_version: int) -> T:
         """Run ``work``, which gives the workers these weights, and return its result.

@@ -1,4 +1,4 @@
-"""Reception of weights over a process group into a vLLM engine's workers, by vLLM's weight-transfer protocol."""
+"""Reception of weights into a vLLM engine's workers, by vLLM's weight-transfer protocol."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from mopd.engines.interface import Reception, WeightsLost
 from mopd.weights.group import GroupOrder
 from mopd.weights.parts import TensorMeta, to_json
-from mopd.weights.receiving import check_fit
 
 if TYPE_CHECKING:
     from mopd.engines.vllm.engine import VllmEngine
@@ -25,7 +24,6 @@ class VllmIncoming:
     async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
         """Let the workers enter a new group. Running requests wait until the group has met."""
         self._engine.require_alive()
-        check_fit(metas, self._engine.weight_slots, name=self._engine.name)
         told = {"order": dataclasses.asdict(order), "first_rank": first_rank, "tensors": json.loads(to_json(metas))}
         await self._engine.workers.tell("init_weight_transfer_engine", init_info=told)
         await self._require_success()

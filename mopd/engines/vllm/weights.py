@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from mopd.engines.staging import StagedFiles
-
-UPDATE_TIMEOUT_S = 600.0
-
 
 class VllmWorkers:
     """Worker processes of one ``AsyncLLM``."""
@@ -49,11 +45,3 @@ class VllmWorkers:
         await self._llm.update_weight_version(label)
         if not self.is_asleep:
             await self._llm.resume_generation()
-
-    async def load(self, files: StagedFiles, label: str) -> None:
-        """Let the workers read the weights while nothing runs."""
-        await self.halt()
-        counts = await self._llm.collective_rpc("mopd_load_weights", timeout=UPDATE_TIMEOUT_S, args=(files.paths,))
-        if any(count != files.num_tensors for count in counts):
-            raise RuntimeError(f"vLLM's workers read {counts} of {files.num_tensors} tensors")
-        await self.go_on(label)

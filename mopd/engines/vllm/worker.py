@@ -19,12 +19,11 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -170,8 +169,6 @@ if current_platform.is_cpu():
 class WorkerExtension:
     """Methods that ``VllmEngine`` calls in every worker (one per GPU of the replica)."""
 
-    reload_weights: Any
-    """Method of vLLM's worker: replaces the weights in place, name by name."""
     model_runner: Any
     """Attribute of vLLM's worker: holds the model."""
     weight_transfer_engine: Any
@@ -187,29 +184,13 @@ class WorkerExtension:
         descriptor = os.pidfd_open(owner_pid)
         threading.Thread(target=_kill_after, args=(descriptor, core_pid), daemon=True, name="mopd-watch").start()
 
-    def mopd_load_weights(self, paths: Sequence[str]) -> int:
-        """Replace the weights by the tensors of these safetensors files and return their number."""
-        count = 0
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            nonlocal count
-            for path in paths:
-                with safe_open(path, framework="pt", device="cpu") as file:
-                    for name in file.keys():  # noqa: SIM118 (not a mapping)
-                        count += 1
-                        yield name, file.get_tensor(name)
-
-        self.reload_weights(weights_iterator=tensors())
-        self._refresh_tied_head()
-        return count
-
     def mopd_transfer_failure(self) -> str | None:
         """Return why this worker's last ``init_weight_transfer_engine`` or ``update_weights`` failed, if it did."""
         failure: str | None = self.weight_transfer_engine.failure
         return failure
 
     def mopd_received(self) -> dict[str, float]:
-        """Finish a reception over a group and return its durations, the fields of ``Reception``."""
+        """Finish a reception and return its durations, the fields of ``Reception``."""
         self._refresh_tied_head()
         return dataclasses.asdict(self.weight_transfer_engine.reception)
 

@@ -11,11 +11,7 @@ DEADLINE_HEADER = "x-mopd-deadline-s"
 MAX_HEAD_BYTES = MIB
 """Largest packed scalars of one message, in bytes."""
 MAX_CHUNK_BYTES = 64 * MIB
-"""Largest body of one chunk of a weight push, in bytes, everything included."""
-MAX_CHUNK_PIECES = 2048
-"""Most tensors, or parts of tensors, in one chunk."""
-MAX_NAME_BYTES = 256
-"""Longest name of a weight, in UTF-8 bytes."""
+"""Largest body with a part of the weights, in bytes, everything included."""
 MAX_SAMPLES = 65536
 """Most sequences in one request."""
 MIN_TEMPERATURE = 1e-4

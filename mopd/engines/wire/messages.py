@@ -40,7 +40,7 @@ from mopd.base.text import visible
 from mopd.engines.wire.image_table import from_table
 from mopd.engines.wire.limits import MAX_HEAD_BYTES, MAX_SAMPLES, MAX_TEMPERATURE, MIN_TEMPERATURE
 
-VERSION = 6
+VERSION = 7
 """Version of the wire format; the two ends must agree."""
 LARGE_BYTES = 2**18
 """Bodies above this are coded in a thread, so that the event loop serves others meanwhile."""

@@ -1,12 +1,13 @@
-"""Control messages of a weight update whose tensors travel over a process group.
+"""Messages of a weight update. The tensors travel over a process group, or in messages of their own (``part``).
 
-======  ============================================  ==========================  ==================
-step    what it does                                  answered when               answered by
-======  ============================================  ==========================  ==================
-join    agrees once on group, names, shapes, dtypes   the group has met           ``WeightVersion``
-start   stops the engine; then the buckets travel     it waits for the first one  ``WeightVersion``
-finish  ends one update                               the new weights serve       ``WeightReceived``
-======  ============================================  ==========================  ==================
+======  =============================================  ===========================  ==================
+step    what it does                                   answered when                answered by
+======  =============================================  ===========================  ==================
+join    agrees on group, names, shapes, dtypes         the group has met            ``WeightVersion``
+part    brings one part, where there is no group       it is kept aside             ``WeightVersion``
+start   stops the engine; a group's parts travel then  it waits for the first part  ``WeightVersion``
+finish  ends one update                                the new weights serve        ``WeightReceived``
+======  =============================================  ===========================  ==================
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mopd.engines.wire.messages import Array, Message, WireError, array_field
+from mopd.weights.staging import PART_BYTES
 
+MIN_PART_BYTES = 2**14
+"""Least bytes of such a part: a server lists all of them before the first one comes."""
 MAX_WORLD = 65536
 MAX_BUCKET_BYTES = 2**34
 MAX_TIMEOUT_S = 86400.0
@@ -31,32 +35,36 @@ class WeightJoin(Message):
 
     kind: ClassVar[str] = "weight_join"
     group_id: str
-    host: str
+    host: str = ""
     """Address of the group's store."""
-    port: int
-    """TCP port of the group's store."""
+    port: int = 0
+    """TCP port of the group's store; 0: there is no group, and the parts come in messages."""
     interface: str = ""
     """Network interface on which the workers listen; empty: the one that leads to ``host``."""
-    first_rank: int
+    first_rank: int = 1
     """Rank of the engine's first worker in the group; the others follow."""
-    num_senders: int
-    num_receivers: int
+    num_senders: int = 1
+    num_receivers: int = 1
     bucket_bytes: int
     large_bytes: int
     """Size from which a tensor travels without a bucket."""
-    timeout_s: float
+    timeout_s: float = 0.0
     """Deadline of each operation of the group."""
-    secret: str = field(repr=False)
+    secret: str = field(default="", repr=False)
     """Secret of the group's members, which protects them from foreign entries in its store."""
     tensors: Array = array_field("|u1")
     """JSON: ``[name, dtype, shape, sender]`` of each tensor, in their order of arrival."""
-    memory: str
+    memory: str = ""
     """Handles of the sender's memory if buckets are read there (``mopd.weights.memory``); empty if they travel."""
 
     def check(self) -> None:
         """Raise ``WireError`` for a field out of range."""
         if not 1 <= len(self.group_id) <= 64:
             raise WireError("group_id is not text of 1 to 64 characters")
+        if self.port == 0:
+            if not MIN_PART_BYTES <= self.bucket_bytes == self.large_bytes <= PART_BYTES:
+                raise WireError(f"bucket_bytes is {self.bucket_bytes}: parts have {MIN_PART_BYTES} to {PART_BYTES}")
+            return
         if not 16 <= len(self.secret) <= 64:
             raise WireError("secret is not text of 16 to 64 characters")
         if not 1 <= self.port < 2**16:
@@ -74,6 +82,33 @@ class WeightJoin(Message):
             raise WireError(f"timeout_s is {self.timeout_s}")
         if len(self.memory) > MAX_MEMORY_CHARS:
             raise WireError(f"memory has {len(self.memory)} characters, the limit is {MAX_MEMORY_CHARS}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPart(Message):
+    """One part of the weights, in the order of ``mopd.weights.parts.cut_parts``."""
+
+    kind: ClassVar[str] = "weight_part"
+    group_id: str
+    index: int
+    """0, 1, 2, …: a part out of turn is refused."""
+    digest: int
+    """``mopd.weights.parts.digest`` of the data, by the sender."""
+    data: Array = array_field("|u1")
+    """[bytes] uint8."""
+
+    def check(self) -> None:
+        """Raise ``WireError`` for a number that is no int64."""
+        if not -(2**63) <= self.digest < 2**63:
+            raise WireError("digest is no int64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightVersion(Message):
+    """Answer of the server: the version of the weights that it has now (an update in progress does not count)."""
+
+    kind: ClassVar[str] = "weight_version"
+    weight_version: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,313 +1,108 @@
-"""A model's weights as a series of bounded messages.
-
-::
-
-    sender                               receiver
-    begin: version ────────────────────> version
-    chunk 0, 1, 2, … ──────────────────> kept aside
-    commit: number, digest ────────────> compared with what arrived, swapped in, version
-
-A chunk holds whole tensors and parts of tensors, in the order of the stream; a tensor larger than a chunk is cut. The
-receiver keeps everything aside until the commit, which tells the number of tensors and a digest of their names, dtypes
-and shapes: an incomplete update is never used.
-"""
+"""One version of the weights as the messages that bring it to a server (``mopd.engines.wire.transfer``)."""
 
 from __future__ import annotations
 
-import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.engines.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_PIECES, MAX_HEAD_BYTES, MAX_NAME_BYTES
-from mopd.engines.wire.messages import Array, Message, WireError, array_field, decode, encode
-from mopd.weights.receiving import Fit
-
-DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8", "uint8")
-}
-"""Dtypes of weights on the wire, by name: raw little-endian bytes."""
-MAX_ELEMENTS = 2**48
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-DIGEST_BYTES = 16
-DATA_BYTES = MAX_CHUNK_BYTES - MAX_HEAD_BYTES - 4096
-"""Tensor bytes of one chunk: the body, msgpack frame and head included, stays within ``MAX_CHUNK_BYTES``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightBegin(Message):
-    """First message of an update: the server keeps aside what follows and works on. ``WeightVersion`` answers every
-    message."""
-
-    kind: ClassVar[str] = "weight_begin"
-    update_id: str
-    """Random id of the update, repeated in every later message."""
-    weight_version: int
-
-    def check(self) -> None:
-        """Raise ``WireError`` for an id or a version that cannot be right."""
-        if self.weight_version < 0:
-            raise WireError(f"weight_version is {self.weight_version}: set 0 or more")
-        if not 1 <= len(self.update_id) <= 64:
-            raise WireError("update_id is not text of 1 to 64 characters")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightChunk(Message):
-    """Tensors and parts of tensors, one after the other in ``data``."""
-
-    kind: ClassVar[str] = "weight_chunk"
-    update_id: str
-    """``update_id`` of ``WeightBegin``."""
-    index: int
-    """0, 1, 2, …: a chunk out of turn is refused."""
-    pieces: tuple[Any, ...]
-    """``(name, dtype, shape, first byte within the tensor, bytes)`` of each part."""
-    data: Array = array_field("|u1")
-    """[bytes of all parts] uint8."""
-
-    def check(self) -> None:
-        """Raise ``WireError`` for an impossible part, or if the parts do not add up to the data."""
-        if not 1 <= len(self.pieces) <= MAX_CHUNK_PIECES:
-            raise WireError(f"{len(self.pieces)} pieces in a chunk: send 1 to {MAX_CHUNK_PIECES}")
-        total = 0
-        for piece in self.pieces:
-            _check_piece(piece)
-            total += piece[4]
-        if total != len(self.data):
-            raise WireError(f"the pieces add up to {total} bytes but {len(self.data)} came")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightCommit(Message):
-    """Last message of an update: everything was sent, use it if all of it arrived."""
-
-    kind: ClassVar[str] = "weight_commit"
-    update_id: str
-    num_tensors: int
-    digest: bytes
-    """``TensorLedger.digest`` of what was sent."""
-    on_running: str
-    """``finish`` or ``continue`` (``mopd.engines.interface.OnRunning``)."""
-
-    def check(self) -> None:
-        """Raise ``WireError`` for an unknown ``on_running``."""
-        if self.on_running not in ("finish", "continue"):
-            raise WireError("on_running is neither finish nor continue")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightVersion(Message):
-    """Answer of the server: the version of the weights that it has now (an update in progress does not count)."""
-
-    kind: ClassVar[str] = "weight_version"
-    weight_version: int
-
-
-class TensorLedger:
-    """Count and digest of tensors in order; both ends keep one and compare at the commit."""
-
-    def __init__(self) -> None:
-        self.num_tensors = 0
-        self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-
-    def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        """Add one tensor."""
-        self.num_tensors += 1
-        self._digest.update(f"{name}\0{dtype}\0{list(shape)}\n".encode())
-
-    @property
-    def digest(self) -> bytes:
-        """Digest so far, ``DIGEST_BYTES`` long."""
-        return self._digest.digest()
-
-
-Piece = tuple[str, str, tuple[int, ...], int, int]
-
-
-def cut(
-    weights: Iterable[tuple[str, Tensor]], ledger: TensorLedger, *, data_bytes: int = DATA_BYTES
-) -> Iterator[tuple[tuple[Piece, ...], Array]]:
-    """Yield ``(pieces, data [at most data_bytes] uint8)`` of each chunk; tensors enter ``ledger`` as they pass.
-
-    Holds one chunk and one tensor at a time. ``ValueError`` for a dtype or name that cannot travel.
-    """
-    pieces: list[Piece] = []
-    parts: list[Array] = []
-    free = data_bytes
-    for name, tensor in weights:
-        if tensor.dtype not in _DTYPE_NAMES:
-            raise ValueError(f"weight {name!r} has dtype {tensor.dtype}, which does not travel")
-        if len(name.encode()) > MAX_NAME_BYTES:
-            raise ValueError(f"weight name {name[:40]!r}… is longer than {MAX_NAME_BYTES} bytes")
-        dtype, shape = _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
-        ledger.add(name, dtype, shape)
-        # one copy, into memory of our own: the stream may reuse its tensor while a part of it waits here
-        raw = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy()
-        start = 0
-        while True:
-            stop = min(len(raw), start + free)
-            pieces.append((name, dtype, shape, start, stop - start))
-            parts.append(raw[start:stop])
-            free -= stop - start
-            if free == 0 or len(pieces) == MAX_CHUNK_PIECES:
-                yield tuple(pieces), np.concatenate(parts)
-                pieces, parts, free = [], [], data_bytes
-            start = stop
-            # checked last: an empty tensor has a piece too
-            if start == len(raw):
-                break
-    if pieces:
-        yield tuple(pieces), np.concatenate(parts)
+from mopd.base.files.json_text import parse_json
+from mopd.engines.interface import OnRunning
+from mopd.engines.wire.messages import decode, encode
+from mopd.engines.wire.transfer import MAX_TIMEOUT_S, WeightFinish, WeightJoin, WeightPart, WeightStart
+from mopd.weights.carrying import TravellingParts
+from mopd.weights.parts import TensorMeta, from_json, to_json
+from mopd.weights.receiving import Receiver
+from mopd.weights.sending import send
+from mopd.weights.staging import PART_BYTES, LocalGroup, Staging, staged_order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedWeights:
-    """One version of the weights, ready for the wire: made once, sent as often as replicas need it, by any process."""
+    """One version of the weights, ready for the wire: made once, sent as often as replicas need it."""
 
     weight_version: int
-    update_id: str
+    group_id: str
+    tensors: bytes
+    """JSON of what travels (``mopd.weights.parts.to_json``)."""
+    bucket_bytes: int
     bodies: tuple[bytes, ...]
-    """Encoded chunks of at most ``MAX_CHUNK_BYTES`` each; together the whole model."""
-    num_tensors: int
-    digest: bytes
+    """Encoded ``WeightPart`` messages; together the whole model."""
 
-    def begin(self) -> WeightBegin:
-        """Return the message before the chunks."""
-        return WeightBegin(update_id=self.update_id, weight_version=self.weight_version)
-
-    def commit(self, on_running: str) -> WeightCommit:
-        """Return the message after the chunks."""
-        return WeightCommit(
-            update_id=self.update_id, num_tensors=self.num_tensors, digest=self.digest, on_running=on_running
+    @classmethod
+    def pack(
+        cls, weight_version: int, tensors: bytes, frames: list[bytes], *, bucket_bytes: int = PART_BYTES
+    ) -> StagedWeights:
+        """Encode the bytes of parts, and behind them those of their digests, as a sender handed them on. ``frames`` is
+        emptied meanwhile: there is one copy of the model."""
+        group_id = secrets.token_hex(8)
+        frames.reverse()
+        sums = np.frombuffer(frames.pop(0), dtype=np.int64).tolist() if frames else []
+        bodies = tuple(
+            encode(
+                WeightPart(group_id=group_id, index=i, digest=same, data=np.frombuffer(frames.pop(), dtype=np.uint8))
+            )
+            for i, same in enumerate(sums)
+        )
+        return cls(
+            weight_version=weight_version, group_id=group_id, tensors=tensors, bucket_bytes=bucket_bytes, bodies=bodies
         )
 
+    def join(self) -> WeightJoin:
+        """Return the message before the parts."""
+        return WeightJoin(
+            group_id=self.group_id,
+            bucket_bytes=self.bucket_bytes,
+            large_bytes=self.bucket_bytes,
+            tensors=np.frombuffer(self.tensors, dtype=np.uint8),
+        )
 
-class WeightPacker:
-    """Cuts one stream of weights into encoded chunks, and counts what it has cut."""
+    def start(self, on_running: OnRunning) -> WeightStart:
+        """Return the message after the parts."""
+        return WeightStart(
+            group_id=self.group_id,
+            weight_version=self.weight_version,
+            verify=True,
+            on_running=on_running,
+            patience_s=MAX_TIMEOUT_S,  # no part is waited for
+        )
 
-    def __init__(self) -> None:
-        self.id = secrets.token_hex(8)
-        """``update_id``."""
-        self._ledger = TensorLedger()
+    def finish(self) -> WeightFinish:
+        """Return the last message."""
+        return WeightFinish(group_id=self.group_id, weight_version=self.weight_version)
 
-    def chunks(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[bytes]:
-        """Encoded ``WeightChunk`` messages of at most ``MAX_CHUNK_BYTES``, one at a time. ``ValueError`` for a dtype or
-        name that does not travel."""
-        for index, (pieces, data) in enumerate(cut(weights, self._ledger)):
-            yield encode(WeightChunk(update_id=self.id, index=index, pieces=pieces, data=data))
+    def collected(self, *, num_receivers: int = 1) -> tuple[Staging, list[TensorMeta]]:
+        """Return what a server has once all parts have come, and the tensors' metas."""
+        metas = from_json(parse_json(self.tensors))
+        order = staged_order(self.group_id, num_receivers=num_receivers, bucket_bytes=self.bucket_bytes)
+        staging = Staging(order, metas)
+        for body in self.bodies:
+            part = decode(body, WeightPart)
+            staging.add(part.index, part.digest, torch.from_numpy(part.data))
+        return staging, metas
 
-    @property
-    def num_tensors(self) -> int:
-        """Tensors so far."""
-        return self._ledger.num_tensors
-
-    @property
-    def digest(self) -> bytes:
-        """``DIGEST_BYTES`` long, of the tensors so far."""
-        return self._ledger.digest
+    def unpacked(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, each in memory of its own."""
+        staging, metas = self.collected()
+        receiver = Receiver(staging.order, 1, metas, keeps_views=True)
+        yield from receiver.tensors(verify=True, patience_s=0.0)
+        staging.close()
 
 
-def stage_updates(weights: Iterable[tuple[str, Tensor]], weight_version: int) -> StagedWeights:
-    """Read the stream to its end, into host memory. Raises as ``WeightPacker.chunks``."""
-    packer = WeightPacker()
-    return StagedWeights(
-        weight_version=weight_version,
-        update_id=packer.id,
-        bodies=tuple(packer.chunks(weights)),
-        num_tensors=packer.num_tensors,
-        digest=packer.digest,
+def stage_updates(
+    weights: Iterable[tuple[str, Tensor]], weight_version: int, *, bucket_bytes: int = PART_BYTES
+) -> StagedWeights:
+    """Read the stream to its end, into host memory. Raises ``NonFiniteError`` as ``mopd.weights.sending.send``."""
+    if not isinstance(weights, Collection):  # a stream may reuse its memory
+        weights = [(name, tensor.detach().clone()) for name, tensor in weights]
+    metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights]
+    frames: list[bytes] = []
+    group = LocalGroup(
+        staged_order(bucket_bytes=bucket_bytes), 0, lambda buffer: frames.append(buffer.numpy().tobytes())
     )
-
-
-def unpacked_weights(bodies: Iterable[bytes]) -> Iterator[tuple[str, Tensor]]:
-    """The stream that ``WeightPacker.chunks`` has cut, in memory of its own."""
-    tensor, room, filled = torch.empty(0), np.empty(0, dtype=np.uint8), 0
-    for body in bodies:
-        chunk, start = decode(body, WeightChunk), 0
-        for name, dtype, shape, offset, num_bytes in chunk.pieces:
-            if offset == 0:
-                tensor = torch.empty(shape, dtype=DTYPES[dtype])
-                room, filled = tensor.reshape(-1).view(torch.uint8).numpy(), 0
-            room[filled : filled + num_bytes] = chunk.data[start : start + num_bytes]
-            start, filled = start + num_bytes, filled + num_bytes
-            if filled == len(room):
-                yield name, tensor
-
-
-class Staging:
-    """Collects the tensors of one update on the receiving side."""
-
-    def __init__(self, slots: Mapping[str, Tensor], update_id: str) -> None:
-        """Start an update. ``slots``: the weights that can arrive, with their shapes and kinds of dtype; nothing else
-        takes memory."""
-        self._update_id, self._next_index = update_id, 0
-        self._fit, self._ledger = Fit(slots, name="this model"), TensorLedger()
-        self._tensors: dict[str, Tensor] = {}
-        self._open: tuple[str, Array, int] | None = None
-        """Name, buffer and filled bytes of the incomplete tensor, if any."""
-
-    def add(self, chunk: WeightChunk) -> None:
-        """Take the next chunk. ``WireError`` for one out of turn, or a tensor that comes twice, in disorder or is not
-        the model's."""
-        if chunk.update_id != self._update_id:
-            raise WireError(f"a chunk of {chunk.update_id[:64]!r} came, which is another update")
-        if chunk.index != self._next_index:
-            raise WireError(f"chunk {chunk.index} came when {self._next_index} was due")
-        self._next_index += 1
-        start = 0
-        for name, dtype, shape, offset, num_bytes in chunk.pieces:
-            self._add_piece(name, dtype, shape, offset, chunk.data[start : start + num_bytes])
-            start += num_bytes
-
-    def _add_piece(self, name: str, dtype: str, shape: tuple[int, ...], offset: int, data: Array) -> None:
-        if self._open is None:
-            try:  # checked before memory is taken for it
-                self._fit.take(name, DTYPES[dtype], shape)
-            except ValueError as error:
-                raise WireError(str(error)) from error
-            self._tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
-            buffer = self._tensors[name].reshape(-1).view(torch.uint8).numpy()
-            self._ledger.add(name, dtype, shape)
-            self._open = (name, buffer, 0)
-        open_name, buffer, filled = self._open
-        tensor = self._tensors[open_name]
-        if name != open_name or offset != filled or DTYPES[dtype] != tensor.dtype or shape != tuple(tensor.shape):
-            raise WireError(f"weight {name!r} at byte {offset} came when byte {filled} of {open_name!r} was due")
-        buffer[filled : filled + len(data)] = data
-        filled += len(data)
-        self._open = None if filled == len(buffer) else (open_name, buffer, filled)
-
-    def finish(self, commit: WeightCommit) -> dict[str, Tensor]:
-        """Return all tensors by name. ``WireError`` if what arrived is not all that was sent."""
-        if self._open is not None:
-            name, buffer, filled = self._open
-            raise WireError(f"weight {name!r} is incomplete: {filled} of {len(buffer)} bytes arrived")
-        if (commit.num_tensors, commit.digest) != (self._ledger.num_tensors, self._ledger.digest):
-            raise WireError(f"{commit.num_tensors} weights were sent but {self._ledger.num_tensors} arrived, or others")
-        return self._tensors
-
-
-def _check_piece(piece: Any) -> None:
-    if not isinstance(piece, tuple) or len(piece) != 5:
-        raise WireError("a piece is not (name, dtype, shape, first byte, bytes)")
-    name, dtype, shape, offset, num_bytes = piece
-    if not isinstance(name, str) or not 1 <= len(name.encode()) <= MAX_NAME_BYTES:
-        raise WireError(f"a weight's name is not text of 1 to {MAX_NAME_BYTES} bytes")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise WireError(f"weight {name!r} has an unknown dtype")
-    if not isinstance(shape, tuple) or len(shape) > 8 or not all(type(size) is int and size >= 0 for size in shape):
-        raise WireError(f"weight {name!r} has an impossible shape")
-    if prod(max(size, 1) for size in shape) >= MAX_ELEMENTS:  # strides of an empty tensor count as well
-        raise WireError(f"weight {name!r} has an impossible shape")
-    if type(offset) is not int or type(num_bytes) is not int or offset < 0 or num_bytes < 0:
-        raise WireError(f"weight {name!r} has a negative place")
-    if offset + num_bytes > prod(shape) * DTYPES[dtype].itemsize:
-        raise WireError(f"weight {name!r} has more bytes than its shape")
+    send(TravellingParts(group), metas, ((name, tensor.detach()) for name, tensor in weights), verify=True)
+    return StagedWeights.pack(weight_version, to_json(metas), frames, bucket_bytes=bucket_bytes)

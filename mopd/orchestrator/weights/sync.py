@@ -3,8 +3,8 @@
 ::
 
     stage ─┬─ by a group:      ranks ── parts (``Transfer``) ──> engines' workers           nothing is left to send
-           ├─ by HTTP:         ranks ── chunks ──> host memory here ─┬─ send_staged ──> every replica without them
-           └─ in_process:      ranks ── chunks ──> host memory here ─┘                  or the engines here
+           ├─ by HTTP:         ranks ── parts ──> host memory here ─┬─ send_staged ──> every replica without them
+           └─ in_process:      ranks ── parts ──> host memory here ─┘                  or the engines here
     then the router asks for them; ``Repair`` sends them again, by the same way, to replicas that lack them
 """
 
@@ -26,7 +26,7 @@ from mopd.config.weights import BucketsConfig, CollectiveConfig
 from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, EngineUnreachable, OnRunning, TakesWeights
 from mopd.engines.replicas.router import Router
-from mopd.engines.wire.weights import StagedWeights, stage_updates, unpacked_weights
+from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.launch.failure import rank_0_host
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.weights.targets import TransferTargets
@@ -55,6 +55,8 @@ class GroupWeightSync:
         """``on_running``: what becomes of responses that are under way (``rollout.on_new_weights``)."""
         self._router, self._on_running = router, on_running
         self._ranks: Ranks | None = None
+        self._tensors = ""
+        """JSON of what the ranks send."""
         self._transfer: Transfer | None = None
         """Way of the weights by a group of ranks and engines; ``None``: they go by HTTP, or into this process."""
         self._or_http = self._takes_turns = False
@@ -72,7 +74,7 @@ class GroupWeightSync:
         self,
         ranks: Ranks,
         recipe: Recipe,
-        announced: Mapping[str, Any] | None,
+        announced: Mapping[str, Any],
         *,
         takes_turns: bool,
         newest: Callable[[], int],
@@ -80,13 +82,13 @@ class GroupWeightSync:
         """Say where weights come from; by ``recipe.weight_sync`` they go.
 
         Args:
-            announced: what the ranks will send by a group (``mopd.student.sending.announced``); ``None``: by none.
+            announced: what the ranks will send (``mopd.student.sending.announced``).
             takes_turns: student and rollout share GPUs: replicas are given their weights when they wake.
             newest: returns the version of the ranks' weights, which may be newer than what the router asks for.
         """
         self._ranks, self._takes_turns, self._newest = ranks, takes_turns, newest
-        cfg = recipe.weight_sync
-        if announced is not None and isinstance(cfg, BucketsConfig):
+        cfg, self._tensors = recipe.weight_sync, announced["tensors"]
+        if isinstance(cfg, BucketsConfig):
             drain_s = recipe.rollout.routing.request_timeout_s
             targets = TransferTargets(self._router, on_running=self._on_running, drain_s=drain_s)
             self._transfer = Transfer(targets, cfg, ranks.ask, host=rank_0_host() or "", **announced)
@@ -185,15 +187,9 @@ class GroupWeightSync:
         return Repair(self._router, self, give_up, patience_s=patience_s)
 
     async def _staged(self, ranks: Ranks, weight_version: int) -> StagedWeights:
-        """Take the chunks over that rank 0 sends."""
-        told, bodies = await ranks.ask_for_frames("weights")
-        return StagedWeights(
-            weight_version=weight_version,
-            update_id=told["id"],
-            bodies=tuple(bodies),
-            num_tensors=told["num_tensors"],
-            digest=bytes.fromhex(told["digest"]),
-        )
+        """Take the parts over that rank 0 hands on."""
+        tensors, frames = await ranks.ask_for_frames("weights", tensors=self._tensors)
+        return await asyncio.to_thread(StagedWeights.pack, weight_version, tensors.encode(), frames)
 
     async def _send_by_group(self, ranks: Ranks, transfer: Transfer, weight_version: int) -> None:
         """Send by the group; where nobody can come into it and the recipe allows it, by HTTP from now on."""
@@ -220,7 +216,7 @@ class GroupWeightSync:
         """Into engines of this process, without a message."""
         engines = [cast(TakesWeights, replica.engine) for replica in self._router.replicas]
         # Each holds the whole set before it replaces a weight; several share one, which is unpacked once.
-        stream = unpacked_weights(staged.bodies)
+        stream = staged.unpacked() if staged.bodies else ()
         weights = stream if len(engines) == 1 else list(stream)
         for engine in engines:
             await engine.load_weights(weights, staged.weight_version)

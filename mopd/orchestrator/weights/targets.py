@@ -21,8 +21,7 @@ from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineError, EngineRejected, OnRunning, StaleWeights
 from mopd.engines.replicas.router import Router
 from mopd.engines.wire.messages import Message, MessageT, encode
-from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
-from mopd.engines.wire.weights import WeightVersion
+from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart, WeightVersion
 
 logger = logging.getLogger(__name__)
 

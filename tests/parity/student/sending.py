@@ -28,7 +28,7 @@ from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
-from mopd.engines.wire.weights import unpacked_weights
+from mopd.engines.wire.weights import StagedWeights
 from mopd.launch.link import RankLink, error_head
 from mopd.launch.ranks import CommandChannel, follow, run_commands, student_facts
 from mopd.orchestrator.ranks import Ranks
@@ -114,6 +114,9 @@ class Sender:
         engines = [RemoteEngine(url, token=token, timeout_s=60.0, name=f"r{i}") for i, url in enumerate(urls)]
         self._engines = engines
         router = Router("rollout", [Replica(name=e.name, engine=e) for e in engines], RoutingConfig(), kind="rollout")
+        engine: Any = TorchEngineConfig(dtype=self._recipe.student.dtype)
+        rollout = dataclasses.replace(self._recipe.rollout, engine=engine)
+        exact = self._facts(dataclasses.replace(self._recipe, rollout=rollout))["announced"]["tensors"]
         by_group, by_ipc = (self._group(ranks, router, way, sends) for way in WAYS)
         by_http = StudentGroup(self._recipe, ranks, self._facts(self._recipe), GroupWeightSync(router))
         found: dict[str, Any] = {
@@ -143,8 +146,9 @@ class Sender:
                 assert [engine.weight_version for engine in engines] == [version] * len(engines)
                 version += 1
                 if here:
-                    _, bodies = await ranks.ask_for_frames("weights")
-                    found["is_student"] &= _hold(list(unpacked_weights(bodies)), [one.weight_slots for one in here])
+                    tensors, frames = await ranks.ask_for_frames("weights", tensors=exact)
+                    own = list(StagedWeights.pack(version, tensors.encode(), frames).unpacked())
+                    found["is_student"] &= _hold(own, [one.weight_slots for one in here])
                 if sends.get("sees"):
                     found["num_skipped"].append([one.incoming._receiver.num_skipped for one in here])
                 else:

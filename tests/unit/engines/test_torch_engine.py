@@ -181,7 +181,7 @@ def test_wrong_weights_are_refused_and_leave_no_half_loaded_engine(
     name, tensor = good[3]
     wrong = {
         f"{name!r} has shape": [*good[:3], (name, tensor[:1]), *good[4:]],
-        f"did not arrive, among them {name!r}": [*good[:3], *good[4:]],
+        f"are missing, among them {name!r}": [*good[:3], *good[4:]],
         "'extra' does not exist": [*good, ("extra", tensor)],
         f"{name!r} arrives twice": [*good, good[3]],
     }
@@ -196,16 +196,16 @@ def test_wrong_weights_are_refused_and_leave_no_half_loaded_engine(
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
-    ("value", "dtype", "shown"),
+    ("value", "dtype"),
     [
-        (float("nan"), "float32", "float32 (the first, nan, at [1, 2])"),
-        (float("-inf"), "float32", "float32 (the first, -inf, at [1, 2])"),
-        (float("inf"), "bfloat16", "bfloat16 (the first, inf, at [1, 2])"),
-        (3.4e38, "bfloat16", "bfloat16 (the first, 3.4e+38, at [1, 2])"),
+        (float("nan"), "float32"),
+        (float("-inf"), "float32"),
+        (float("inf"), "bfloat16"),
+        (3.4e38, "bfloat16"),
     ],
 )
 def test_nonfinite_weights_are_refused_and_the_old_ones_answer_on(
-    engine: TorchEngine, folders: dict[str, Path], value: float, dtype: Any, shown: str, streamed: bool
+    engine: TorchEngine, folders: dict[str, Path], value: float, dtype: Any, streamed: bool
 ) -> None:
     """Also such as become infinite in the engine's dtype."""
     good = {name: tensor.clone() for name, tensor in engine.model.named_parameters()}
@@ -217,7 +217,7 @@ def test_nonfinite_weights_are_refused_and_the_old_ones_answer_on(
     before = generate(target, PROMPTS, SEEDS)
     with pytest.raises(NonFiniteError) as refused:
         asyncio.run(target.load_weights(iter(bad.items()) if streamed else bad.items(), 2))
-    assert f"weight {name!r} has 1 values that are NaN or infinite in {shown}" in str(refused.value)
+    assert f"weight {name!r} of the student has values that are NaN or infinite in {dtype}" in str(refused.value)
     assert "\n" not in str(refused.value) and "go back to a checkpoint" in str(refused.value)
     assert target.weight_version == 1
     for old, now in zip(before, generate(target, PROMPTS, SEEDS), strict=True):

@@ -1,4 +1,4 @@
-"""The order in which a vLLM engine is told to sleep, to wake and to read weights between. vLLM on a CPU cannot sleep:
+"""The order in which a vLLM engine is told to sleep, to wake and to take weights between. vLLM on a CPU cannot sleep:
 what it is told is all that can be seen here."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from mopd.engines.staging import StagedFiles
 from mopd.engines.vllm.weights import VllmWorkers
 
 
@@ -28,12 +27,13 @@ class ResponseCallback:
 def test_weights_come_between_the_two_halves_of_waking() -> None:
     async def work() -> None:
         llm = ResponseCallback()
-        workers, files = VllmWorkers(llm), StagedFiles(paths=["one"], num_tensors=1)
+        workers = VllmWorkers(llm)
         await workers.sleep(keeps_weights=False)
         await workers.wake_up(weights_only=True)
-        await workers.load(files, "7")
+        await workers.halt()
+        await workers.go_on("7")
         await workers.wake_up(weights_only=False)
-        reading = ["collective_rpc mopd_load_weights", "reset_prefix_cache", "reset_encoder_cache"]
+        reading = ["reset_prefix_cache", "reset_encoder_cache"]
         assert llm.log == [
             "sleep level=2",
             "wake_up ['weights']",
@@ -42,7 +42,8 @@ def test_weights_come_between_the_two_halves_of_waking() -> None:
             "wake_up ['kv_cache']",
         ]
         llm.log.clear()
-        await workers.load(files, "8")
+        await workers.halt()
+        await workers.go_on("8")
         version = "update_weight_version 8"
         assert llm.log == ["pause_generation mode=keep", *reading, version, "resume_generation"]
         llm.log.clear()

@@ -11,8 +11,10 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineUnavailable, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
+from mopd.engines.wire.messages import encode
+from mopd.engines.wire.weights import stage_updates
 from tests.fixtures.servers import running_server
-from tests.unit.serving.test_updates import Weights, assert_serves, begin, draw, run
+from tests.unit.serving.test_updates import Weights, assert_serves, draw, run
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def test_a_rollout_that_slept_answers_after_new_weights_only(
                 await remote.sleep()
                 assert num_bytes() == 0 and remote.weight_version == -1 == (await remote.info()).weight_version
                 with pytest.raises(EngineUnavailable, match="503: the engine is asleep"):
-                    await remote.push("begin", begin(version))
+                    await remote.load_weights(weights.items(), version)
             for _ in range(2):
                 await remote.wake_up(weights_only=True)
                 assert num_bytes() == held
@@ -96,7 +98,7 @@ def test_sleep_and_updates_exclude_one_another(folder: Path, weights: Weights) -
     engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
 
     async def work(remote: RemoteEngine) -> None:
-        await remote.push("begin", begin(1))
+        await remote.tell("join", encode(stage_updates(weights.items(), 1).join()))
         with pytest.raises(StaleWeights, match="a weight update is on its way"):
             await remote.sleep()
         await remote.load_weights(weights.items(), 1)

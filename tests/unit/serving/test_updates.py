@@ -25,7 +25,8 @@ from mopd.engines.interface import (
 )
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import encode
-from mopd.engines.wire.weights import TensorLedger, WeightBegin, WeightChunk, WeightCommit, cut
+from mopd.engines.wire.transfer import MIN_PART_BYTES, WeightReceived
+from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.serving.host import ThreadHost
 from tests.fixtures.servers import WAIT_S, GatedEngine, RunningServer, running_server
 
@@ -85,37 +86,34 @@ async def assert_serves(remote: RemoteEngine, local: TorchEngine, version: int) 
     assert torch.equal(theirs.tokens, ours.tokens) and torch.equal(theirs.logprobs, ours.logprobs)
 
 
-def parts(weights: Weights, update_id: str = "u") -> tuple[list[bytes], bytes]:
-    """``(chunk bodies, commit body)`` with a few thousand bytes per chunk."""
-    ledger = TensorLedger()
-    bodies = [
-        encode(WeightChunk(update_id=update_id, index=index, pieces=pieces, data=data))
-        for index, (pieces, data) in enumerate(cut(weights.items(), ledger, data_bytes=50_000))
-    ]
-    commit = WeightCommit(
-        update_id=update_id, num_tensors=ledger.num_tensors, digest=ledger.digest, on_running="finish"
-    )
-    return bodies, encode(commit)
+async def bring(remote: RemoteEngine, staged: StagedWeights) -> None:
+    """All that comes before the start."""
+    await remote.tell("join", encode(staged.join()))
+    for body in staged.bodies:
+        await remote.tell("part", body)
 
 
-def begin(version: int, update_id: str = "u") -> bytes:
-    return encode(WeightBegin(update_id=update_id, weight_version=version))
+def cut(weights: Weights, version: int) -> StagedWeights:
+    """Into several messages."""
+    staged = stage_updates(weights.items(), version, bucket_bytes=MIN_PART_BYTES)
+    assert len(staged.bodies) > 2
+    return staged
 
 
-def test_between_begin_and_commit_the_old_weights_answer(
+def test_until_the_start_the_old_weights_answer(
     rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
 ) -> None:
     async def work(remote: RemoteEngine) -> None:
         await remote.load_weights(weights.items(), 1)
-        chunks, commit = parts(other_weights)
-        assert len(chunks) > 2
-        await remote.push("begin", begin(2))
-        for chunk in chunks:
+        staged = cut(other_weights, 2)
+        await remote.tell("join", encode(staged.join()))
+        for body in staged.bodies:
             await assert_serves(remote, local, 1)
-            assert await remote.push("chunk", chunk) == 1
+            assert (await remote.tell("part", body)).weight_version == 1
         await assert_serves(remote, local, 1)
         remote.allow(2)
-        assert await remote.push("commit", commit) == 2
+        await remote.tell("start", encode(staged.start("finish")))
+        assert (await remote.tell("finish", encode(staged.finish()), WeightReceived)).weight_version == 2
         assert (await draw(remote)).token_versions.unique().tolist() == [2]  # at least 1 was asked for
         with pytest.raises(StaleWeights, match="has weights 2, not 1"):
             await remote.score([torch.tensor([1, 2])], [1], top_k=1, temperature=1.0)
@@ -131,17 +129,19 @@ def test_a_silent_update_leaves_the_old_weights(
 ) -> None:
     async def work(remote: RemoteEngine) -> None:
         await remote.load_weights(weights.items(), 1)
-        chunks, commit = parts(other_weights)
-        await remote.push("begin", begin(2))
-        for chunk in chunks[:-1]:
-            await remote.push("chunk", chunk)
+        staged = cut(other_weights, 2)
+        await bring(remote, replace(staged, bodies=staged.bodies[:-1]))
+        with pytest.raises(EngineRejected, match=f"{len(staged.bodies) - 1} parts of the update came: send all"):
+            await remote.tell("start", encode(staged.start("finish")))
         admission, updates = rollout.server.admission, rollout.server.updates
         assert updates.is_running
         admission.limits = replace(admission.limits, update_timeout_s=0.3)
-        await remote.push("chunk", chunks[-1])
+        await remote.tell("part", staged.bodies[-1])
         await until(lambda: not updates.is_running)
+        with pytest.raises(StaleWeights, match="not in this group"):
+            await remote.tell("start", encode(staged.start("finish")))
         with pytest.raises(StaleWeights, match="silent for too long"):
-            await remote.push("commit", commit)
+            await remote.tell("part", staged.bodies[0])
         await assert_serves(remote, local, 1)
 
     run(rollout, work)
@@ -151,12 +151,12 @@ def test_a_new_update_replaces_the_one_whose_sender_died(
     rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
 ) -> None:
     async def work(remote: RemoteEngine) -> None:
-        chunks, commit = parts(other_weights, "old")
-        await remote.push("begin", begin(2, "old"))
-        await remote.push("chunk", chunks[0])
+        staged = cut(other_weights, 2)
+        await bring(remote, replace(staged, bodies=staged.bodies[:1]))
         await remote.load_weights(weights.items(), 2)
-        with pytest.raises(StaleWeights, match="no such weight update"):
-            await remote.push("commit", commit)
+        for step, body in (("part", staged.bodies[1]), ("start", encode(staged.start("finish")))):
+            with pytest.raises(StaleWeights, match=r"no such weight update|not in this group"):
+                await remote.tell(step, body)
         await assert_serves(remote, local, 2)
 
     run(rollout, work)
@@ -165,26 +165,13 @@ def test_a_new_update_replaces_the_one_whose_sender_died(
 Damage = Callable[[Weights], object]
 
 
-def nonfinite(value: float) -> Damage:
-    """One value of the last weight."""
-
-    def damage(weights: Weights) -> None:
-        name, tensor = list(weights.items())[-1]
-        weights[name] = tensor.clone()
-        weights[name].view(-1)[-1] = value
-
-    return damage
-
-
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda w: w.popitem(), r"did not arrive, among them"),
+        (lambda w: w.popitem(), r"are missing, among them"),
         (lambda w: w.update(other=torch.zeros(2)), "'other' does not exist"),
         (lambda w: w.update({min(w): w[min(w)][None]}), "has shape"),
         (lambda w: w.update({min(w): w[min(w)].to(torch.int8)}), "has dtype int8"),
-        (nonfinite(float("nan")), r"has 1 values that are NaN or infinite in float32 \(the first, nan, at \["),
-        (nonfinite(float("inf")), "the first, inf, at"),
     ],
 )
 def test_wrong_weights_leave_the_old_ones(
@@ -228,12 +215,12 @@ def test_a_load_that_fails_half_way_leaves_no_weights_until_the_next_update(
     run(rollout, work)
 
 
-def test_a_chunk_is_not_even_read_without_an_update(rollout: RunningServer, teacher: RunningServer) -> None:
+def test_a_part_is_not_even_read_without_an_update(rollout: RunningServer, teacher: RunningServer) -> None:
     """Nobody holds 64 MiB by announcing them."""
     for running, status in ((rollout, b"409"), (teacher, b"403")):
         host, port = running.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as client:
-            head = b"POST /v1/weights/chunk HTTP/1.1\r\nhost: localhost\r\ncontent-length: 67108864\r\n\r\n"
+            head = b"POST /v1/weights/part HTTP/1.1\r\nhost: localhost\r\ncontent-length: 67108864\r\n\r\n"
             client.sendall(head + b"abc")
             assert status in client.recv(1000).split(b"\r\n")[0]
 

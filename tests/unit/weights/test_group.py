@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_one_line(store: GroupStore) -> None:
     for dtype, shape, told in (
         (torch.float32, (3, 2), r"weight 'a' has shape \[3, 2\], m needs \[2, 3\]"),
         (torch.int64, (2, 3), "weight 'a' has dtype int64, m needs another kind"),
-        (torch.bfloat16, (2, 3), "1 weights of m are not announced, among them 'b'"),
+        (torch.bfloat16, (2, 3), "1 weights of m are missing, among them 'b'"),
     ):
         with pytest.raises(ValueError, match=f"^{told}$"):
             check_fit([TensorMeta("a", dtype, shape)], slots, name="m")

@@ -28,8 +28,7 @@ from mopd.engines.wire.messages import (
     decode_one_of,
     encode,
 )
-from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
-from mopd.engines.wire.weights import WeightBegin, WeightChunk, WeightCommit
+from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
 
 
 def ints(*values: int) -> np.ndarray:
@@ -96,15 +95,6 @@ def generate_answer(**changes: Any) -> GenerateAnswer:
 NOTHING = {"tokens": ints(), "logprobs": np.zeros(0, dtype=np.float32), "token_versions": ints()}
 
 
-def chunk() -> WeightChunk:
-    return WeightChunk(
-        update_id="u",
-        index=0,
-        pieces=(("a.weight", "bfloat16", (2, 1), 0, 4), ("b", "float32", (), 0, 4)),
-        data=np.arange(8, dtype=np.uint8),
-    )
-
-
 def named(fill: int, *grid: int) -> PromptImage:
     return PromptImage(digest=bytes([fill]) * 16, grid=grid, load=bytes)  # type: ignore[arg-type]
 
@@ -136,10 +126,9 @@ MESSAGES = [
     generate_answer(),
     generate_answer(finish_reason="handed_back", **NOTHING),
     FAILURE,
-    WeightBegin(update_id="u", weight_version=3),
-    chunk(),
-    WeightCommit(update_id="u", num_tensors=2, digest=b"d", on_running="continue"),
     JOIN,
+    WeightJoin(group_id="g", bucket_bytes=2**20, large_bytes=2**20, tensors=np.arange(8, dtype=np.uint8)),
+    WeightPart(group_id="g", index=0, digest=-(2**63), data=np.arange(8, dtype=np.uint8)),
     WeightStart(group_id="g", weight_version=3, verify=True, on_running="finish", patience_s=2.5),
     WeightFinish(group_id="g", weight_version=3),
     WeightReceived(weight_version=3, wait_s=0.5, load_s=1.25),

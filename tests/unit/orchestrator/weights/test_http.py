@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
-from mopd.engines.clients.remote import RemoteEngine, Step, push_staged
+from mopd.engines.clients.remote import RemoteEngine, push_staged
 from mopd.engines.interface import EngineRejected, EngineUnavailable, OnRunning, SamplingParams, StaleWeights
 from mopd.engines.replicas.interface import LIMITS, Replica, RouterLimits
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import decode
-from mopd.engines.wire.weights import WeightCommit, stage_updates
+from mopd.engines.wire.transfer import WeightStart
+from mopd.engines.wire.weights import stage_updates
 from mopd.orchestrator.weights import sync as syncing
 from mopd.orchestrator.weights.sync import GroupWeightSync
 from tests.fixtures.ports import free_port
@@ -31,12 +32,12 @@ SAMPLING = SamplingParams(max_new_tokens=8)
 class DyingEngine(RemoteEngine):
     """Loses its server at one step of a push."""
 
-    dies_at: Step | None = None
+    dies_at: str | None = None
 
-    async def push(self, step: Step, body: bytes) -> int:
+    async def tell(self, step: str, body: bytes, *answer: Any) -> Any:
         if step == self.dies_at:
             raise EngineUnavailable(f"{self.name}: connection reset")
-        return await super().push(step, body)
+        return await super().tell(step, body, *answer)
 
 
 async def publish(replicas: list[DyingEngine], weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -82,9 +83,9 @@ def test_one_stream_reaches_every_replica(servers: list[RunningServer], source: 
     run(servers, work)
 
 
-@pytest.mark.parametrize("step", ["begin", "chunk", "commit"])
+@pytest.mark.parametrize("step", ["join", "part", "start"])
 def test_a_replica_that_dies_is_left_behind(
-    servers: list[RunningServer], source: TorchEngine, step: Step, caplog: pytest.LogCaptureFixture
+    servers: list[RunningServer], source: TorchEngine, step: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The stream is read to its end, the other replica serves the new version, the dead one nothing of it."""
     read: list[str] = []
@@ -169,7 +170,7 @@ def test_no_replica_left_is_told_after_the_stream(
 
     async def work(replicas: list[DyingEngine]) -> None:
         for replica in replicas:
-            replica.dies_at = "begin"
+            replica.dies_at = "join"
         errors = await push_staged(replicas, stage_updates(stream(), 1), on_running="finish")
         assert [str(error) for error in errors] == ["r0: connection reset", "r1: connection reset"]
         await publish(replicas, [], 1)
@@ -205,12 +206,12 @@ def test_old_replicas_work_on_while_a_push_runs(
     held, reached = asyncio.Event(), asyncio.Event()
 
     class HeldEngine(DyingEngine):
-        async def push(self, step: Step, body: bytes) -> int:
-            if step == "commit" and self.weight_version == 1:
-                assert decode(body, WeightCommit).on_running == on_running
+        async def tell(self, step: str, body: bytes, *answer: Any) -> Any:
+            if step == "start" and self.weight_version == 1:
+                assert decode(body, WeightStart).on_running == on_running
                 reached.set()
                 await held.wait()
-            return await super().push(step, body)
+            return await super().tell(step, body, *answer)
 
     async def work(_: list[DyingEngine]) -> None:
         replicas = [HeldEngine(server.url, timeout_s=30.0, name=f"r{i}") for i, server in enumerate(servers)]
@@ -240,6 +241,6 @@ def test_weights_that_do_not_fit_the_model(servers: list[RunningServer], source:
     async def work(replicas: list[DyingEngine]) -> None:
         staged = stage_updates(list(source.model.named_parameters())[:-1], 1)
         errors = await push_staged(replicas, staged, on_running="continue")
-        assert all(isinstance(error, EngineRejected) and "did not arrive" in str(error) for error in errors)
+        assert all(isinstance(error, EngineRejected) and "are missing" in str(error) for error in errors)
 
     run(servers, work)

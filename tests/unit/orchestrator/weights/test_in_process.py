@@ -66,5 +66,5 @@ def test_the_engines_copy_is_its_own(folder: Path) -> None:
 
 def test_a_partial_stream_is_an_error(folder: Path) -> None:
     engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
-    with pytest.raises(ValueError, match="did not arrive"):
+    with pytest.raises(ValueError, match="are missing"):
         publish([engine], iter([]), 1)

@@ -148,7 +148,7 @@ def test_a_server_with_another_model_is_one_line(servers: list[RunningServer], w
     async def action(sender: Sender) -> None:
         others = {n: tensor for n, tensor in weights.items() if n != name}
         sender.transfer._tensors = Sending(others).announced["tensors"]
-        with pytest.raises(UserError, match=f"refused.*1 weights of .* are not announced.*{name}"):
+        with pytest.raises(UserError, match=f"refused.*1 weights of .* are missing.*{name}"):
             await sender.publish(others, 1)
 
     run(servers, weights, action)
