@@ -22,7 +22,7 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import Message, decode, encode
-from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart
+from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
 from mopd.serving import updates
 from mopd.serving.updates import MAX_JOIN_BYTES
 from mopd.weights import group as transfer_group
@@ -53,7 +53,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "memory": MEMORY,
     "timeout_s": SECONDS.filter(lambda seconds: not 1 < seconds < float("inf")),
 }
-PATHS = ("/v1/weights/join", "/v1/weights/start", "/v1/weights/finish")
+PATHS = tuple(f"/v1/weights/{step}" for step in ("join", "part", "start", "finish"))
 SECRET = "s" * 16
 DEADLINE_S = 600.0
 POOL = ThreadPoolExecutor(4)
@@ -159,6 +159,10 @@ def test_any_values_leave_the_weights(
             lambda **changes: ("start", start(**changes)),
             group_id=TEXT, weight_version=INT64, on_running=TEXT | st.just("finish"), patience_s=SECONDS,
         ),
+        st.builds(
+            lambda data, **numbers: ("part", WeightPart(**numbers, data=np.frombuffer(data, dtype=np.uint8))),
+            st.binary(max_size=99), group_id=TEXT, index=INT64, digest=INT64,
+        ),
         st.builds(lambda **changes: ("finish", finish(**changes)), group_id=TEXT, weight_version=INT64),
     )  # fmt: skip
 
@@ -172,7 +176,7 @@ def test_any_values_leave_the_weights(
     @FUZZ
     @given(st.sampled_from(PATHS), st.binary(max_size=300))
     def any_bytes(path: str, body: bytes) -> None:
-        assert post(rollout, path, body).status_code == 400
+        assert post(rollout, path, body).status_code == (409 if path.endswith("part") else 400)
 
     any_values()
     any_bytes()
@@ -188,7 +192,7 @@ def test_a_long_list_is_refused_and_stops_nobody(rollout: RunningServer) -> None
     assert asking.result().status_code == 400, asking.result().text
     assert slowest < 5.0
     assert post(rollout, PATHS[0], b"x" * (MAX_JOIN_BYTES + 1)).status_code == 413
-    for path in PATHS[1:]:
+    for path in PATHS[2:]:
         assert post(rollout, path, b"x" * (2**16 + 1)).status_code == 413
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mopd.config.groups import TorchEngineConfig
+from mopd.engines.clients import http
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import (
     EngineBusy,
@@ -147,6 +148,22 @@ def test_a_silent_update_leaves_the_old_weights(
     run(rollout, work)
 
 
+def test_a_part_out_of_turn_ends_the_update(
+    rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
+) -> None:
+    async def work(remote: RemoteEngine) -> None:
+        await remote.load_weights(weights.items(), 1)
+        staged = cut(other_weights, 2)
+        await bring(remote, replace(staged, bodies=staged.bodies[:1]))
+        with pytest.raises(EngineRejected, match=r"400: part 0 came when 1 of \d+ was due"):
+            await remote.tell("part", staged.bodies[0])
+        with pytest.raises(StaleWeights, match="no such weight update"):
+            await remote.tell("part", staged.bodies[1])
+        await assert_serves(remote, local, 1)
+
+    run(rollout, work)
+
+
 def test_a_new_update_replaces_the_one_whose_sender_died(
     rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
 ) -> None:
@@ -211,6 +228,25 @@ def test_a_load_that_fails_half_way_leaves_no_weights_until_the_next_update(
             await draw(remote)
         await remote.load_weights(weights.items(), 3)
         await assert_serves(remote, local, 3)
+
+    run(rollout, work)
+
+
+def test_weights_wait_for_no_connection_of_requests(
+    rollout: RunningServer, weights: Weights, other_weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request holds the only one for as long as its response is drawn."""
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 1)
+
+    async def work(remote: RemoteEngine) -> None:
+        await remote.load_weights(weights.items(), 1)
+        rollout.engine.gate.clear()
+        running = asyncio.create_task(draw(remote))
+        await until(lambda: bool(rollout.engine.num_samples))
+        await bring(remote, cut(other_weights, 2))
+        assert not running.done()
+        rollout.engine.gate.set()
+        await running
 
     run(rollout, work)
 

@@ -266,16 +266,18 @@ class Worker(Sending):
         yield from self.own.items()
 
 
-@pytest.mark.parametrize("or_http", [True, False])
+@pytest.mark.parametrize(("or_http", "repairs"), [(True, False), (True, True), (False, False)])
 def test_a_student_that_may_goes_on_by_http_where_nobody_can_join(
     servers: list[RunningServer],
     weights: Weights,
     folder: Path,
     tmp_path: Path,
     or_http: bool,
+    repairs: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """A repair that waits for its turn meanwhile does not ask the group that was left."""
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     way = f"weight_sync={{type: collective, timeout_s: {DEADLINE_S}, or_http: {str(or_http).lower()}}}"
     keys = [f"student.model={folder}", "rollout.placement={type: local}", way]
@@ -287,6 +289,16 @@ def test_a_student_that_may_goes_on_by_http_where_nobody_can_join(
         sync = GroupWeightSync(sender.router)
         async with linked_ranks(worker) as ranks:
             student = StudentGroup(recipe, ranks, facts, sync)
+            if repairs:
+                sender.router.set_weight_version(0)  # which nobody has
+                async with ranks.turn:
+                    publishing = asyncio.create_task(student.publish(0))
+                    await asyncio.sleep(0)
+                    repairing = asyncio.create_task(sync.send_again())
+                    while len(ranks.turn._waiters or ()) < 2:
+                        await asyncio.sleep(0.01)
+                assert list(await repairing) == ["r0", "r1"]
+                await publishing
             if or_http:
                 for version in (1, 2):
                     await student.publish(version)
