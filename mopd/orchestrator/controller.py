@@ -248,8 +248,8 @@ class Controller:
         self.ledger.trained(slots)
         if self._publishes(step):
             await self.publish()
-        elif self.recipe.objective_at(step + 1) != "on_policy":  # answers do not wait for weights
-            self.ledger.publish(step)
+        elif self.schedule.max_staleness and self.recipe.objective_at(step + 1) != "on_policy":
+            self.ledger.publish(step)  # answers do not wait for weights
         timings = self.timer.flush()
         # The stream of prompts never ends: where nothing is being sampled, none was admitted.
         drawing_s = timings.get("rollout", 0.0) + timings.get("answers", 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from mopd.report.intervals import (
     recovery_interval,
     show_interval,
 )
+from mopd.report.objectives import NAMES, objective_of, warm_up_end
 from mopd.report.page import render_page
 from mopd.report.pipeline import (
     AgeResult,
@@ -93,6 +94,10 @@ class Report:
     groups: Mapping[str, Mapping[str, GroupResult]]
     """``teachers`` and ``rollout`` -> group or replica -> its work; a group of one replica stands for it. The rollout's
     are ``all`` and the numbers of its replicas."""
+    objective: str = NAMES["on_policy"]
+    """What the run trains on, in words."""
+    warm_up: str | None = None
+    """Where its warm-up ended, in words; ``None`` for a run without."""
 
 
 def build_report(run_dir: str | Path) -> Report:
@@ -105,28 +110,46 @@ def build_report(run_dir: str | Path) -> Report:
     files.require_run()
     steps, validations = files.steps(), files.validations()
     recipe = files.recipe_tree()
-    report = summarise(files, steps, validations, planned_steps=recipe["schedule"]["steps"])
+    report = summarise_run(files, steps, validations, recipe)
     page = render_page(asdict(report), files, recipe, steps, validations, evidence_lines(report))
     write_text(files.report_json, json.dumps(asdict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_text(files.report_html, visible(page, keep="\n\t"))
     return report
 
 
-def summarise(
+def summarise_run(
     files: RunFiles,
     steps: Sequence[Mapping[str, Any]],
     validations: Sequence[Mapping[str, Any]],
+    recipe: Mapping[str, Any],
+) -> Report:
+    """Make the report of a run from the records that were read from its ``files``, and its recipe."""
+    report = summarise(
+        steps,
+        validations,
+        files.teacher_rewards(),
+        teacher_scores=files.teacher_scores(),
+        planned_steps=recipe["schedule"]["steps"],
+    )
+    return replace(report, objective=objective_of(recipe), warm_up=warm_up_end(recipe, validations))
+
+
+def summarise(
+    steps: Sequence[Mapping[str, Any]],
+    validations: Sequence[Mapping[str, Any]],
+    teachers: Mapping[str, float],
     *,
+    teacher_scores: Mapping[str, Scores],
     planned_steps: int,
 ) -> Report:
-    """Make the report from the records of ``metrics.jsonl`` and ``validation.jsonl`` and what ``files`` knows of the
-    teachers."""
+    """Make the report from the records of ``metrics.jsonl`` and ``validation.jsonl``, the teachers' mean rewards by
+    domain, and their scores prompt by prompt where these were kept."""
     best = best_of(validations)
     before = record_at(validations, 0)
     after = record_at(validations, None if best is None else best.step)
-    domains = _domains(before, after, files.teacher_rewards(), files.teacher_scores())
+    domains = _domains(before, after, teachers, teacher_scores)
     triples = [
-        _scores_of(name, before, after, files.teacher_scores())
+        _scores_of(name, before, after, teacher_scores)
         for name, result in domains.items()
         if result.headroom_recovery is not None
     ]
@@ -222,6 +245,10 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
     console.print(table)
     for line in evidence_lines(report):
         console.print(line, highlight=False)
+    if report.objective != NAMES["on_policy"]:
+        console.print(f"trained on: {report.objective}", highlight=False)
+    if report.warm_up is not None:
+        console.print(report.warm_up, highlight=False)
     if report.groups:
         console.print(_group_table(report.groups))
     if report.phases:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from rich.table import Table
 from mopd.base.text import visible
 from mopd.base.types import UserError
 from mopd.config.load import differences, flatten
-from mopd.report.build import Report, record_at, summarise
+from mopd.report.build import Report, record_at, summarise, summarise_run
 from mopd.report.charts import Series, cell, named_series, short
 from mopd.report.curves import Curves, curves_by_metric, is_zero, panel_of
 from mopd.report.intervals import Interval, difference_interval, show_interval
 from mopd.report.page import chart, duration, render
+from mopd.report.recovery import equal_budgets, headline, read_rewards
 from mopd.report.run_files import RunFiles
 from mopd.report.terminal import Terminal
 
@@ -60,10 +61,12 @@ class ComparedRun:
 
 
 def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
-    """Read every run folder, finished or not, in the order given.
+    """Read every run folder, finished or not, in the order given. A file is what ``mopd eval --json`` printed of a
+    model that no run trained; its head-room is the first run's.
 
     Raises:
-        UserError: fewer than two, too many, the same one twice, or a folder that holds no run or a damaged one.
+        UserError: fewer than two, too many, the same one twice, no run among them, or a folder that holds no run or a
+            damaged one.
     """
     if not 2 <= len(paths) <= MAX_RUNS:
         raise UserError(f"compare: {len(paths)} runs: name 2 to {MAX_RUNS}")
@@ -71,9 +74,14 @@ def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
     for i, path in enumerate(resolved):
         if path in resolved[:i]:
             raise UserError(f"compare: {str(paths[i])!r} is named twice: name different runs")
-    names = [path.name for path in resolved]
+    names = [path.stem if path.is_file() else path.name for path in resolved]
     is_clear = len(set(names)) == len(names)
-    return [_read(RunFiles(path), name if is_clear else str(path)) for path, name in zip(paths, names, strict=True)]
+    called = {path: name if is_clear else str(path) for path, name in zip(paths, names, strict=True)}
+    runs = {path: _read(RunFiles(path), name) for path, name in called.items() if not path.is_file()}
+    if not runs:
+        raise UserError("compare: no run, files of `mopd eval --json` alone: name a run too")
+    first = next(iter(runs.values()))
+    return [runs[path] if path in runs else _untrained(path, name, first) for path, name in called.items()]
 
 
 def _read(files: RunFiles, name: str) -> ComparedRun:
@@ -85,7 +93,7 @@ def _read(files: RunFiles, name: str) -> ComparedRun:
             rewards.setdefault(domain, []).append((validation["step"], reward))
     return ComparedRun(
         name=name,
-        report=(report := summarise(files, steps, validations, planned_steps=recipe["schedule"]["steps"])),
+        report=(report := summarise_run(files, steps, validations, recipe)),
         after=record_at(validations, report.best_step),
         steps=steps,
         curves=curves_by_metric(steps),
@@ -94,13 +102,37 @@ def _read(files: RunFiles, name: str) -> ComparedRun:
     )
 
 
+def _untrained(path: Path, name: str, run: ComparedRun) -> ComparedRun:
+    """Read the rewards of a model that no run trained, to be set against the head-room of ``run``."""
+    rewards = read_rewards(path)
+    domains = run.report.domains
+    before, teachers = (
+        {domain: value for domain, one in domains.items() if (value := getattr(one, key)) is not None}
+        for key in ("before", "teacher")
+    )
+    validations = [{"step": step, "rewards": own} for step, own in ((0, before), (1, rewards))]
+    report = summarise([], validations, teachers, teacher_scores={}, planned_steps=0)
+    points = {domain: [(1.0, reward)] for domain, reward in rewards.items()}
+    report = replace(report, best_step=None, objective="untrained")
+    return replace(run, name=name, report=report, after={}, steps=[], curves={}, rewards=points)
+
+
 def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Return what ``--json`` prints: the numbers of each run by its name, and the values of every key that differs."""
     return {
+        "headline": headline(runs),
         "runs": {run.name: _numbers(run) for run in runs},
         "behind_best": {
             "mean": _gaps_by_run(runs),
             "domains": {domain: _gaps_by_run(runs, domain) for domain in _domains(runs)},
+        },
+        "recovery_at_equal": {
+            budget.name: {
+                "amount": budget.amount,
+                "mean": dict(zip((run.name for run in runs), budget.means, strict=True)),
+                "domains": {run.name: own for run, own in zip(runs, budget.recoveries, strict=True)},
+            }
+            for budget in equal_budgets(runs)
         },
         "recipe_differences": {
             key: {run.name: value for run, value in zip(runs, values, strict=True)}
@@ -191,6 +223,7 @@ def sections(runs: Sequence[ComparedRun]) -> list[Section]:
         return what, list(texts)
 
     whole = [
+        row("trained on", (run.report.objective for run in runs)),
         row("steps", (f"{n['steps']:,} of {n['planned_steps']:,}" for n in numbers)),
         row("best validation at step", (cell(n["best_step"], "{:,}") for n in numbers)),
         row("mean head-room recovered", (cell(n["mean_headroom_recovery"], "{:.0%}") for n in numbers)),
@@ -200,7 +233,13 @@ def sections(runs: Sequence[ComparedRun]) -> list[Section]:
         row(f"seconds per step, last {LAST}", (cell(n["step_s"], short) for n in numbers)),
         row("trained tokens/s", (cell(n["train_tokens_per_s"], "{:,.0f}") for n in numbers)),
     ]
+    stored = [run.mean_of_last("stored_answers_share") for run in runs]
+    if any(share is not None for share in stored):
+        whole.append(row(f"answers that were stored, last {LAST} steps", (cell(share, "{:.0%}") for share in stored)))
     made: list[Section] = [("", whole)]
+    for budget in equal_budgets(runs):
+        rows = [row(d, (cell(own.get(d), "{:.0%}") for own in budget.recoveries)) for d in _domains(runs)]
+        made.append((budget.heading, [row("mean", (cell(value, "{:.0%}") for value in budget.means)), *rows]))
     headings = {
         "before": "reward before",
         "after": "reward after, best",
@@ -222,7 +261,9 @@ def sections(runs: Sequence[ComparedRun]) -> list[Section]:
 def print_comparison(runs: Sequence[ComparedRun], console: Terminal | None = None) -> None:
     """Print tables on the terminal, with as many runs in each as fit."""
     console = console or Terminal()
-    made = sections(runs)
+    made, best = sections(runs), headline(runs)
+    if best is not None:
+        console.print(best, highlight=False)
     for start in range(0, len(runs), RUNS_IN_A_TABLE):
         chosen = slice(start, start + RUNS_IN_A_TABLE)
         table = Table()
@@ -244,6 +285,7 @@ def comparison_page(runs: Sequence[ComparedRun]) -> str:
     text = render(
         "compare.html.j2",
         runs=[run.name for run in runs],
+        headline=headline(runs),
         sections=sections(runs),
         charts=[one for one in charts if not one["is_zero"]],
         zero_charts=[one for one in charts if one["is_zero"]],

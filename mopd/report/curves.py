@@ -17,6 +17,7 @@ OTHER = "other"
 """Name of the phase that holds the rest of a step."""
 PHASE_NAMES = {
     "rollout": "Rollout",
+    "answers": "Teachers' answers",
     "teachers": "Scoring by the teachers",
     "rewards": "Judging by the rewards",
     "window_closed": "Rollout held back",

@@ -4,6 +4,7 @@ Every stage of a step's seconds T is busy, starved (nothing to work on) or block
 let through), and the three add up to T::
 
     rollout         busy: a request under way on any replica        blocked: the window admits nothing
+    answers         busy: a teacher draws an answer                 blocked: the window admits nothing
     teachers/NAME   busy: likewise                                  blocked: never, scores are always taken
     rewards         busy: a prompt's responses are being judged     blocked: never
     trainer         busy: what is left                              blocked: until the weights are taken
@@ -121,8 +122,10 @@ def stage_seconds(record: Mapping[str, Any]) -> dict[str, Seconds]:
     sync = _number(record, "timing/stage_weights_s") + _number(record, "timing/weight_sync_s")
     found = {"trainer": (whole - starved - blocked, starved, blocked), "weight_sync": _split(sync, 0.0, whole)}
     groups = {stage: _number(group, "busy_s") for stage, group in _groups(record).items()}
-    for stage, busy in {"rollout": _number(record, "timing/rollout_s"), **groups}.items():
-        found[stage] = _split(busy, _number(record, "timing/window_closed_s") if stage == "rollout" else 0.0, whole)
+    drawing = {name: _number(record, key) for name in ("rollout", "answers") if (key := f"timing/{name}_s") in record}
+    for stage, busy in (drawing | groups).items():
+        is_drawing = stage in ("rollout", "answers")
+        found[stage] = _split(busy, _number(record, "timing/window_closed_s") if is_drawing else 0.0, whole)
     if "timing/rewards_s" in record:
         found["rewards"] = _split(_number(record, "timing/rewards_s"), 0.0, whole)
     return found
@@ -228,7 +231,7 @@ def _split(busy: float, blocked: float, whole: float) -> Seconds:
 
 
 def _place(stage: str) -> tuple[int, str]:
-    return ("rollout", "teachers", "rewards", "trainer", "weight_sync").index(stage.partition("/")[0]), stage
+    return ("rollout", "answers", "teachers", "rewards", "trainer", "weight_sync").index(stage.partition("/")[0]), stage
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:

@@ -52,9 +52,14 @@ class RunFiles:
         return read_text(self.recipe, cure=CURE)
 
     def recipe_tree(self) -> dict[str, Any]:
-        """Read the resolved recipe as plain values; ``schedule.steps`` and ``student.model`` are there."""
+        """Read the resolved recipe as plain values; ``student.model``, ``schedule.steps`` and its ``prompts_per_step``
+        are there."""
         tree = read_yaml_object(self.recipe, cure=CURE)
-        for section, key, kind in (("schedule", "steps", int), ("student", "model", str)):
+        for section, key, kind in (
+            ("schedule", "steps", int),
+            ("schedule", "prompts_per_step", int),
+            ("student", "model", str),
+        ):
             keys = tree.get(section)
             if not isinstance(keys, dict) or type(keys.get(key)) is not kind:
                 raise UserError(f"{shown_path(self.recipe)}: {section}.{key} is not there: {CURE}")
@@ -71,7 +76,7 @@ class RunFiles:
             if len(record) > MAX_METRICS:
                 raise UserError(f"{_at(self.metrics, record)} has more than {MAX_METRICS} metrics: remove the line")
             for name, value in record.items():
-                if value is not None and not _is_number(value):
+                if value is not None and not is_number(value):
                     raise UserError(f"{_at(self.metrics, record)}: {name[:80]!r} is no number: remove the line")
         return records
 
@@ -129,7 +134,7 @@ class RunFiles:
             and isinstance(packages, dict)
             and all(isinstance(text, str) for text in (record.get("cpu"), *gpus, *packages.values()))
             and type(record.get("num_cores")) is int
-            and _is_number(record.get("memory_gib"))
+            and is_number(record.get("memory_gib"))
         )
         if not is_sound:
             raise UserError(f"{shown_path(self.machine)}: does not describe a machine: {cure}")
@@ -178,14 +183,14 @@ def _validation_problem(record: Mapping[str, Any]) -> str | None:
     rewards, examples = record.get("rewards"), record.get("examples", {})
     if not isinstance(rewards, dict) or not rewards:
         return "has no rewards"
-    wrong = next((domain for domain, reward in rewards.items() if not _is_number(reward)), None)
+    wrong = next((domain for domain, reward in rewards.items() if not is_number(reward)), None)
     if wrong is not None:
         return f"has a reward of {wrong[:80]!r} that is no number"
     for name, is_sound in OF_DOMAINS.items():
         by_domain = record.get(name, {})
         if not isinstance(by_domain, dict) or not all(map(is_sound, by_domain.values())):
             return f"has a {name} that is none"
-    if not _is_number(record.get("wall_s", 0.0)):
+    if not is_number(record.get("wall_s", 0.0)):
         return "has a wall_s that is no number"
     if not isinstance(examples, dict):
         return "has examples that are not by domain"
@@ -200,7 +205,7 @@ def _numbers(path: Path, key: str, *, cure: str) -> dict[str, float]:
     numbers = {}
     for name, entry in _entries(path, cure):
         number = entry.get(key) if isinstance(entry, dict) else None
-        if not _is_number(number):
+        if not is_number(number):
             raise UserError(f"{shown_path(path)}: {name[:80]!r} has no number {key}: {cure}")
         numbers[name] = number
     return numbers
@@ -219,23 +224,24 @@ def _is_example(row: Any) -> bool:
     return (
         (isinstance(prompt, str) or is_chat)
         and isinstance(row.get("response"), str)
-        and _is_number(row.get("reward"))
+        and is_number(row.get("reward"))
         and are_thumbnails(row.get("images", []))
     )
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value of a file is a number that a run may have measured."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 
 def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(map(_is_number, values))
+    return isinstance(values, list) and all(map(is_number, values))
 
 
 OF_DOMAINS: Mapping[str, Callable[[Any], bool]] = {
-    "watched": _is_number,
+    "watched": is_number,
     "scores": _are_numbers,
-    "pass_at_k": _is_number,
+    "pass_at_k": is_number,
     "prompts": lambda value: isinstance(value, str),
 }
 """Key of a validation -> test of what it holds by domain, where it is there."""

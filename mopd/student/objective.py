@@ -169,10 +169,20 @@ class Objective:
         factors = domain_factors([counts[domain] for domain in domains], shares, total=total)
         return to_device(torch.tensor(factors), device=self._layout.device)
 
-    def new_sums(self, *, diagnostics: bool, domain_factors: Tensor | None = None, **sizes: int) -> Sums:
+    def new_sums(
+        self, *, diagnostics: bool, domain_factors: Tensor | None = None, own_samples: bool = True, **sizes: int
+    ) -> Sums:
         """Return empty sums of this loss's metrics; the same names on every rank, stages without logits included.
-        ``sizes`` are those of ``Sums``."""
-        names = ["num_tokens", "weight", "loss", "weighted_loss", "k1", "k3", "teacher_mass"]
+        ``own_samples``: estimators of the KL from the student's own tokens make sense. ``sizes`` are those of
+        ``Sums``."""
+        names = [
+            "num_tokens",
+            "weight",
+            "loss",
+            "weighted_loss",
+            *(("k1", "k3") if own_samples else ()),
+            "teacher_mass",
+        ]
         if isinstance(self.loss, TopKLossConfig):
             names += ["student_mass", "clamped", "tail_floored"]
         elif isinstance(self.loss, KLLossConfig):

@@ -26,10 +26,12 @@ class CrossEntropy(Objective):
         """Set up, as ``Objective``; ``loss`` is the recipe's."""
         super().__init__(TopKLossConfig(top_k=1, tail="none", aggregation=loss.aggregation), layout, **options)
 
-    def new_sums(self, *, diagnostics: bool, **sizes: int) -> Sums:
+    def new_sums(
+        self, *, diagnostics: bool, domain_factors: Tensor | None = None, own_samples: bool = False, **sizes: int
+    ) -> Sums:
         """Return empty sums: no metric compares with a teacher."""
-        names = ["num_tokens", "loss", "weighted_loss", *(DIAGNOSTICS[:1] if diagnostics else ())]
-        return Sums(names, **sizes, device=self._layout.device)
+        names = ["num_tokens", "weight", "loss", "weighted_loss", *(DIAGNOSTICS[:1] if diagnostics else ())]
+        return Sums(names, **sizes, device=self._layout.device, domain_factors=domain_factors)
 
     def __call__(self, head: LMHead, *, rows: LossRows, sums: Sums) -> Tensor:
         certain = torch.zeros_like(rows.targets, dtype=torch.float32)

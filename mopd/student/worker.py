@@ -124,11 +124,15 @@ class StudentWorker:
         """
         positions = {sample_id: i for i, sample_id in enumerate(plan.sample_ids)}
         sizes = {"num_domains": len(self.domains), "num_samples": plan.num_samples}
-        is_supervised = self.recipe.objective_at(self.weight_version + 1) == "sft_on_teacher"
-        objective = self._cross_entropy if is_supervised else self._objective
+        kind = self.recipe.objective_at(self.weight_version + 1)
+        objective = self._cross_entropy if kind == "sft_on_teacher" else self._objective
         factors = objective.domain_factors(_samples(plan), self.domains)
         sums = objective.new_sums(
-            diagnostics=diagnostics, domain_factors=factors, num_loss_tokens=plan.num_loss_tokens, **sizes
+            diagnostics=diagnostics,
+            domain_factors=factors,
+            own_samples=kind == "on_policy",
+            num_loss_tokens=plan.num_loss_tokens,
+            **sizes,
         )
 
         def hook_for(batch: MicroBatch) -> HeadHook:

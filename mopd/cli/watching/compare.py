@@ -15,7 +15,9 @@ EXAMPLES = "example: mopd compare runs/quickstart runs/higher_lr --html compare.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Light to import, as all of this file."""
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, or files of `mopd eval --json`"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page with tables and curves")
 

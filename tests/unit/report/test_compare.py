@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mopd.cli.main import main
+from mopd.config.load import dump, load_recipe
 from mopd.report.compare import LAST, print_comparison, read_runs
 from mopd.report.terminal import Terminal
 from tests.fixtures.runs import DOMAINS, STEPS, make_run, step_record
@@ -105,6 +106,78 @@ def test_what_cannot_be_compared_is_one_line(
     told = capsys.readouterr()
     assert told.out == "" and line in told.err and told.err.count("\n") == 1
     assert not page.exists()
+
+
+def as_run(path: Path, *settings: str, rewards: dict[int, float], step_s: float) -> str:
+    """A run of other settings, with these rewards in every domain at these steps, of steps that long."""
+    run = make_run(path)
+    given = path.parent / f"{path.name}.yaml"
+    (run / "recipe.yaml").write_text(dump(load_recipe(given, settings)))
+    steps = [step_record(step) | {"timing/step_s": step_s} for step in range(1, STEPS + 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in steps))
+    validations = [{"step": step, "rewards": dict.fromkeys(DOMAINS, value)} for step, value in rewards.items()]
+    (run / "validation.jsonl").write_text("".join(json.dumps(record) + "\n" for record in validations))
+    return str(run)
+
+
+SFT = ("objective=sft_on_teacher",)
+WARM_UP = ("schedule.warm_up={objective: off_policy_scores, steps: 150}",)
+
+
+def test_recovery_at_equal_prompts_and_at_equal_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Head-room from 0.25 to 0.75. The slow run is better by prompts: half of its prompts are all of the small steps'
+    run; the fast one by seconds. A model that nobody trained stands beside them, whatever the budget."""
+    slow = as_run(tmp_path / "slow", rewards={0: 0.25, 200: 0.65, 400: 0.7}, step_s=4.0)
+    fast = as_run(tmp_path / "fast", *SFT, rewards={0: 0.25, 100: 0.35, 200: 0.5, 400: 0.6}, step_s=1.0)
+    small = as_run(
+        tmp_path / "small", *WARM_UP, "schedule.prompts_per_step=48", rewards={0: 0.25, 100: 0.3, 400: 0.45}, step_s=2.0
+    )
+    merged = tmp_path / "merged.json"
+    merged.write_text(json.dumps({"rewards": dict.fromkeys(DOMAINS, 0.4), "num_samples": dict.fromkeys(DOMAINS, 9)}))
+    page = tmp_path / "page.html"
+    assert main(["compare", slow, fast, small, str(merged), "--json", "--html", str(page)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    prompts, seconds = told["recovery_at_equal"]["prompts"], told["recovery_at_equal"]["seconds"]
+    assert (prompts["amount"], seconds["amount"]) == (400 * 48, 400.0)
+    assert prompts["mean"] == pytest.approx({"slow": 0.8, "fast": 0.5, "small": 0.4, "merged": 0.3})
+    assert seconds["mean"] == pytest.approx({"slow": None, "fast": 0.7, "small": 0.1, "merged": 0.3})
+    assert prompts["domains"]["fast"] == pytest.approx(dict.fromkeys(DOMAINS, 0.5))
+    headline = (
+        "At equal prompts slow (on-policy) recovered most: 80%, the next 50%; at equal seconds fast (SFT on the "
+        "teachers' answers) recovered most: 70%, the next 30%"
+    )
+    assert told["headline"] == headline and f"<h1>{headline.replace(chr(39), '&#39;')}</h1>" in page.read_text()
+    assert [run["objective"] for run in told["runs"].values()] == [
+        "on-policy",
+        "SFT on the teachers' answers",
+        "on-policy after 150 steps of the teachers' answers, with their scores",
+        "untrained",
+    ]
+    assert told["runs"]["small"]["warm_up"] == (
+        "warm-up: the teachers' answers, with their scores up to step 150; rewards at step 100: "
+        "google-research-datasets/mbpp-sanitized 0.300, openai/gsm8k 0.300, own 0.300"
+    )
+    assert told["runs"]["merged"]["mean_headroom_recovery"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("[]", "mopd eval RECIPE --model FOLDER --json > FILE"),
+        ('{"rewards": {}}', "holds no rewards by domain: write it with `mopd eval"),
+        ('{"rewards": {"own": "1"}}', "holds no rewards by domain: write it with `mopd eval"),
+        (None, "compare: no run, files of `mopd eval --json` alone: name a run too"),
+    ],
+)
+def test_files_that_are_no_results_of_an_evaluation(
+    runs: list[Path], content: str | None, line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    for file in files:
+        file.write_text(content or '{"rewards": {"own": 0.5}}')
+    assert main(["compare", str(files[0]), str(runs[0] if content else files[1])]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and line in told.err and told.err.count("\n") == 1
 
 
 def test_comparing_needs_no_torch(runs: list[Path]) -> None:
