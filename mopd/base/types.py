@@ -26,6 +26,8 @@ TEACHER_FIELDS = ("teacher_ids", "teacher_logprobs", "teacher_token_logprobs")
 """Fields that the teacher worker writes."""
 LOSS_FIELDS = ROLLOUT_FIELDS + TEACHER_FIELDS
 """Fields that must exist before a sample can be trained on (``task_advantage`` joins them if a loss needs it)."""
+FIRST_STORED = 2**40
+"""Ids of prompts whose responses are stored ones (``data.scored``) start here, far from the training stream's."""
 
 
 class UserError(Exception):
@@ -88,9 +90,15 @@ class Prompt:
     domain: str
     """Value of the row's domain column."""
     row: int
-    """Row number in the loaded dataset, where its tokens and its ground truth are found."""
+    """Row number in the loaded dataset, where its tokens and its ground truth are found; of a stored prompt its number
+    among those of ``data.scored``."""
     attempt: int = 0
     """Number of earlier draws, with weights that became too old."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether its responses are stored ones, drawn by other weights or by somebody else."""
+        return self.sample_id >= FIRST_STORED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -363,6 +363,11 @@ class Recipe:
                 f"schedule.on_policy_fraction is {'absent' if fraction is None else fraction}, and data.scored names "
                 f"{folders} folders: set both, or neither"
             )
+        if folders and self.data.domain_weights == "adaptive":
+            raise ValueError(
+                "data.domain_weights is adaptive, but data.scored has samples whose domains stay as they are: give "
+                "every domain its weight, or remove data.scored"
+            )
         if fraction == 0 and self.schedule.max_staleness:
             raise ValueError(
                 f"schedule.max_staleness is {self.schedule.max_staleness}, but with schedule.on_policy_fraction 0 "
@@ -378,11 +383,12 @@ class Recipe:
             )
         if not self.draws_answers:
             return
-        if self.data.scored:
-            raise ValueError(
-                "data.scored is set, but objective or schedule.warm_up trains on the teachers' own answers: remove one "
-                "of them"
-            )
+        for key, is_set in (("data.scored", self.data.scored), ("metrics.keep_samples", self.metrics.keep_samples)):
+            if is_set:
+                raise ValueError(
+                    f"{key} is set, but objective or schedule.warm_up trains on the teachers' own answers: remove one "
+                    "of them"
+                )
         if "off_policy_scores" in self.objectives:
             key = "objective" if warm_up is None else "schedule.warm_up.objective"
             require_dense_loss(self.loss, key)

@@ -5,7 +5,7 @@
     prompts ──> produce ─────────────────────────────────────┐           train_step
                  │ ledger.admit; then each by itself:        │            │ ledger.take: the stream's mix, oldest first
                  │ rollout.generate: tokens, … ──────> DATA PLANE ──────> │ student.forward_backward, optim_step
-                 │  (or answers.generate: the objective)     │            │
+                 │  (or answers.generate, stored.load)       │            │
                  │ teachers.score ∥ rewards.judge ──────>    │ ids        │ plane.release
                  │ ledger.complete ──────────────────────> LEDGER ──────> │ publish: student.stage, student.send
                  │   too old: _redraw, ledger.again                       │
@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # these import torch
     from mopd.orchestrator.answers import AnswerWorker
     from mopd.orchestrator.rewards import RewardWorker
     from mopd.orchestrator.rollout import RolloutWorker
+    from mopd.orchestrator.stored import SampleKeeper, StoredWorker
     from mopd.orchestrator.teachers import TeacherWorker
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,10 @@ class Controller:
     unit: int
     """Prompts that go through rollout and scoring together: one, or a step's where engines in the controller's own
     process work batch by batch."""
+    stored: StoredWorker | None = None
+    """Where the samples of stored prompts come from, if the stream has any."""
+    keeper: SampleKeeper | None = None
+    """Keeps what is trained on, if that is wanted."""
 
     def __post_init__(self) -> None:
         self.schedule = self.recipe.schedule
@@ -114,20 +119,24 @@ class Controller:
         """Admit prompts as there is room, and see each unit of them through."""
         while True:
             await self.ledger.room(self.unit)
-            self._tasks.start(self._see_through(self.ledger.admit(self.prompts.next(self.unit))))
+            self._start(self.ledger.admit(self.prompts.next(self.unit)))
+
+    def _start(self, slots: Sequence[Slot]) -> None:
+        """Begin with open slots; those of stored prompts wait for no response of the others."""
+        for is_stored in (False, True):
+            own = [slot for slot in slots if slot.prompt.is_stored == is_stored]
+            if own:
+                self._tasks.start(self._see_through(own))
 
     async def _see_through(self, slots: Sequence[Slot]) -> None:
         """Carry prompts from the rollout to samples that can be trained on. Slots that cannot be scored go round
         again; each that is too old does so by itself (``_redraw``), or it would wait for the slowest of the others."""
         while slots:
-            self._num_drawing += 1
-            samples = await self._draw(slots)
-            self._num_drawing -= 1
-            for sample in samples:
-                self._counts["drawn_samples"][sample.domain] += 1
-                self._counts["drawn_tokens"][sample.domain] += sample.response_length
-            if not self._num_drawing and not self.ledger.has_room():
-                await self.student.expect_step()
+            if slots[0].prompt.is_stored:
+                assert self.stored is not None, "the stream has stored prompts"
+                samples = await self.stored.load([slot.prompt for slot in slots], self.ledger.published)
+            else:
+                samples = await self._draw(slots)
             per_prompt = len(samples) // len(slots)  # samples come prompt after prompt
             of_slot = {slot: samples[i * per_prompt : (i + 1) * per_prompt] for i, slot in enumerate(slots)}
             fresh = []
@@ -151,14 +160,23 @@ class Controller:
     async def _draw(self, slots: Sequence[Slot]) -> list[SampleMeta]:
         """Have the student respond to the slots' prompts, or the teachers."""
         prompts = [slot.prompt for slot in slots]
+        self._num_drawing += 1
         if self._objective_of(slots[0]) == "on_policy":
             assert self.rollout is not None
             by_id = {slot.prompt.sample_id: slot for slot in slots}
             with self.timer("rollout"):
-                return await self.rollout.generate(prompts, ended=partial(self._ended, by_id))
-        assert self.answers is not None
-        with self.timer("answers"):
-            return await self.answers.generate(prompts, version=lambda: self.ledger.published)
+                samples = await self.rollout.generate(prompts, ended=partial(self._ended, by_id))
+        else:
+            assert self.answers is not None
+            with self.timer("answers"):
+                samples = await self.answers.generate(prompts, version=lambda: self.ledger.published)
+        self._num_drawing -= 1
+        for sample in samples:
+            self._counts["drawn_samples"][sample.domain] += 1
+            self._counts["drawn_tokens"][sample.domain] += sample.response_length
+        if not self._num_drawing and not self.ledger.has_room():
+            await self.student.expect_step()
+        return samples
 
     def _ended(self, by_id: Mapping[int, Slot], prompt: Prompt, weight_version: int) -> None:
         self.ledger.ended(by_id[prompt.sample_id], weight_version)
@@ -179,7 +197,8 @@ class Controller:
                 await rewards.judge([slot.prompt for slot in slots], samples)
             return []  # a reward that cannot be had ends the run
 
-        if self.rewards is None or self._objective_of(slots[0]) != "on_policy":
+        # Rewards of stored samples are those of their time.
+        if self.rewards is None or slots[0].prompt.is_stored or self._objective_of(slots[0]) != "on_policy":
             return await score()
         failed, _ = await all_or_none([score(), judge(self.rewards)])
         return failed
@@ -244,6 +263,9 @@ class Controller:
         prompts = self.prompts.shares(self.weight_version * self.schedule.prompts_per_step)
         values |= share_metrics(batch, sums, prompts=prompts, budget=budget_of(self.recipe.loss, prompts))
         self.weight_version = step
+        if self.keeper is not None:
+            with self.timer("keep_samples"):
+                await self.keeper.keep(step, batch)
         await self.plane.release(batch)
         self.ledger.trained(slots)
         if self._publishes(step):
@@ -260,7 +282,7 @@ class Controller:
         """Return whether the rollout is given the weights of ``step``."""
         if self.observer.needs_weights(step):
             return True
-        if self.recipe.objective_at(step + 1) != "on_policy":
+        if self.recipe.objective_at(step + 1) != "on_policy" or self.schedule.on_policy_fraction == 0:
             return False
         return step % self.schedule.sync_every_steps == 0 or self.recipe.objective_at(step) != "on_policy"
 
@@ -297,6 +319,8 @@ class Controller:
         values = age_metrics(batch, self.weight_version, ages, max_staleness=self.schedule.max_staleness)
         if self.schedule.warm_up is not None:
             values["is_warm_up"] = float(self.weight_version < self.schedule.warm_up.steps)
+        if self.stored is not None:
+            values["stored_share"] = sum(slot.prompt.is_stored for slot in slots) / len(slots)
         domains = {sample.domain for sample in batch.samples}
         names = ["replaced_samples"] if self.recipe.on_failure == "replace" else []
         if self.schedule.max_staleness:
@@ -319,7 +343,7 @@ class Controller:
             async with self._tasks:
                 for slot in self.ledger.slots:  # open in the checkpoint that the run goes on from
                     if not slot.samples:
-                        self._tasks.start(self._see_through([slot]))
+                        self._start([slot])
                 self._tasks.start(self.produce())
                 while self.weight_version < self.schedule.steps:
                     self.stop.check()

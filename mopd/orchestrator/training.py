@@ -20,6 +20,8 @@ from mopd.base.types import SampleMeta, UserError
 from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
+from mopd.data.mixed_stream import MixedStream
+from mopd.data.prompts import PromptDataset
 from mopd.data.stream import PromptStream, headroom_shares
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.orchestrator.controller import Controller
@@ -27,6 +29,7 @@ from mopd.orchestrator.leading import Orchestrator, RunParts
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.preflight.checks import Preflight
 from mopd.orchestrator.score_cache import open_score_cache
+from mopd.orchestrator.stored import SampleKeeper, StoredSamples, StoredWorker, open_stored
 from mopd.orchestrator.student import StudentGroup
 from mopd.orchestrator.validation import append_record, is_due
 from mopd.orchestrator.workers import Workers
@@ -59,6 +62,8 @@ class Training:
     run: RunDir
     parts: RunParts
     prompts: PromptStream
+    stored: StoredWorker | None = None
+    keeper: SampleKeeper | None = None
 
     async def save_samples(self, folder: Path) -> str | None:
         """Write what the data plane holds into a folder, and return its hash; ``None`` where it cannot be saved: those
@@ -111,6 +116,7 @@ def train_task(orchestrator: Orchestrator, *, resume: bool, from_step: str | Non
         run.open(loaded, resume=resume)
         orchestrator.keep_stacks()
         manifests = make_manifests(recipe)
+        stored = open_stored(recipe, manifests["student"])
         start = resuming.choose(run, recipe, wanted=from_step) if resume else None
         if start is not None:
             check_commits(run.manifest, loaded.commits)
@@ -119,8 +125,16 @@ def train_task(orchestrator: Orchestrator, *, resume: bool, from_step: str | Non
             logger.warning("%s has no complete checkpoint: the run starts again from step 0", run.checkpoints)
 
         async def work(parts: RunParts) -> None:
-            prompts = PromptStream(parts.workers.dataset.rows_by_domain, recipe.data.fixed_weights, recipe.seed)
-            training = Training(recipe=recipe, run=run, parts=parts, prompts=prompts)
+            prompts = make_stream(recipe, parts.workers.dataset, stored)
+            plane, student = parts.workers.plane, manifests["student"]
+            training = Training(
+                recipe=recipe,
+                run=run,
+                parts=parts,
+                prompts=prompts,
+                stored=None if stored is None else StoredWorker(stored, plane, recipe.loss_fields(1)),
+                keeper=SampleKeeper(run.samples_kept, recipe, student, plane) if recipe.metrics.keep_samples else None,
+            )
             is_fresh = start is None
             ledger = fresh_ledger(recipe) if start is None else await load_checkpoint(training, start)
             extend_wait_for_batch(ledger, parts.workers)
@@ -132,6 +146,21 @@ def train_task(orchestrator: Orchestrator, *, resume: bool, from_step: str | Non
             await train(training, ledger, is_fresh=is_fresh, as_json=as_json)
 
         return orchestrator.with_workers(work, run.path)
+
+
+def make_stream(recipe: Recipe, dataset: PromptDataset, stored: StoredSamples | None) -> PromptStream:
+    """Return the sequence of prompts; raise ``UserError`` for stored ones of a domain that the data does not have."""
+    rows, weights = dataset.rows_by_domain, recipe.data.fixed_weights
+    if stored is None or recipe.schedule.on_policy_fraction is None:
+        return PromptStream(rows, weights, recipe.seed)
+    unknown = sorted(set(stored.domains) - set(rows))
+    if unknown:
+        raise UserError(
+            f"data.scored has samples of domain {unknown[0]!r}, and data.train no row of it: add rows, or name other "
+            "samples"
+        )
+    fraction = recipe.schedule.on_policy_fraction
+    return MixedStream(rows, weights, recipe.seed, stored=stored.domains, on_policy_fraction=fraction)
 
 
 def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
@@ -262,6 +291,8 @@ async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: 
                 ledger=ledger,
                 stop=training.parts.stop,
                 unit=recipe.prompts_together,
+                stored=training.stored,
+                keeper=training.keeper,
             ).run()
         except StopRequested as asked:
             raise StopRequested(asked.by, _stopped(run, recipe, asked.by)) from asked

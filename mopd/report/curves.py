@@ -32,7 +32,15 @@ PHASE_NAMES = {
 }
 WITHOUT_DOMAINS = (*VOLATILE_PREFIXES, "moe/", "packing/", "response_versions/")
 """Prefixes of metrics whose second part is not a domain."""
-TRAINER_PHASES = ("wait_batch", "pack", "forward_backward", "optim_step", "stage_weights", "weight_sync")
+TRAINER_PHASES = (
+    "wait_batch",
+    "pack",
+    "forward_backward",
+    "optim_step",
+    "stage_weights",
+    "weight_sync",
+    "keep_samples",
+)
 """Phases of the trainer, one after another; all other phases run beside it, or while it waits."""
 
 

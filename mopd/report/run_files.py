@@ -37,6 +37,7 @@ class RunFiles:
         self.wandb = path / "wandb_id"
         self.replicas = path / "replicas"
         self.answers = path / "answers"
+        self.samples_kept = path / "samples"
         self.stop = path / "stop"
         self.attempts = path / "attempts.json"
         self.report_json = path / "report.json"

@@ -303,3 +303,19 @@ def test_what_staleness_asks_of_the_rest(write: Write) -> None:
         "between training steps: set teachers.math.placement.type: local, or max_staleness: 0"
     )
     load_recipe(write(), ["schedule.max_staleness=2", "schedule.sync_every_steps=3"])
+
+
+def test_what_stored_samples_ask_of_the_rest(write: Write) -> None:
+    scored = ["data.scored=[a]", "schedule.on_policy_fraction=0.5"]
+    for one, told in ((scored[0], "absent, and data.scored names 1"), (scored[1], "0.5, and data.scored names 0")):
+        assert f"schedule.on_policy_fraction is {told} folders: set both, or neither" in refusal(write(), one)
+    remote = ["teacher_defaults.placement={type: local}", "rollout.placement={type: local}", "schedule.max_staleness=1"]
+    assert "schedule.max_staleness is 1, but with schedule.on_policy_fraction 0 nothing is drawn" in refusal(
+        write(), *scored, *remote, "schedule.on_policy_fraction=0"
+    )
+    assert refusal(write(), *scored, "loss.type=k2").startswith(
+        "recipe.yaml (override): data.scored names samples of other weights, but loss.type 'k2' estimates"
+    )
+    assert load_recipe("recipe.yaml", [*scored, *remote]).recipe.stored_share == 0.5
+    load_recipe("recipe.yaml", [*scored, "loss={type: k2, correction: {type: tis}}"])
+    load_recipe("recipe.yaml", [scored[0], "schedule.on_policy_fraction=1", "loss.type=k2"])
