@@ -13,7 +13,7 @@ from mopd import __version__
 from mopd.base.files.writing import refusal
 from mopd.base.text import one_line, visible
 from mopd.base.types import UserError
-from mopd.cli import bench, check, config, convert, eval, generate, init, plan, replay, serve, slurm, train
+from mopd.cli import bench, check, config, convert, eval, generate, init, plan, replay, score, serve, slurm, train
 from mopd.cli.watching import compare, logs, report, status, stop
 from mopd.launch import failure
 
@@ -33,6 +33,7 @@ examples:
   torchrun --nproc-per-node 8 -m mopd train my.yaml         the same under your own torchrun
   mopd eval my.yaml --model runs/mine/hf                    validation rewards of any Hugging Face folder
   mopd replay runs/mine loss.type=topk_reverse_kl           another loss on the very samples of a run
+  mopd score my.yaml                                        the teachers' scores of stored responses
   mopd serve my.yaml --teacher math --port 8000             one teacher behind HTTP (see placement: external)
   mopd slurm my.yaml --wait                                 the run as a job of a Slurm cluster
   mopd report runs/quickstart                               one HTML page and report.json
@@ -53,6 +54,7 @@ COMMANDS = {
     "plan": plan,
     "eval": eval,
     "replay": replay,
+    "score": score,
     "serve": serve,
     "slurm": slurm,
     "status": status,

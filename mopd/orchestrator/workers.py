@@ -156,7 +156,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         routers[ROLLOUT].vocab_size = vocab_size
         weights = GroupWeightSync(routers[ROLLOUT], on_running=recipe.on_new_weights)
         rollout = _rollout_worker(recipe, inputs, plane, groups, routers[ROLLOUT])
-    teachers = {name: await _teacher_group(name, routers, groups) for name in recipe.teachers}
+    teachers = {name: await teacher_group(name, routers, groups) for name in recipe.teachers}
     answers = await _answer_worker(recipe, inputs, plane, teachers, vocab_size) if recipe.draws_answers else None
     rewards = None
     if isinstance(recipe.loss, PolicyGradientConfig) and recipe.needs_task_advantage and inputs.rewards is not None:
@@ -223,7 +223,8 @@ async def _answer_worker(
     )
 
 
-async def _teacher_group(name: str, routers: Mapping[str, Router], groups: Groups) -> TeacherGroup:
+async def teacher_group(name: str, routers: Mapping[str, Router], groups: Groups) -> TeacherGroup:
+    """Return a teacher that was started."""
     key = f"teachers.{name}"
     info = await info_of(groups.replicas(key)[0])
     return TeacherGroup(

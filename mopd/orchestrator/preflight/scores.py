@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from mopd.config.machine.auto import compares_with_transformers
 from mopd.config.schema import Recipe
 from mopd.conversion.models.families import FAMILIES
 from mopd.data.image_refs import image_refs_from_tensor
+from mopd.data.prompts import PromptDataset
+from mopd.data_plane.interface import Storage
 from mopd.engines.replicas.interface import SampleFailed
 from mopd.engines.torch.loading import read_config
 from mopd.engines.vision import read_vision
@@ -27,7 +30,7 @@ from mopd.launch.checks.inputs import Check
 from mopd.launch.preparing import weights_bytes
 from mopd.orchestrator.preflight.alignment import AlignmentCheck, Text
 from mopd.orchestrator.preflight.parity import Parity, Probe, Reference
-from mopd.orchestrator.workers import Workers
+from mopd.orchestrator.teachers import TeacherGroup
 from mopd.run.manifests import has_own_weights
 
 CURE = "the scores are not this teacher's; check teachers.{name}.engine and placement, or widen {keys}"
@@ -35,10 +38,21 @@ Outcome = tuple[bool, str]
 """Whether the scores are right, and what was measured."""
 
 
+class Scorers(Protocol):
+    """What is asked for scores: ``Workers``, or those of ``mopd score``."""
+
+    @property
+    def plane(self) -> Storage: ...
+    @property
+    def teacher_groups(self) -> Mapping[str, TeacherGroup]: ...
+    @property
+    def dataset(self) -> PromptDataset: ...
+
+
 class ScoresCheck:
     """Judges one teacher by probe samples that are in the data plane, scored. ``dtype`` is its engine's."""
 
-    def __init__(self, recipe: Recipe, workers: Workers, name: str, dtype: str) -> None:
+    def __init__(self, recipe: Recipe, workers: Scorers, name: str, dtype: str) -> None:
         self._recipe, self._workers, self._name, self._dtype = recipe, workers, name, dtype
         self._images = workers.dataset.images if workers.teacher_groups[name].sees_images else None
         """Store of the probes' images, if the teacher sees any."""
