@@ -32,9 +32,12 @@ MAX_LINE_BYTES = 64 * 2**20
 """Longest record in bytes; those of validation hold prompts and responses."""
 MAX_STEP = 2**53
 TOKEN_MEANS = {"k1": "kl_k1", "k3": "kl_k3", "clamped": "clamped_share", "tail_floored": "tail_floored_share"}
+TOKEN_MEANS |= {"score": "token_score"}
 """Final names of the student's sums that are renamed as means over tokens; other sums keep their name."""
 BATCH_SHARES = {"weight": "loss_weight_share", "weighted_loss": "loss_share", "gradient_squares": "gradient_share"}
 """The student's sums of which each domain's share of the step is told, and the names of the shares."""
+OF_ALL_TOKENS = {"k1", "k3", "teacher_mass", "student_mass", "rollout_kl", "entropy", "topk_overlap", "score"}
+"""The student's sums over all loss tokens; the others hold those that ``loss.tokens`` lets count."""
 SAMPLE_SHARES = {"masked_sequences": "masked_sequences_share"}
 """The student's sums that count samples, and the names of their shares."""
 
@@ -151,8 +154,14 @@ def merge_step(
             if name in SAMPLE_SHARES:
                 num_samples = sum(sample.domain == domain for sample in batch.samples)
                 flat[f"{SAMPLE_SHARES[name]}/{domain}"] = total / num_samples
+            elif name == "loss_tokens":
+                flat[f"loss_tokens_share/{domain}"] = total / of_domain.num_tokens
+            elif name == "chosen_score":
+                whole = of_domain.sums["score"]
+                flat[f"chosen_score_share/{domain}"] = total / whole if whole else 1.0
             elif name not in BATCH_SHARES:
-                flat[f"{TOKEN_MEANS.get(name, name)}/{domain}"] = total / of_domain.num_tokens
+                count = of_domain.num_tokens if name in OF_ALL_TOKENS else of_domain.sums.get("loss_tokens")
+                flat[f"{TOKEN_MEANS.get(name, name)}/{domain}"] = total / (count or of_domain.num_tokens)
         flat[f"num_tokens/{domain}"] = float(of_domain.num_tokens)
     flat |= _lengths(batch)
     flat["tokens"] = float(batch.num_tokens)

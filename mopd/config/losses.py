@@ -13,6 +13,7 @@ from mopd.config.values import (
     Fraction,
     NotNegative,
     Positive,
+    Share,
     at_least,
     check_ranges,
     require_fraction,
@@ -25,6 +26,21 @@ Objective = Literal["on_policy", "sft_on_teacher", "off_policy_scores"]
 """What a step trains on."""
 SUM_TOLERANCE = 1e-6
 """Largest difference between 1 and the sum of shares: what writing them with six digits costs."""
+TaskAdvantage = Literal["mean", "leave_one_out", "grpo"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LargestTokensConfig(Checked):
+    """The tokens of each response on which the student is least sure, or farthest from its teacher."""
+
+    largest: Literal["student_entropy", "divergence"]
+    """What ranks a response's tokens: the student's entropy, or KL(teacher||student) over the teacher's top k and a
+    bucket for all other tokens."""
+    share: Share
+    """Share of a response's loss tokens that count, rounded up."""
+
+
+Tokens = Literal["all"] | LargestTokensConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +69,24 @@ class TopKLossConfig:
     """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
     loss_soft_cap: Positive | None = None
     """Cap that keeps a gradient: above c a token's loss grows as c (1 + log(x / c)). The recommended stabiliser."""
+    task_reward_weight: NotNegative = 0.0
+    """Weight of the task advantage, whose policy gradient joins the divergence, after caps. Above 0 responses must be
+    the student's own, as for ``type: policy_gradient``."""
+    task_advantage: TaskAdvantage = "mean"
+    """As ``task_advantage`` of ``type: policy_gradient``."""
+    correction: MismatchCorrectionConfig | None = None
+    """Weight of the task advantage on tokens, and choice of responses, that another policy than the current student has
+    drawn; absent means none. The divergence itself needs none."""
+    tokens: Tokens = "all"
+    """Tokens that count: all, or a share of each response."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.correction is not None and not self.task_reward_weight:
+            raise ValueError(
+                f"correction is set, but {self.type} without task_reward_weight takes samples of any policy: remove "
+                "it, or set task_reward_weight"
+            )
         if self.logprob_min_clamp is not None and not -MAX_NUMBER <= self.logprob_min_clamp < 0:
             raise ValueError(f"logprob_min_clamp is {self.logprob_min_clamp}: set a negative number, for example -10")
         if self.loss_max_clamp is not None and self.loss_soft_cap is not None:
@@ -135,6 +166,8 @@ class KLLossConfig(Checked):
     """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
     sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
     budget with equal shares."""
+    tokens: Tokens = "all"
+    """Tokens that count: all, or a share of each response."""
     loss_max_clamp: Positive | None = None
     """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
     correction: MismatchCorrectionConfig | None = None
@@ -154,7 +187,7 @@ class PolicyGradientConfig:
     bucket: the same expected gradient with a fraction of its variance; none: nothing."""
     task_reward_weight: NotNegative = 0.0
     """Weight of the task advantage."""
-    task_advantage: Literal["mean", "leave_one_out", "grpo"] = "mean"
+    task_advantage: TaskAdvantage = "mean"
     """A response's reward minus: the mean over its prompt's responses (mean), or over the others alone (leave_one_out,
     RLOO); grpo: minus the mean, divided by their standard deviation."""
     old_logprobs: Literal["student", "rollout"] = "student"
@@ -178,6 +211,8 @@ class PolicyGradientConfig:
     """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
     sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
     budget with equal shares."""
+    tokens: Tokens = "all"
+    """Tokens that count: all, or a share of each response."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -220,26 +255,28 @@ def require_own_samples(
     loss: Loss, *, top_p: float, top_k: int, temperature: float, max_staleness: int, stored_share: float = 0.0
 ) -> None:
     """Check that the rollout draws what a loss of the sampled token needs: samples of the student itself, or a
-    correction for old ones. ``ValueError`` otherwise. The top-k losses take samples of any policy."""
+    correction for old ones. ``ValueError`` otherwise. Divergences over a top k take samples of any policy."""
+    what = f"loss.type {loss.type!r}"
     if isinstance(loss, TopKLossConfig):
-        return
+        if not loss.task_reward_weight:
+            return
+        what = f"loss.task_reward_weight {loss.task_reward_weight:g}"
     if top_p != 1.0 or top_k != -1:
         raise ValueError(
-            f"loss.type {loss.type!r} estimates an expectation over the student's own distribution, but "
+            f"{what} estimates an expectation over the student's own distribution, but "
             f"rollout.top_p is {top_p} and rollout.top_k is {top_k}: set rollout.top_p: 1.0 and rollout.top_k: -1"
         )
     if temperature != loss.temperature:
         raise ValueError(
-            f"loss.temperature is {loss.temperature} but rollout.temperature is {temperature}: "
-            f"loss.type {loss.type!r} needs them equal"
+            f"loss.temperature is {loss.temperature} but rollout.temperature is {temperature}: {what} needs them equal"
         )
     old = f"schedule.max_staleness is {max_staleness}", "schedule.max_staleness: 0"
     if stored_share:
         old = "data.scored names samples of other weights", "leave data.scored out"
     if (max_staleness > 0 or stored_share) and loss.correction is None:
         raise ValueError(
-            f"{old[0]}, but loss.type {loss.type!r} estimates an expectation over the current student's own samples "
-            f"and loss.correction is absent: set it, for example loss.correction: {{type: icepop}}, or {old[1]}"
+            f"{old[0]}, but {what} estimates an expectation over the current student's own samples and loss.correction "
+            f"is absent: set it, for example loss.correction: {{type: icepop}}, or {old[1]}"
         )
 
 

@@ -21,9 +21,9 @@ from mopd.config.groups import (
     require_turns,
 )
 from mopd.config.losses import (
+    KLLossConfig,
     Loss,
     Objective,
-    PolicyGradientConfig,
     TopKLossConfig,
     check_domain_budget,
     require_dense_loss,
@@ -529,5 +529,5 @@ class Recipe:
     @property
     def needs_task_advantage(self) -> bool:
         """The loss reads the ``task_advantage`` field."""
-        has_reward = isinstance(self.loss, PolicyGradientConfig) and self.loss.task_reward_weight > 0
+        has_reward = not isinstance(self.loss, KLLossConfig) and self.loss.task_reward_weight > 0
         return has_reward and "on_policy" in self.objectives

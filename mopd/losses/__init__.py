@@ -1,8 +1,8 @@
 """Distillation losses on vocab-parallel logits. Formulas and conventions: ``docs/losses.md``.
 
-``api`` holds the public functions. ``divergences`` with ``topk``, ``sampled`` and ``aggregation`` hold the formulas;
-``chunked``, ``triton`` and ``reference`` are the layers that compute them; ``linear`` puts an LM head before any of
-them; ``teacher_topk`` is the teacher's side.
+``api`` holds the public functions. ``divergences`` with ``topk``, ``sampled``, ``aggregation`` and ``choice`` hold the
+formulas; ``chunked``, ``triton`` and ``reference`` are the layers that compute them; ``linear`` puts an LM head before
+any of them; ``teacher_topk`` is the teacher's side.
 """
 
 from mopd.losses.aggregation import domain_factors, token_weights
@@ -13,6 +13,7 @@ from mopd.losses.api import (
     parallel_sampled_kl,
     parallel_topk_distill,
 )
+from mopd.losses.choice import largest_rows, num_chosen, total_chosen
 from mopd.losses.linear.head import LinearHead, choose_rows
 from mopd.losses.linear.loss import linear_loss
 from mopd.losses.sampled import kept_sequences
@@ -24,11 +25,14 @@ __all__ = [
     "chunked_topk_logprobs",
     "domain_factors",
     "kept_sequences",
+    "largest_rows",
     "linear_loss",
+    "num_chosen",
     "parallel_entropy_and_topk_overlap",
     "parallel_gather_logprobs",
     "parallel_policy_gradient",
     "parallel_sampled_kl",
     "parallel_topk_distill",
     "token_weights",
+    "total_chosen",
 ]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mopd.base.files.records import Records
 from mopd.base.types import UserError
-from mopd.config.losses import PolicyGradientConfig
+from mopd.config.losses import KLLossConfig
 from mopd.config.schema import Recipe
 from mopd.data.image_processing import sees_images
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts, require_vision_teachers
@@ -159,7 +159,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     teachers = {name: await teacher_group(name, routers, groups) for name in recipe.teachers}
     answers = await _answer_worker(recipe, inputs, plane, teachers, vocab_size) if recipe.draws_answers else None
     rewards = None
-    if isinstance(recipe.loss, PolicyGradientConfig) and recipe.needs_task_advantage and inputs.rewards is not None:
+    if not isinstance(recipe.loss, KLLossConfig) and recipe.needs_task_advantage and inputs.rewards is not None:
         rewards = RewardWorker(inputs.train, inputs.tokenizer, inputs.rewards, plane, form=recipe.loss.task_advantage)
     groups.watch(routers, weights)
     return Workers(

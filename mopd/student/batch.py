@@ -56,12 +56,14 @@ class LossRows:
     """[n] int64: index of each sample among the plan's ascending sample ids; -1 for filler."""
     num_loss_tokens: Tensor
     """[n] int64: loss tokens of each whole sample; 0 where the mask was not read."""
+    numbers: Tensor | None = None
+    """[T] int64: place of each row among those of all context-parallel ranks; ``None`` for one rank."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """Row fields by name: [T], [T, K] or, with an ensemble of D teachers, [T, D, K]; dtypes as in the data plane."""
 
     def tensors(self) -> list[Tensor | None]:
         """Return every tensor that this object holds."""
-        own = (self.loss_mask, self.loss_rows, self.targets, self.samples)
+        own = (self.loss_mask, self.loss_rows, self.targets, self.samples, self.numbers)
         return [*own, self.domains, self.sample_positions, self.num_loss_tokens, *self.fields.values()]
 
 
@@ -180,6 +182,7 @@ def _loss_rows(
         domains=to(torch.tensor([domains.index(s.domain) for s in samples] + [0] * num_filler)),
         sample_positions=to(torch.tensor([positions[s.sample_id] for s in samples] + [-1] * num_filler)),
         num_loss_tokens=to(num_loss_tokens),
+        numbers=None if token_layout.cp_size == 1 else to(token_layout.share(torch.arange(token_layout.num_rows))),
         fields={name: to(token_layout.share(values)) for name, values in row_fields.items()},
     )
 

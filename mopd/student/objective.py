@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,19 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mopd.base.types import DomainSums, SampleMeta, UserError
+from mopd.base.types import DomainSums, MicroBatchPlan, SampleMeta, UserError
 from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig, budget_of
 from mopd.losses import (
     LinearHead,
     domain_factors,
     kept_sequences,
+    largest_rows,
     linear_loss,
+    num_chosen,
     parallel_entropy_and_topk_overlap,
     parallel_gather_logprobs,
     parallel_policy_gradient,
     parallel_sampled_kl,
     parallel_topk_distill,
     token_weights,
+    total_chosen,
 )
 from mopd.losses.linear.head import Rows
 from mopd.student.attention import to_device
@@ -38,6 +41,10 @@ MASKED_SEQUENCES = "masked_sequences"
 """Metric name: number of responses that the sequence mask leaves out."""
 GRADIENT_SQUARES = "gradient_squares"
 """Metric name: squared norm of the gradient of the hidden states at the LM head."""
+CHOSEN = "loss_tokens"
+"""Metric name: number of tokens that ``loss.tokens`` lets count, the only ones in the means of what needs the loss."""
+SEEN = ("student_logprobs", "student_mass", "score")
+"""Numbers of every row, also of those that do not count, where ``loss.tokens`` ranks rows by their ``score``."""
 DIAGNOSTICS = ("entropy", "topk_overlap")
 """Names of the expensive metrics, computed only on request."""
 
@@ -134,7 +141,8 @@ class Objective:
         self._layout = layout
         self._budget_mib = lm_head_memory_budget_mib
         self._teacher_weights = teacher_weights
-        self._correction = None if isinstance(loss, TopKLossConfig) else loss.correction
+        self._correction = loss.correction
+        self._largest = None if loss.tokens == "all" else loss.tokens
         self._has_warned = False
         self._options: dict[str, Any] = {
             "temperature": loss.temperature,
@@ -146,10 +154,10 @@ class Objective:
     def field_names(self) -> tuple[str, ...]:
         """Data-plane fields that this loss and its metrics read."""
         fields = ["tokens", "loss_mask", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs"]
-        policy_gradient = self.loss if isinstance(self.loss, PolicyGradientConfig) else None
-        if self._correction is not None or (policy_gradient and policy_gradient.old_logprobs == "rollout"):
+        loss = self.loss
+        if self._correction is not None or (isinstance(loss, PolicyGradientConfig) and loss.old_logprobs == "rollout"):
             fields.append("rollout_logprobs")
-        if policy_gradient and policy_gradient.task_reward_weight:
+        if not isinstance(loss, KLLossConfig) and loss.task_reward_weight:
             fields.append("task_advantage")
         return tuple(fields)
 
@@ -162,12 +170,22 @@ class Objective:
         by_sequence = self.loss.aggregation == "sequence_mean"
         counts: Counter[str] = Counter()
         for sample in samples:
-            counts[sample.domain] += bool(sample.num_loss_tokens) if by_sequence else sample.num_loss_tokens
+            counts[sample.domain] += bool(sample.num_loss_tokens) if by_sequence else self._num_counting([sample])
         total = len(samples) if by_sequence else counts.total()
         # A domain that a teacher names and the data does not have needs no share.
         shares = [budget.get(domain, 0.0) for domain in domains]
         factors = domain_factors([counts[domain] for domain in domains], shares, total=total)
         return to_device(torch.tensor(factors), device=self._layout.device)
+
+    def num_loss_tokens(self, plan: MicroBatchPlan) -> int:
+        """Return how many of a plan's loss tokens count, over all ranks: the denominator of ``token_mean``."""
+        if self._largest is None:
+            return plan.num_loss_tokens
+        return self._num_counting(sample for rank in plan.micro_batches for batch in rank for sample in batch)
+
+    def _num_counting(self, samples: Iterable[SampleMeta]) -> int:
+        lengths = (sample.num_loss_tokens for sample in samples)
+        return sum(lengths) if self._largest is None else total_chosen(lengths, self._largest.share)
 
     def new_sums(
         self, *, diagnostics: bool, domain_factors: Tensor | None = None, own_samples: bool = True, **sizes: int
@@ -185,6 +203,7 @@ class Objective:
         ]
         if isinstance(self.loss, TopKLossConfig):
             names += ["student_mass", "clamped", "tail_floored"]
+            names += ["divergence", "task_loss"] if self.loss.task_reward_weight else []
         elif isinstance(self.loss, KLLossConfig):
             names += ["clamped"]
         else:
@@ -192,6 +211,8 @@ class Objective:
         if self._correction is not None:
             names += ["rollout_kl"] + ([] if isinstance(self.loss, PolicyGradientConfig) else ["correction_weight"])
             names += [] if self._correction.sequence is None else [MASKED_SEQUENCES]
+        if self._largest is not None:
+            names += [CHOSEN, "score", "chosen_score"]
         if diagnostics:
             # The sampled losses do not read the teacher's top-k; the student's mass on it takes a pass by itself.
             names += DIAGNOSTICS if isinstance(self.loss, TopKLossConfig) else (*DIAGNOSTICS, "student_mass")
@@ -208,7 +229,7 @@ class Objective:
             num_loss_tokens=sums.num_loss_tokens,
             num_samples=sums.num_samples,
             sample_index=rows.samples,
-            sample_loss_tokens=rows.num_loss_tokens,
+            sample_loss_tokens=self._counts(rows),
         )
         if sums.domain_factors is not None:
             weights = weights * sums.domain_factors[rows.domains][rows.samples]
@@ -217,19 +238,29 @@ class Objective:
             flat["teacher_weights"] = self._teacher_weights[rows.domains][rows.samples]
         own = self._linear_head(rows.loss_rows)
 
-        def masked(current_R: Tensor) -> Tensor:
-            return self._masked_sequences(own.spread(current_R, head.hidden).flatten(), rows)
+        def over_responses(name: str, per_row_R: Tensor) -> Tensor:
+            return self._over_responses(name, own.spread(per_row_R, head.hidden).flatten(), rows)
 
-        if MASKED_SEQUENCES in sums.names and self._rows_at_once(own, head) < own.num_rows(head.hidden):
-            # A response's rows come in several pieces, and the first already needs to know whether the response counts:
-            # an extra forward pass over the head tells.
+        at_once = self._rows_at_once(own, head)
+        if at_once < own.num_rows(head.hidden):
+            # A response's rows come in several pieces, and the first already needs to know which responses and tokens
+            # count: an extra forward pass over the head tells.
             with torch.no_grad():
-                current = self.logprobs(head, rows.targets, temperature=self.loss.temperature, index=rows.loss_rows)
-            flat[MASKED_SEQUENCES] = self._masked_sequences(current, rows)
-        row_loss = partial(self._losses_and_columns, flat, masked, diagnostics=DIAGNOSTICS[0] in sums.names)
-        loss, columns = linear_loss(head.hidden, head.weight, row_loss, own, self._rows_at_once(own, head))
+                if self._largest is not None:
+                    look = partial(self._look_at, flat)
+                    _, seen = linear_loss(head.hidden, head.weight, look, own, at_once)
+                    flat |= {name: value.flatten() for name, value in seen.items()}
+                    flat[CHOSEN] = self._over_responses(CHOSEN, flat["score"], rows)
+                if MASKED_SEQUENCES in sums.names:
+                    current = flat.get("student_logprobs")
+                    if current is None:
+                        where = rows.loss_rows
+                        current = self.logprobs(head, rows.targets, temperature=self.loss.temperature, index=where)
+                    flat[MASKED_SEQUENCES] = self._over_responses(MASKED_SEQUENCES, current, rows)
+        row_loss = partial(self._losses_and_columns, flat, over_responses, diagnostics=DIAGNOSTICS[0] in sums.names)
+        loss, columns = linear_loss(head.hidden, head.weight, row_loss, own, at_once)
         columns = {name: value.flatten() for name, value in columns.items()}
-        sums.add(rows, {"num_tokens": rows.loss_mask, "weight": weights} | columns)
+        sums.add(rows, {"num_tokens": rows.loss_mask, "weight": weights * columns.get(CHOSEN, 1)} | columns)
         if head.hidden.requires_grad:
             part = self._layout.tp_rank if self._layout.sequence_parallel else 0
             head.hidden.register_hook(lambda gradient: sums.add_gradient(rows, gradient, part=part))
@@ -272,28 +303,39 @@ class Objective:
             )
         return at_once
 
-    def _masked_sequences(self, current: Tensor, rows: LossRows) -> Tensor:
-        """Return [T]: 1 / (its loss tokens) in each row of a response that the sequence mask leaves out, so that its
-        loss rows add up to 1 and the sum counts responses; 0 elsewhere. ``current`` [T] are the student's log-probs of
-        the sampled tokens."""
+    def _counts(self, rows: LossRows) -> Tensor:
+        """Return how many tokens of each sample count [n]."""
+        return rows.num_loss_tokens if self._largest is None else num_chosen(rows.num_loss_tokens, self._largest.share)
+
+    def _over_responses(self, name: str, per_row: Tensor, rows: LossRows) -> Tensor:
+        """Return what is decided over whole responses, [T], from a number of each row.
+
+        ``CHOSEN``, from the score: whether the row counts. ``MASKED_SEQUENCES``, from the student's log-probs of the
+        sampled tokens: 1 / (its loss tokens) in each row of a response that the sequence mask leaves out, so that its
+        loss rows add up to 1 and the sum counts responses; 0 elsewhere.
+        """
+        group = self._layout.cp_group if self._layout.cp_size > 1 else None
+        if name == CHOSEN:
+            counts = self._counts(rows)
+            return largest_rows(per_row, rows.loss_mask, rows.samples, counts, numbers=rows.numbers, group=group)
         assert self._correction is not None and self._correction.sequence is not None
         bounds = self._correction.sequence
         kept = kept_sequences(
-            current,
+            per_row,
             rows.fields["rollout_logprobs"],
             rows.loss_mask,
             low=bounds.low,
             high=bounds.high,
             sample_index=rows.samples,
             num_samples=len(rows.domains),
-            group=self._layout.cp_group if self._layout.cp_size > 1 else None,
+            group=group,
         )
         return torch.where(kept, 0.0, 1 / rows.num_loss_tokens.clamp_min(1).double())[rows.samples]
 
     def _losses_and_columns(
         self,
         data: Mapping[str, Tensor],
-        masked: Callable[[Tensor], Tensor],
+        over_responses: Callable[[str, Tensor], Tensor],
         logits: Tensor,
         rows: Rows,
         *,
@@ -301,17 +343,27 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted losses [R] of some rows and their metrics, from their logits [R, V/tp].
 
-        Backward overwrites the logits with their gradient. ``masked`` is called only if ``data`` does not say which
-        responses the loss leaves out; ``rows`` are then all rows.
+        Backward overwrites the logits with their gradient. ``over_responses`` is called only if ``data`` does not say
+        which responses and tokens count; ``rows`` are then all rows.
         """
         own = {name: rows.of(value) for name, value in data.items()}
         columns = self._diagnostics(logits, own) if diagnostics else {}
+        seen: dict[str, Tensor] = {}
+        if self._largest is not None:
+            if CHOSEN not in own:
+                own |= self._look(logits, own)
+                own[CHOSEN] = rows.of(over_responses(CHOSEN, own["score"]))
+            own["weights"] = own["weights"] * own[CHOSEN]
+            seen = {name: own[name] for name in SEEN}
+            columns |= {CHOSEN: own[CHOSEN], "chosen_score": seen["score"] * own[CHOSEN]}
         loss, metrics = self._loss_rows(logits, own)
+        metrics |= seen
         current = metrics["student_logprobs"]
         if self._correction is not None:
             metrics["rollout_kl"] = own["rollout_logprobs"].double() - current
             if self._correction.sequence is not None:
-                part = own[MASKED_SEQUENCES] if MASKED_SEQUENCES in own else rows.of(masked(current))
+                part = own.get(MASKED_SEQUENCES)
+                part = rows.of(over_responses(MASKED_SEQUENCES, current)) if part is None else part
                 kept = (part == 0).to(loss.dtype)  # a factor: torch.where would hide a loss that is not finite
                 loss = loss * kept
                 metrics |= {MASKED_SEQUENCES: part, "unweighted_loss": metrics["unweighted_loss"] * kept}
@@ -319,11 +371,35 @@ class Objective:
         columns |= {"teacher_mass": _over_teachers(own, own["teacher_logprobs"].exp().sum(-1))} | metrics
         columns |= {
             "loss": metrics["unweighted_loss"],
+            "divergence": metrics["unweighted_loss"] - metrics.get("task_loss", 0),
             "weighted_loss": loss.detach(),
             "k1": k1,
             "k3": torch.expm1(-k1) + k1,
         }
         return loss, columns
+
+    def _look_at(self, data: Mapping[str, Tensor], logits: Tensor, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return ``_look`` at some rows, as ``linear_loss`` wants it."""
+        seen = self._look(logits, {name: rows.of(value) for name, value in data.items()})
+        return seen["score"], seen
+
+    @torch.no_grad()
+    def _look(self, logits: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``SEEN`` of rows, before it is known which of them count: one pass over the logits more."""
+        assert self._largest is not None
+        by_entropy = self._largest.largest == "student_entropy"
+        _, metrics = parallel_topk_distill(
+            logits.detach(),
+            own["teacher_ids"],
+            own["teacher_logprobs"],
+            teacher_weights=own.get("teacher_weights"),
+            target=own["targets"],
+            with_entropy=by_entropy,
+            loss_weight=own["weights"],
+            **self._options,
+        )
+        metrics["score"] = metrics["entropy" if by_entropy else "unweighted_loss"]
+        return {name: metrics[name] for name in SEEN}
 
     def _diagnostics(self, logits: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the expensive metrics [R], without gradient."""
@@ -343,6 +419,10 @@ class Objective:
         """Return weighted losses [R] and metrics [R] from the loss's own function."""
         loss = self.loss
         options = {**self._options, "loss_weight": own["weights"], "overwrite_input": logits.requires_grad}
+        if self._correction is not None and self._correction.of_tokens is not None:
+            options |= {"rollout_logprobs": own["rollout_logprobs"], "correction": self._correction.of_tokens}
+        if not isinstance(loss, KLLossConfig) and loss.task_reward_weight:
+            options |= {"task_advantage": own["task_advantage"], "task_reward_weight": loss.task_reward_weight}
         if isinstance(loss, TopKLossConfig):
             return parallel_topk_distill(
                 logits,
@@ -359,8 +439,6 @@ class Objective:
                 **options,
             )
         teacher = own["teacher_token_logprobs"]
-        if self._correction is not None and self._correction.of_tokens is not None:
-            options |= {"rollout_logprobs": own["rollout_logprobs"], "correction": self._correction.of_tokens}
         if isinstance(loss, KLLossConfig):
             return parallel_sampled_kl(
                 logits, own["targets"], teacher, loss.type, loss_max_clamp=loss.loss_max_clamp, **options
@@ -372,8 +450,6 @@ class Objective:
             logits,
             own["targets"],
             teacher,
-            task_advantage=own["task_advantage"] if loss.task_reward_weight else None,
-            task_reward_weight=loss.task_reward_weight,
             old_logprobs=own["rollout_logprobs"] if loss.old_logprobs == "rollout" else None,
             clip_ratio_low=loss.clip_ratio_low,
             clip_ratio_high=loss.clip_ratio_high,

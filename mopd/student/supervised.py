@@ -24,7 +24,8 @@ class CrossEntropy(Objective):
 
     def __init__(self, loss: Loss, layout: Layout, **options: Any) -> None:
         """Set up, as ``Objective``; ``loss`` is the recipe's."""
-        super().__init__(TopKLossConfig(top_k=1, tail="none", aggregation=loss.aggregation), layout, **options)
+        certain = TopKLossConfig(top_k=1, tail="none", aggregation=loss.aggregation, domain_budget=loss.domain_budget)
+        super().__init__(certain, layout, **options)
 
     def new_sums(
         self, *, diagnostics: bool, domain_factors: Tensor | None = None, own_samples: bool = False, **sizes: int

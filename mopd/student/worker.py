@@ -131,7 +131,7 @@ class StudentWorker:
             diagnostics=diagnostics,
             domain_factors=factors,
             own_samples=kind == "on_policy",
-            num_loss_tokens=plan.num_loss_tokens,
+            num_loss_tokens=objective.num_loss_tokens(plan),
             **sizes,
         )
 

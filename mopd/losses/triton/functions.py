@@ -107,8 +107,8 @@ class TritonTopK(torch.autograd.Function):
         if grad_loss is None:
             return (None,) * 6
         ctx.call.refuse_second_backward(ctx)
-        inp, *saved, target = ctx.saved_tensors
-        return (_gradient(ctx.call, inp, *saved, grad_loss, target), *[None] * 5)
+        inp, sorted_ids, entry, row_data, runs, target = ctx.saved_tensors
+        return (_gradient(ctx.call, inp, sorted_ids, entry, row_data, runs, grad_loss, target), *[None] * 5)
 
 
 def _solve(

@@ -59,13 +59,16 @@ WIDE_PIPELINES = {
 ENSEMBLES = {"ensemble": "default", "ensemble_k2": "k2"}
 """Cases in which one domain has two teachers, with their losses."""
 HEAD_CASES = {
-    "one": [*((loss, "tied") for loss in ("default", "k2", "policy_gradient", "ensemble")), ("default", "untied")],
+    "one": [
+        *((loss, "tied") for loss in ("default", "k2", "policy_gradient", "task", "ensemble")),
+        ("default", "untied"),
+    ],
     **{name: [("policy_gradient", "tied"), ("default", "untied")] for name in TWO_RANK_LAYOUTS},
 }
 """Loss, and whether the embeddings are tied, by layout."""
 PACKING = (True, False)
 SUPERVISED: Results = {"objective": "sft_on_teacher", "steps": 1}
-OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient", "domain_budget", "domain_mean")
+OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient", "domain_budget", "domain_mean", "task", "largest")
 TIMEOUT_S = 3600
 
 

@@ -26,6 +26,7 @@ def cases_of(layout: dict[str, Any], latent_model: str) -> Cases:
             f"masked_sequences/{form}": {
                 **layout, "packing": packing, "loss": "policy_gradient", "steps": 1, "logprobs": True
             },
+            f"largest_tokens/{form}": {**few, "packing": packing, "loss": "task"},
             f"sequence_mean/{form}": {**few, "packing": packing, "loss": "reverse"},
             f"latent/{form}": {**few, "packing": packing, "model": latent_model, "moe": _BALANCE},
         }  # fmt: skip

@@ -26,6 +26,7 @@ from mopd.config.data import DataConfig, ValidationConfig
 from mopd.config.groups import TeacherConfig
 from mopd.config.losses import (
     KLLossConfig,
+    LargestTokensConfig,
     MismatchCorrectionConfig,
     PolicyGradientConfig,
     SequenceMaskConfig,
@@ -68,6 +69,14 @@ LOSSES = {
         # Some responses of the samples are within these bounds, others on either side.
         correction=MismatchCorrectionConfig(type="icepop", sequence=SequenceMaskConfig(low=0.7, high=3.2)),
     ),
+    "task": TopKLossConfig(
+        top_k=TOP_K,
+        task_reward_weight=0.5,
+        aggregation="sequence_mean",
+        correction=MismatchCorrectionConfig(type="icepop", sequence=SequenceMaskConfig(low=0.7, high=3.2)),
+        tokens=LargestTokensConfig(largest="student_entropy", share=0.5),
+    ),
+    "largest": KLLossConfig(type="k2", top_k=TOP_K, tokens=LargestTokensConfig(largest="divergence", share=0.3)),
 }
 
 

@@ -138,6 +138,17 @@ def test_shares_of_a_step_stand_beside_their_targets() -> None:
     }  # fmt: skip
 
 
+def test_means_are_over_the_tokens_that_count_where_not_all_do() -> None:
+    """Of what is known of all tokens, over all of them."""
+    batch = Batch(samples=(sample(1, "math", 8),))
+    sums = {"loss": 6.0, "weighted_loss": 2.0, "k1": 4.0, "loss_tokens": 2.0, "score": 10.0, "chosen_score": 7.0}
+    metrics = merge_step(
+        4, batch=batch, sums={"math": DomainSums(num_tokens=8, sums=sums)}, values={}, timings={}
+    ).values
+    wanted = {"loss": 3.0, "kl_k1": 0.5, "loss_tokens_share": 0.25, "token_score": 1.25, "chosen_score_share": 0.7}
+    assert {name: metrics[f"{name}/math"] for name in wanted} == wanted
+
+
 def test_what_counts_samples_is_a_share_of_samples() -> None:
     batch = Batch(samples=(sample(1, "math", 6), sample(2, "math", 2), sample(3, "code", 4)))
     sums = {"loss": 1.0, "weighted_loss": 0.1, "masked_sequences": 1.0}

@@ -179,6 +179,14 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
             "loss={type: policy_gradient, correction: {type: tis, sequence: {low: 1.2}}}",
             "loss.correction.sequence.high is 1.1 and low is 1.2: set high above low",
         ),
+        (
+            "loss.correction={type: tis}",
+            "loss.correction is set, but topk_forward_kl without task_reward_weight takes samples of any policy:",
+        ),
+        ("loss.tokens={largest: divergence}", "missing key loss.tokens.share"),
+        ("loss.tokens={largest: divergence, share: 0}", "loss.tokens.share is 0.0: set a number in (0, 1]"),
+        ("loss.tokens={largest: margin, share: 0.5}", "loss.tokens.largest: expected one of"),
+        ("loss.tokens=half", "loss.tokens: expected"),
     ],
 )
 def test_refusals_name_file_path_and_cure(write: Write, override: str, line: str) -> None:
@@ -196,11 +204,20 @@ def test_refusals_name_the_line_of_the_file_that_holds_the_key(write: Write) -> 
     assert cross.startswith("recipe.yaml:12: loss.type 'k2' estimates")
 
 
-@pytest.mark.parametrize("loss", ["k2", "k3", "k3_reverse", "policy_gradient"])
-def test_old_samples_of_a_sampled_loss_need_a_correction(write: Write, loss: str) -> None:
-    stale = ["schedule.max_staleness=2", f"loss.type={loss}"]
+TASK = ["loss.task_reward_weight=0.5", "rollout.samples_per_prompt=2", "rewards.default={type: exact_match}"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        *(([f"loss.type={name}"], f"loss.type '{name}'") for name in ("k2", "k3", "k3_reverse", "policy_gradient")),
+        (TASK, "loss.task_reward_weight 0.5"),
+    ],
+)
+def test_old_samples_of_a_sampled_loss_need_a_correction(write: Write, loss: list[str], what: str) -> None:
+    stale = ["schedule.max_staleness=2", *loss]
     assert refusal(write(), *stale) == (
-        f"recipe.yaml (override): schedule.max_staleness is 2, but loss.type '{loss}' estimates an expectation over "
+        f"recipe.yaml (override): schedule.max_staleness is 2, but {what} estimates an expectation over "
         "the current student's own samples and loss.correction is absent: set it, for example loss.correction: {type: "
         "icepop}, or schedule.max_staleness: 0"
     )

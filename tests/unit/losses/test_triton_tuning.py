@@ -125,6 +125,12 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_task_advantage_compiles_without_spills(tmp_path: Path) -> None:
+    for kernel in machine_code(tmp_path, "--case", "task", "--kernel=loss_kernel", "--kernel=fixup_kernel").values():
+        assert kernel["spilled_bytes"] == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["shard", "odd", "fp32"])
 def test_every_width_is_read_by_16_bytes(case: str, tmp_path: Path) -> None:
     """A shard, rows that begin anywhere, fp32: the passes over the logits load and store whole groups at once."""

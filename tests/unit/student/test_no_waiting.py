@@ -42,6 +42,7 @@ BALANCE = {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001, "moe_router_lo
 CASES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_in_chunks": {"head_mib": 1, "wide": True},
+    "qwen3_largest_tokens": {"loss": "task"},
     "qwen3_recompute": {"recompute": "full"},
     "qwen3_k2": {"loss": "k2"},
     "qwen3_policy_gradient": {"loss": "policy_gradient"},

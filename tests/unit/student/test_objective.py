@@ -7,15 +7,17 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from mopd.base.types import SampleMeta, UserError
+from mopd.base.types import MicroBatchPlan, SampleMeta, UserError
 from mopd.config.losses import (
     KLLossConfig,
+    LargestTokensConfig,
+    Loss,
     MismatchCorrectionConfig,
     PolicyGradientConfig,
     SequenceMaskConfig,
@@ -42,8 +44,16 @@ LISTED = -2.0
 """Log-prob of every id that the teacher lists."""
 
 
-def losses(correction: MismatchCorrectionConfig) -> dict[str, KLLossConfig | PolicyGradientConfig]:
+TOKENS: dict[str, Any] = {
+    "all": "all",
+    "entropy": LargestTokensConfig(largest="student_entropy", share=0.5),
+    "divergence": LargestTokensConfig(largest="divergence", share=0.3),
+}
+
+
+def losses(correction: MismatchCorrectionConfig) -> dict[str, Loss]:
     return {
+        "topk with a task": TopKLossConfig(top_k=K, task_reward_weight=0.5, correction=correction),
         **{name: KLLossConfig(type=name, correction=correction) for name in ("k2", "k3", "k3_reverse")},
         **{
             f"policy_gradient {baseline}": PolicyGradientConfig(
@@ -68,36 +78,51 @@ def problem() -> dict[str, Tensor]:
     noise -= (noise * loss_mask).sum(0) / loss_mask.sum(0)
     rollout = (current + noise + torch.where(torch.arange(B) % 2 == 0, 0.3, 0.0)).float()
     teacher = (current + torch.randn(S, B, generator=generator)).float()
+    advantage = torch.randn(B, generator=generator).expand(S, B)
     return {
         "hidden": hidden, "weight": weight, "targets": targets, "loss_mask": loss_mask, "rollout": rollout,
-        "teacher": teacher,
+        "teacher": teacher, "advantage": advantage,
     }  # fmt: skip
 
 
-def by_definition(problem: Mapping[str, Tensor], loss: KLLossConfig | PolicyGradientConfig) -> dict[str, Tensor]:
+def by_definition(problem: Mapping[str, Tensor], loss: Loss) -> dict[str, Tensor]:
     """In float64 under autograd, response by response and token by token."""
     hidden, weight = (problem[name].double().requires_grad_() for name in ("hidden", "weight"))
     correction, mask = loss.correction, problem["loss_mask"]
     assert correction is not None
-    total, num_masked, rollout_kl = torch.zeros((), dtype=torch.float64), 0, 0.0
+    total, num_masked, rollout_kl, k1 = torch.zeros((), dtype=torch.float64), 0, 0.0, 0.0
+    counts = [int(n) for n in mask.sum(0)]
+    if loss.tokens != "all":
+        counts = [math.ceil(loss.tokens.share * n) for n in counts]
     for b in range(B):
         rows = [s for s in range(S) if mask[s, b]]
         all_log_p = [torch.log_softmax(weight @ hidden[s, b], 0) for s in rows]
         log_p = [log_p[problem["targets"][s, b]] for log_p, s in zip(all_log_p, rows, strict=True)]
         ratios = [math.exp(p.item() - float(problem["rollout"][s, b])) for p, s in zip(log_p, rows, strict=True)]
         rollout_kl -= sum(map(math.log, ratios))
+        k1 += sum(p.item() - float(problem["teacher"][s, b]) for p, s in zip(log_p, rows, strict=True))
+        scores = [0.0] * len(rows)
+        if loss.tokens != "all":
+            by_entropy = loss.tokens.largest == "student_entropy"
+            scores = [-float(x @ x.exp()) if by_entropy else float(lists_to(x.exp())) for x in all_log_p]
+        chosen = sorted(range(len(rows)), key=lambda i: -scores[i])[: counts[b]]
         if correction.sequence is not None:
             mean = math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
             if not correction.sequence.low <= mean <= correction.sequence.high:
                 num_masked += 1
                 continue
-        for p, every, ratio, s in zip(log_p, all_log_p, ratios, rows, strict=True):
+        for i in chosen:
+            p, every, ratio, s = log_p[i], all_log_p[i], ratios[i], rows[i]
             delta = p - problem["teacher"][s, b].double()
             if isinstance(loss, PolicyGradientConfig) and loss.baseline == "kl":
                 delta = delta - kl_to_lists(every.detach().exp())
             inside = correction.low <= ratio <= correction.high
             token = {"none": 1.0, "tis": min(ratio, correction.high), "icepop": ratio if inside else 0.0}
-            share = 1 / (B * len(rows)) if loss.aggregation == "sequence_mean" else 1 / int(mask.sum())
+            share = 1 / (B * counts[b]) if loss.aggregation == "sequence_mean" else 1 / sum(counts)
+            if isinstance(loss, TopKLossConfig):
+                task = -0.5 * token[correction.type] * float(problem["advantage"][s, b])
+                total = total + share * (lists_to(every.exp()) + task * (1 + p - p.detach()))
+                continue
             k3 = torch.exp(-delta) - 1 + delta
             value = {
                 "k2": delta**2 / 2,
@@ -107,8 +132,15 @@ def by_definition(problem: Mapping[str, Tensor], loss: KLLossConfig | PolicyGrad
             }[loss.type]
             total = total + share * token[correction.type] * value
     grads = torch.autograd.grad(total, (hidden, weight))
-    numbers = {"masked": torch.tensor(num_masked), "rollout_kl": torch.tensor(rollout_kl)}
+    numbers = {"masked": torch.tensor(num_masked), "rollout_kl": torch.tensor(rollout_kl), "k1": torch.tensor(k1)}
+    numbers["loss_tokens"] = torch.tensor(sum(counts))
     return {"loss": total.detach(), "hidden": grads[0], "weight": grads[1], **numbers}
+
+
+def lists_to(p: Tensor) -> Tensor:
+    """Return the KL from the lists of ``loss_rows`` and one bucket to p [V]."""
+    rest = 1 - K * math.exp(LISTED)
+    return math.exp(LISTED) * (LISTED - p[:K].log()).sum() + rest * (math.log(rest) - p[K:].sum().log())
 
 
 def kl_to_lists(p: Tensor) -> float:
@@ -119,7 +151,9 @@ def kl_to_lists(p: Tensor) -> float:
     return inside + rest * math.log(rest / (1 - q))
 
 
-def loss_rows(loss_mask: Tensor, targets: Tensor, teacher: Tensor, rollout: Tensor) -> LossRows:
+def loss_rows(
+    loss_mask: Tensor, targets: Tensor, teacher: Tensor, rollout: Tensor, advantage: Tensor | None = None
+) -> LossRows:
     """Rows of right-padded sequences, all [S, B], in three domains; the teacher lists the same ids everywhere."""
     num = loss_mask.shape[1]
     return LossRows(
@@ -135,27 +169,43 @@ def loss_rows(loss_mask: Tensor, targets: Tensor, teacher: Tensor, rollout: Tens
             "teacher_logprobs": torch.full((loss_mask.numel(), K), LISTED),
             "teacher_token_logprobs": teacher.flatten(),
             "rollout_logprobs": rollout.flatten(),
+            "task_advantage": (torch.zeros(loss_mask.shape) if advantage is None else advantage).flatten(),
         },
     )
 
 
 def evaluate(objective: Objective, lm_head: LMHead, rows: LossRows) -> tuple[Sums, Tensor]:
-    sizes = {"num_samples": len(rows.domains), "num_loss_tokens": int(rows.loss_mask.sum())}
+    counts = enumerate(rows.num_loss_tokens.tolist())
+    metas = [
+        SampleMeta(sample_id=i, domain="", weight_version=0, prompt_length=1, response_length=n, num_loss_tokens=n)
+        for i, n in counts
+    ]
+    plan = MicroBatchPlan(
+        micro_batches=((tuple(metas),),), num_loss_tokens=int(rows.loss_mask.sum()), num_samples=len(metas)
+    )
+    sizes = {"num_samples": len(rows.domains), "num_loss_tokens": objective.num_loss_tokens(plan)}
     sums = objective.new_sums(num_domains=3, diagnostics=False, **sizes)
     return sums, objective(lm_head, rows=rows, sums=sums)
 
 
 @pytest.mark.parametrize("budget_mib", [64, 1])
 @pytest.mark.parametrize("kind", CORRECTIONS)
-@pytest.mark.parametrize("name", ["k2", "k3", "k3_reverse", *(f"policy_gradient {one}" for one in BASELINES)])
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        *((name, "all") for name in ("k2", "k3", "k3_reverse", *(f"policy_gradient {one}" for one in BASELINES))),
+        *(("topk with a task", tokens) for tokens in TOKENS),
+        *(("policy_gradient kl", tokens) for tokens in ("entropy", "divergence")),
+    ],
+)
 def test_equals_the_definition(
-    layout: Layout, problem: dict[str, Tensor], name: str, kind: str, budget_mib: int
+    layout: Layout, problem: dict[str, Tensor], name: str, tokens: str, kind: str, budget_mib: int
 ) -> None:
-    loss = losses(CORRECTIONS[kind])[name]
+    loss = replace(losses(CORRECTIONS[kind])[name], tokens=TOKENS[tokens])
     objective = Objective(loss, layout, true_vocab_size=VOCAB, lm_head_memory_budget_mib=budget_mib)
     hidden, weight = (problem[name].clone().requires_grad_() for name in ("hidden", "weight"))
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
-    rows = loss_rows(problem["loss_mask"], problem["targets"], problem["teacher"], problem["rollout"])
+    rows = loss_rows(*(problem[part] for part in ("loss_mask", "targets", "teacher", "rollout", "advantage")))
     assert "rollout_logprobs" in objective.field_names
     sums, value = evaluate(objective, LMHead(hidden, weight), rows)  # type: ignore[arg-type]
     value.backward()
@@ -164,10 +214,15 @@ def test_equals_the_definition(
     torch.testing.assert_close(value.detach().double(), expected["loss"], rtol=1e-5, atol=1e-7)
     for got, wanted in ((hidden.grad, expected["hidden"]), (weight.main_grad, expected["weight"])):  # type: ignore[attr-defined]
         assert got is not None
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))
+        least = 1e-5 if isinstance(loss, TopKLossConfig) else 1e-6  # sums over all columns, not the sampled token's
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=least * float(wanted.abs().max()))
     columns = dict(zip(sums.names, sums._totals.T, strict=True))
     assert columns["weighted_loss"].sum().item() == pytest.approx(value.item(), rel=1e-6)
     assert columns["rollout_kl"].sum().item() == pytest.approx(float(expected["rollout_kl"]), rel=1e-5)
+    assert columns["k1"].sum().item() == pytest.approx(float(expected["k1"]), rel=1e-5)  # of all tokens
+    if tokens != "all":
+        assert columns["loss_tokens"].sum().item() == int(expected["loss_tokens"]) < columns["num_tokens"].sum().item()
+        assert 0 < columns["chosen_score"].sum() < columns["score"].sum()
     if loss.correction is not None and loss.correction.sequence is not None:
         assert columns["masked_sequences"].sum().item() == pytest.approx(float(expected["masked"])) == 3
     else:
