@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mopd.base.files.reading import shown_path
 from mopd.base.hardware import node_name
@@ -25,7 +25,9 @@ from mopd.config.placements import RegisteredConfig
 from mopd.config.reading.tree import dotted
 from mopd.launch.checks.inputs import check_model_folder
 from mopd.launch.failure import close_standard_input
+from mopd.launch.node import Place, add_node_arguments, node_of_step, place_of
 from mopd.launch.preparing import prepare
+from mopd.launch.together import together
 from mopd.placement.engine_file import EngineFile, is_engine_file, read_engine_file, rollout_file, teacher_file
 from mopd.placement.process import become_server, check_interpreter
 from mopd.report.run_files import RunFiles
@@ -33,10 +35,15 @@ from mopd.serving.address import Address, is_any_address
 from mopd.serving.registration import Registrar
 
 if TYPE_CHECKING:
+    from mopd.engines.interface import EngineNode
     from mopd.serving.host import EngineHost
 
 ABOUT = "one engine of a recipe behind HTTP"
-EXAMPLES = "example: mopd serve my.yaml --teacher math --port 8000"
+EXAMPLES = """\
+examples:
+  mopd serve my.yaml --teacher math --port 8000
+  mopd serve my.yaml --teacher large --nnodes 2 --node-rank 1 --rdzv-endpoint 10.0.0.1:29500   the second half of one
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ready-file", type=Path, metavar="FILE", help="written when the server answers: url and pid")
     register = "the folder replicas of a run, which takes the server in; it makes its own secret"
     parser.add_argument("--register", type=Path, metavar="FOLDER", help=register)
+    add_node_arguments(parser)
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -71,15 +79,23 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         if args.register is not None:
             _require_registered(loaded, *_group(loaded, args))
     address = Address(host=args.host, port=args.port, token_file=args.token_file, ready_file=args.ready_file)
+    step = node_of_step()
+    if step is not None and args.nnodes == step[0] and "--node-rank" not in arguments:
+        args.node_rank = step[1]
+    place = place_of(args)
     if loaded is not None:
-        _go_over(loaded, *_group(loaded, args), file, address, args.register)
+        _go_over(loaded, *_group(loaded, args), file, address, args.register, place)
+    check_model_folder(file.model, where)
+    if not place.is_first:
+        return together(place, _facts(file), partial(_hold_workers, file))
     registrar = None if args.register is None else _registrar(args, file)
     token = address.read_token() if registrar is None else registrar.token
-    check_model_folder(file.model, where)
     with address.listen() as listener:
         if registrar is not None and is_any_address(listener):
             raise UserError(f"--host {args.host} is no address that a run could call: name this machine's own")
-        return _serve(file, address, listener, token, registrar)
+        serve = partial(_serve, file, address, listener, token, registrar)
+        leave = (lambda: None) if registrar is None else registrar.end
+        return together(place, _facts(file), serve, leave) if place.num_nodes > 1 else serve(None)
 
 
 def _group(loaded: Loaded, args: argparse.Namespace) -> tuple[Sequence[str], EngineGroupConfig]:
@@ -97,6 +113,7 @@ def _go_over(
     file: EngineFile,
     address: Address,
     register: Path | None,
+    place: Place,
 ) -> None:
     """Go over to the interpreter that a registered group names."""
     placement = group.placement
@@ -106,6 +123,9 @@ def _go_over(
     files = {"--token-file": address.token_file, "--ready-file": address.ready_file, "--register": register}
     options = [f"{name}={path}" for name, path in files.items() if path is not None]
     options += [f"--host={address.host}", f"--port={address.port}"]
+    if place.num_nodes > 1:
+        endpoint = f"[{place.host}]:{place.port}" if ":" in place.host else f"{place.host}:{place.port}"
+        options += [f"--nnodes={place.num_nodes}", f"--node-rank={place.node_rank}", f"--rdzv-endpoint={endpoint}"]
     become_server(placement.python, json.dumps(file.to_json()), options)
 
 
@@ -129,8 +149,35 @@ def _registrar(args: argparse.Namespace, file: EngineFile) -> Registrar:
     return Registrar(args.register, key, host=node_name())
 
 
+def _facts(file: EngineFile) -> dict[str, Any]:
+    """Return what all nodes of a replica must agree on, by the name that a person knows."""
+    from mopd.run.manifests import glimpse
+
+    return {**asdict(file), **{f"{file.model}: {name}": text for name, text in glimpse(Path(file.model)).items()}}
+
+
+def _log_to_terminal(file: EngineFile) -> None:
+    logging.basicConfig(level=logging.WARNING, format=f"{file.label}: %(message)s", force=True)
+    logging.getLogger("mopd").setLevel(logging.INFO)
+    close_standard_input()
+
+
+def _hold_workers(file: EngineFile, node: EngineNode) -> int:
+    """Hold the workers of a node that is not its replica's first: they end with an error, or this process does."""
+    from mopd.placement.engine_loading import start_host
+
+    _log_to_terminal(file)
+    asyncio.run(start_host(file, node))
+    return 0
+
+
 def _serve(
-    file: EngineFile, address: Address, listener: socket.socket, token: str | None, registrar: Registrar | None
+    file: EngineFile,
+    address: Address,
+    listener: socket.socket,
+    token: str | None,
+    registrar: Registrar | None,
+    node: EngineNode | None,
 ) -> int:
     """Load the engine, serve on ``listener`` until SIGTERM or until the engine is dead; the exit code.
 
@@ -145,13 +192,11 @@ def _serve(
     from mopd.serving.request_checks import LOOPBACK_NAMES
     from mopd.serving.server import serve
 
-    logging.basicConfig(level=logging.WARNING, format=f"{file.label}: %(message)s", force=True)
-    logging.getLogger("mopd").setLevel(logging.INFO)
-    close_standard_input()
+    _log_to_terminal(file)
     manifest = asdict(make_manifest(Path(file.model), cache_file=hash_cache()))
 
     async def work() -> tuple[int, EngineHost]:
-        host = await start_host(file)
+        host = await start_host(file, node)
         served = Served(
             role=file.role,
             name=file.name,

@@ -72,7 +72,10 @@ class VllmEngineConfig(Checked):
     """Parameter and activation dtype, ``auto``: bfloat16 on CUDA, float32 without. Log-probs are fp32 whatever this
     is."""
     tensor_parallel_size: Processes = 1
-    """GPUs of one replica."""
+    """GPUs of one replica that share each layer."""
+    pipeline_parallel_size: Processes = 1
+    """Stages that share the layers of a teacher's replica, which has as many times ``tensor_parallel_size`` GPUs. With
+    ``placement: {type: registered}`` more of them than a node has are on several nodes (docs/teachers.md)."""
     gpu_memory_utilization: Share = 0.9
     """Share of each GPU's memory that one replica may take."""
     kv_cache_memory_bytes: Annotated[int, at_least(1, MAX_BYTES)] | None = None
@@ -92,6 +95,11 @@ class VllmEngineConfig(Checked):
     """Further arguments of vLLM's ``AsyncEngineArgs`` by name, as in ``{quantization: fp8, kv_cache_dtype: fp8,
     enable_expert_parallel: true}``; the installed version knows which there are. The run's ``manifest.json`` names
     them, as they may change scores. None that other keys set, and of the rollout none that changes its weights."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 SettledEngine = TorchEngineConfig | VllmEngineConfig
@@ -151,7 +159,7 @@ class EngineGroupConfig:
             if len(self.placement.gpus) != needed:
                 raise ValueError(
                     f"placement.gpus names {len(self.placement.gpus)} GPUs, but {self.replicas} replicas of "
-                    f"tensor_parallel_size {size} need {needed}: name {needed}"
+                    f"tensor_parallel_size x pipeline_parallel_size {size} need {needed}: name {needed}"
                 )
         if isinstance(self.placement, RegisteredConfig) and self.placement.min_replicas > self.replicas:
             raise ValueError(
@@ -164,8 +172,8 @@ class EngineGroupConfig:
     def _check_ray(self, placement: RayConfig, size: int) -> None:
         if 0 < placement.num_gpus < size:
             raise ValueError(
-                f"placement.num_gpus is {placement.num_gpus} but engine.tensor_parallel_size is {size}: "
-                f"set num_gpus: {size}"
+                f"placement.num_gpus is {placement.num_gpus} but engine.tensor_parallel_size x "
+                f"pipeline_parallel_size is {size}: set num_gpus: {size}"
             )
         can_sleep = not isinstance(self.engine, TorchEngineConfig) and placement.num_gpus > 0
         if placement.shared_pool is not None and not can_sleep:
@@ -177,7 +185,7 @@ class EngineGroupConfig:
     @property
     def gpus_per_replica(self) -> int:
         """GPUs of one replica, where there are any."""
-        return self.engine.tensor_parallel_size if isinstance(self.engine, VllmEngineConfig) else 1
+        return self.engine.num_gpus if isinstance(self.engine, VllmEngineConfig) else 1
 
     @property
     def shares_gpus(self) -> bool:

@@ -83,6 +83,11 @@ class RolloutConfig(EngineGroupConfig):
                 f"placement.shared_pool is {self.placement.shared_pool!r}: only teachers take turns; remove it"
             )
         self.check_group()
+        if isinstance(self.engine, VllmEngineConfig) and self.engine.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"engine.pipeline_parallel_size is {self.engine.pipeline_parallel_size}, but the weights of a rollout "
+                "go to tensor-parallel workers alone: remove it, and set tensor_parallel_size"
+            )
         if self.top_k != -1 and not 1 <= self.top_k <= MAX_COUNT:
             raise ValueError(f"top_k is {self.top_k}: set -1 (all) or a positive number up to {MAX_COUNT}")
         if isinstance(self.placement, ExternalConfig) and self.placement.protocol == "openai":

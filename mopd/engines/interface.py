@@ -89,6 +89,20 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineNode:
+    """One node of an engine that spans several. Node 0 answers; the others hold their share of its workers."""
+
+    num_nodes: int
+    node_rank: int
+    address: str
+    """Address of this node by which the others reach it."""
+    master_addr: str
+    """Address of node 0."""
+    master_port: int
+    """Free port there, where the workers meet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
     """An engine's description of itself: what a caller must know before it trusts the scores."""
 

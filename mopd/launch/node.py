@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from mopd.base.types import UserError
 from mopd.launch.failure import is_rank
+from mopd.placement.process import RUN_SECRET as RUN_SECRET
 
-RUN_SECRET = "MOPD_RUN_SECRET"
-"""Environment variable: a secret that signs the entries of the launchers' store."""
 LOOPBACK = "127.0.0.1"
 MAX_NODES = 4096
 RANK_DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

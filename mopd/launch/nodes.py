@@ -162,6 +162,14 @@ class Nodes:
             self._come("the end")
             self._wait_for(lambda: self._trouble or self._have_all_come("the end"), timeout_s, poll)
 
+    def tell(self, what: str) -> None:
+        """Tell the others once and for all."""
+        self._ask(lambda: self.store.set(f"told/{what}", "1"), None)
+
+    def was_told(self, what: str) -> bool:
+        """Return whether a node has told it."""
+        return self._has(f"told/{what}")
+
     def _come(self, where: str) -> None:
         self._ask(lambda: self.store.add(f"met/{where}", 1), 0)
 

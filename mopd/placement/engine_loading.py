@@ -13,7 +13,7 @@ import torch
 from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import EngineNode, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.placement.engine_file import EngineFile
 from mopd.serving.admission import ServerLimits
@@ -22,21 +22,27 @@ from mopd.serving.host import EngineHost, ThreadHost
 MAX_CONNECTIONS = 2048
 
 
-async def load_engine(file: EngineFile, device: torch.device | str) -> Any:
+async def load_engine(file: EngineFile, device: torch.device | str, node: EngineNode | None = None) -> Any:
     """A teacher with its weights, or a rollout that waits for the student's.
 
-    ``device`` is for ``torch`` engines; vLLM takes what it sees. ``UserError`` for a model that cannot be loaded.
+    ``device`` is for ``torch`` engines; vLLM takes what it sees. ``node`` is one of a vLLM teacher that spans several:
+    on others than the first this ends with their workers. ``UserError`` for a model that cannot be loaded.
     """
+    if node is not None and not (isinstance(file.engine, VllmEngineConfig) and file.role == "teacher"):
+        raise UserError(
+            f"--nnodes {node.num_nodes}: {file.name} is a {file.role} with engine.type {file.engine.type}, and only a "
+            "teacher's vllm engine spans nodes: start it on one node"
+        )
     if isinstance(file.engine, TorchEngineConfig):
         engine = TorchEngine.from_pretrained(
             file.model, file.engine, device, max_pixels=file.max_pixels, has_weights=file.role == "teacher"
         )
         engine.max_sequence = min(engine.max_sequence, file.longest_sequence)
         return engine
-    return await _start_vllm(file, file.engine)
+    return await _start_vllm(file, file.engine, node)
 
 
-async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig) -> Any:
+async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig, node: EngineNode | None) -> Any:
     try:
         from mopd.engines.vllm.engine import VllmEngine
     except ImportError as error:  # absent, of another version, or of another CUDA
@@ -50,7 +56,7 @@ async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig) -> Any:
         name: getattr(file, name) for name in ("startup_timeout_s", "max_pixels", "enable_sleep_mode")
     }
     if file.role == "teacher":
-        return await VllmEngine.start_teacher(file.model, cfg, max_logprobs=file.max_logprobs, **options)
+        return await VllmEngine.start_teacher(file.model, cfg, max_logprobs=file.max_logprobs, node=node, **options)
     sampling = SamplingParams(max_new_tokens=1, temperature=file.temperature, top_p=file.top_p, top_k=file.top_k)
     return await VllmEngine.start_rollout(file.model, cfg, sampling=sampling, **options)
 
@@ -62,9 +68,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-async def start_host(file: EngineFile) -> EngineHost:
+async def start_host(file: EngineFile, node: EngineNode | None = None) -> EngineHost:
     """The engine of a file, loaded, in its host. ``UserError`` if the model cannot be loaded."""
-    engine = await load_engine(file, "cuda" if torch.cuda.is_available() else "cpu")
+    engine = await load_engine(file, "cuda" if torch.cuda.is_available() else "cpu", node)
     if isinstance(file.engine, TorchEngineConfig):
         return ThreadHost(engine, max_batch_tokens=file.engine.max_tokens_per_batch)
     return EngineHost(engine)

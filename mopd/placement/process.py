@@ -24,6 +24,8 @@ TAIL_BYTES = 4096
 USER_ERROR_PREFIX = "mopd: error: "
 _FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MOPD_")
 _FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RUN_SECRET = "MOPD_RUN_SECRET"
+"""Environment variable: a secret that signs the entries of the store of a run's launchers, or of a replica's nodes."""
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables by which another interpreter would find our packages."""
 
@@ -147,7 +149,8 @@ def become_server(python: str, engine_file: str, options: Sequence[str]) -> NoRe
     path = folder.path / "engine.json"
     with writing(folder.path):
         path.write_text(engine_file, encoding="utf-8")
-        environment = server_environment(os.environ, {}, package=_package_alone(folder.path))
+        kept = {key: value for key, value in os.environ.items() if key == RUN_SECRET}
+        environment = server_environment(os.environ, kept, package=_package_alone(folder.path))
     os.set_inheritable(folder.fileno(), True)  # the folder's lock: it stays as long as the server runs
     os.execve(python, [python, "-m", "mopd", "serve", str(path), *options], environment)
 

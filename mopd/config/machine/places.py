@@ -13,7 +13,8 @@
 
 Everything down to Ray's own cluster starts with the trainer. On each node these processes have the first GPUs without a
 gap, so that a process that sees only them (a step of a Slurm job) counts them alike. A GPU has one owner unless a
-placement asks for sharing, and a replica's GPUs are on one node.
+placement asks for sharing. A replica's GPUs are on one node, or those of a registered teacher that is larger on whole
+nodes with nothing beside it.
 
 Where Ray schedules, the decision is a request (``RayRequest``: so many GPUs at a time on one node) and whether it can
 be met. The nodes and GPUs of these replicas show one way; Ray may choose another.
@@ -78,6 +79,8 @@ class Tenant:
     """Among its component's."""
     gpus: tuple[int, ...]
     """Numbers on the node; none without CUDA."""
+    num_nodes: int = 1
+    """Nodes from ``node`` on, with the same ``gpus`` of each."""
     is_fixed: bool = True
     """False where Ray chooses: then node and GPUs are one way in which the replica fits."""
 
@@ -249,7 +252,8 @@ class _Placer:
         if self._lacks is not None:
             path, problem = self._lacks
             self._refuse(path, f"{problem}: lower replicas, or use {len(self._free)} nodes")
-        idle = set(range(self._most or 0)) - {one.node for one in self._tenants if not one.component}
+        own = (range(one.node, one.node + one.num_nodes) for one in self._tenants if not one.component)
+        idle = set(range(self._most or 0)).difference(*own)
         if idle and self._most != 1 and not self._pool.has_ray and not self._problems:
             text = f"{self._pool.num_nodes}, and nothing would run on {len(idle)} of them: lower it, or set placement: "
             self._refuse(("slurm", "nodes"), f"{text}{{type: registered}} for groups that are to use them")
@@ -356,20 +360,25 @@ class _Placer:
         turns, own_nodes, components = itertools.count(), list[int](), self._pool.components
         for key, group in self._of(RegisteredConfig):
             gpus = self._gpus if components is None else components[key]
-            size = group.gpus_per_replica if gpus else 0
-            is_whole = self._is_on_one_node(size, gpus, (*path_of(key), "engine", "tensor_parallel_size"))
+            size, nodes = group.gpus_per_replica if gpus else 0, 1
+            if size > gpus and key != "rollout" and size % gpus == 0:
+                size, nodes = gpus, size // gpus
             on_each = max(1, gpus // size) if size else group.replicas
-            own_nodes += [] if components is None else [-(-group.replicas // on_each)]
-            for number in range(group.replicas if is_whole else 0):
+            own_nodes += [] if components is None else [-(-group.replicas // on_each) * nodes]
+            for number in range(group.replicas if self._is_on_one_node(size, gpus, key, group) else 0):
                 if components is not None:
-                    node, i = divmod(number, on_each)
+                    node, i = divmod(number * nodes, on_each)
                     own = tuple(range(i * size, (i + 1) * size))
                 elif size:
-                    first = next((i for i, left in enumerate(self._free) if len(left) >= size), None)
-                    node, own = self._taken(first, key, number, size)
+                    node, own = self._taken(self._first_with(size, nodes), key, number, size)
+                    for more in range(node + 1, node + nodes):
+                        self._taken(more if more < len(self._free) else None, key, number, size)
                 else:
                     node, own = next(turns) % len(self._free), ()
-                self._tenants.append(Tenant(key=key, number=number, component=len(own_nodes), node=node, gpus=own))
+                component = len(own_nodes)
+                self._tenants.append(
+                    Tenant(key=key, number=number, component=component, node=node, gpus=own, num_nodes=nodes)
+                )
         return own_nodes
 
     def _place_on_ray(self) -> None:
@@ -377,7 +386,7 @@ class _Placer:
         there = {k: group for k, group in self._of(RayConfig) if not _has_own_ray(group) and self._pool.has_ray}
         for request, number in bundles(ray_requests(there)):
             size, first = int(request.num_gpus), request.keys[0]
-            if not self._is_on_one_node(size, self._gpus, (*path_of(first), "placement", "num_gpus")):
+            if not self._is_on_one_node(size, self._gpus, first, there[first]):
                 continue
             fitting = fullest([(len(left), request.num_cpus) for left in self._free], request)
             node, own = self._taken(fitting, first, number, size) if size else (0, ())
@@ -391,11 +400,25 @@ class _Placer:
         is_on_ray = isinstance(group.placement, RayConfig) and not _has_own_ray(group)
         return isinstance(group.placement, ExternalConfig) or (is_on_ray and not self._pool.has_ray)
 
-    def _is_on_one_node(self, size: int, gpus: int, path: Path_) -> bool:
+    def _is_on_one_node(self, size: int, gpus: int, key: str, group: EngineGroupConfig) -> bool:
+        """Whether ``size`` GPUs are on one node, or on each of several."""
         if size > gpus:
-            text = f"{size} GPUs, and a node has {gpus}: a replica does not straddle nodes: set at most {gpus}"
-            self._refuse(path, text)
+            is_on_ray, cure = isinstance(group.placement, RayConfig), f"set at most {gpus}"
+            below = ("placement", "num_gpus") if is_on_ray else ("engine", "tensor_parallel_size")
+            if key != "rollout":
+                cure += f", or a multiple of {gpus}" + (" and placement.type: registered" if is_on_ray else "")
+            text = f"{size} GPUs, and a node has {gpus}: only a registered teacher spans nodes, and takes whole ones"
+            self._refuse((*path_of(key), *below), f"{text}: {cure}")
         return size <= gpus
+
+    def _first_with(self, size: int, nodes: int) -> int | None:
+        """The first of so many nodes, one after the other, that have ``size`` GPUs free, or can be added."""
+        most = len(self._free) + (nodes - 1 if self._most is None else 0)
+        for first in range(len(self._free)):
+            own = self._free[first : first + nodes]
+            if first + nodes <= most and all(len(left) >= size for left in own):
+                return first
+        return None
 
     def _nobodys(self) -> list[int]:
         """GPUs of node 0 that are left for what starts with the trainer."""
@@ -424,7 +447,10 @@ class _Placer:
         if node is None:
             if self._lacks is None and self._most is not None:
                 free = f"{sum(map(len, self._free))} of {self._most * self._gpus}"
-                text = f"{self._groups[key].replicas} replicas of {size} GPUs, and no node has {size} free for replica"
+                group = self._groups[key]
+                nodes = max(1, group.gpus_per_replica // size)
+                where = f"no {nodes} nodes in a row have" if nodes > 1 else "no node has"
+                text = f"{group.replicas} replicas of {nodes * size} GPUs, and {where} {size} free for replica"
                 self._lacks = (*path_of(key), "replicas"), f"{text} {number} ({free} are free)"
             node = len(self._free)
             self._free.append(list(range(self._gpus)))

@@ -26,6 +26,7 @@ from mopd.engines.images import join
 from mopd.engines.interface import (
     EngineInfo,
     EngineLimits,
+    EngineNode,
     EngineUnavailable,
     Generation,
     Images,
@@ -59,6 +60,7 @@ from mopd.engines.vllm.start import (
     engine_args,
     group_transfer,
     has_cut,
+    run_workers,
     sequence_limit,
     start_llm,
     stop_llm,
@@ -117,11 +119,14 @@ class VllmEngine:
         startup_timeout_s: float,
         max_pixels: int | None = None,
         enable_sleep_mode: bool = False,
+        node: EngineNode | None = None,
     ) -> VllmEngine:
-        """Start an engine with the weights of ``folder`` that scores with ``top_k`` up to ``max_logprobs``.
+        """Start an engine with the weights of ``folder`` that scores with ``top_k`` up to ``max_logprobs``. On a
+        ``node`` other than the first this runs its workers, and returns never.
 
         Raises:
             UserError: the folder or the configuration cannot work, or the engine did not start in time.
+            LostError: a worker of this ``node`` has ended.
         """
         sight = read_vision(Path(folder), max_pixels)
         options = {
@@ -130,7 +135,7 @@ class VllmEngine:
             "enable_prefix_caching": False,  # vLLM does not use it where it scores
             "enable_sleep_mode": enable_sleep_mode,
         }
-        return await cls._start(Path(folder), cfg, options, startup_timeout_s, sight, fixed=True)
+        return await cls._start(Path(folder), cfg, options, startup_timeout_s, sight, fixed=True, node=node)
 
     @classmethod
     async def start_rollout(
@@ -167,12 +172,15 @@ class VllmEngine:
         sight: EngineVision | None,
         *,
         fixed: bool,
+        node: EngineNode | None = None,
     ) -> VllmEngine:
         if sight is not None:
             options = {**options, **sight_options(sight)}
         max_sequence = sequence_limit(folder, cfg)
-        args = engine_args(folder, cfg, max_sequence, options, fixed=fixed)
-        llm = await asyncio.to_thread(start_llm, folder, args, startup_timeout_s)
+        args = engine_args(folder, cfg, max_sequence, options, fixed=fixed, node=node)
+        if node is not None and node.node_rank > 0:
+            await asyncio.to_thread(run_workers, folder, args, node)
+        llm = await asyncio.to_thread(start_llm, folder, args, startup_timeout_s, node)
         engine = cls(llm, folder, cfg, sight=sight, max_sequence=max_sequence, fixed=fixed)
         try:
             # vLLM's processes do not notice that their owner was killed: each worker watches for it
@@ -194,7 +202,7 @@ class VllmEngine:
             weight_version=self.weight_version,
             max_logprobs=min(self._max_logprobs, self.vocab_size),
             image_processing=None if self.sight is None else self.sight.processing.fingerprint,
-            num_workers=self._cfg.tensor_parallel_size,
+            num_workers=self._cfg.num_gpus,
             limits=EngineLimits(max_sequences=self._cfg.max_num_seqs, max_running_tokens=cache_tokens(self._llm)),
         )
 

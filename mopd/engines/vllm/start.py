@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # vLLM and the processes that it starts read these; some are read while it is imported.
 os.environ.update(
@@ -43,20 +43,21 @@ from vllm.sampling_params import RequestOutputKind as RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError as EngineGenerateError
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from mopd.base.text import one_line
-from mopd.base.types import UserError
+from mopd.base.types import LostError, UserError
 from mopd.config.groups import VllmEngineConfig
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import EngineNode, SamplingParams
 from mopd.engines.torch.loading import read_config
 
 VllmSamplingParams = _SamplingParams
 _SHUTDOWN_S = 1.0
 _MIN_TEMPERATURE = 0.01  # vLLM raises a lower positive temperature to this one
 _starting = threading.Lock()
-_ONE_NODE = "a replica has tensor_parallel_size GPUs of one node; a larger one is an external server (docs/teachers.md)"
+_NODES = "mopd serve --nnodes starts it on several nodes (docs/teachers.md)"
 _NOT_EXTRA = {
-    **dict.fromkeys(("pipeline_parallel_size", "nnodes", "node_rank", "master_addr", "master_port"), _ONE_NODE),
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), _NODES),
     **dict.fromkeys(("data_parallel_size", "data_parallel_backend", "data_parallel_rank"), "set replicas"),
     **dict.fromkeys(
         ("worker_cls", "distributed_executor_backend", "tokenizer", "runner", "trust_remote_code"), "remove it"
@@ -132,12 +133,24 @@ def check_temperature(sampling: SamplingParams, *, before_cut: bool, sees: bool 
 
 
 def engine_args(
-    folder: Path, cfg: VllmEngineConfig, max_sequence: int, options: Mapping[str, Any], *, fixed: bool
+    folder: Path,
+    cfg: VllmEngineConfig,
+    max_sequence: int,
+    options: Mapping[str, Any],
+    *,
+    fixed: bool,
+    node: EngineNode | None = None,
 ) -> AsyncEngineArgs:
     """Return vLLM's arguments; ``UserError`` for those that this machine cannot provide.
 
     ``options`` depend on the engine's purpose; with ``fixed`` it keeps the weights of the folder.
     """
+    if cfg.pipeline_parallel_size > 1 and current_platform.is_cpu():  # its runner makes no room for what stages pass on
+        raise UserError(
+            f"engine.pipeline_parallel_size is {cfg.pipeline_parallel_size}, and vLLM on a CPU has no stages: remove "
+            "it, and set tensor_parallel_size"
+        )
+    options = {**options, **({} if node is None else _node_args(cfg, node))}
     if options.get("enable_sleep_mode") and not current_platform.is_sleep_mode_available():
         raise UserError(
             f"{folder}: vLLM cannot sleep on this machine, and GPUs are shared by turns (placement.share_gpus_with, "
@@ -156,6 +169,7 @@ def engine_args(
         # vLLM needs room to draw one token after what it scores; that token never enters the model
         max_model_len=max_sequence + 1,
         tensor_parallel_size=cfg.tensor_parallel_size,
+        pipeline_parallel_size=cfg.pipeline_parallel_size,
         gpu_memory_utilization=cfg.gpu_memory_utilization,
         kv_cache_memory_bytes=cfg.kv_cache_memory_bytes,
         max_num_batched_tokens=cfg.max_num_batched_tokens,
@@ -173,6 +187,23 @@ def engine_args(
         return AsyncEngineArgs(trust_remote_code=False, **own, **cfg.extra)
     except (TypeError, ValueError) as error:  # sections among the arguments are checked here, the rest at the start
         raise UserError(f"engine.extra {dict(cfg.extra)}: vLLM refuses: {one_line(error):.400}") from error
+
+
+def _node_args(cfg: VllmEngineConfig, node: EngineNode) -> dict[str, Any]:
+    """Return the arguments of a replica on several nodes."""
+    if cfg.num_gpus % node.num_nodes:
+        raise UserError(
+            f"engine.tensor_parallel_size {cfg.tensor_parallel_size} x pipeline_parallel_size "
+            f"{cfg.pipeline_parallel_size} do not divide over --nnodes {node.num_nodes}, equally many GPUs on each: "
+            "change one of them"
+        )
+    return {
+        "nnodes": node.num_nodes,
+        "node_rank": node.node_rank,
+        "master_addr": node.master_addr,
+        "master_port": node.master_port,
+        "distributed_executor_backend": "mp",
+    }
 
 
 def _check_extra(extra: Mapping[str, Any], own: Mapping[str, Any], *, fixed: bool) -> None:
@@ -196,21 +227,44 @@ def group_transfer() -> WeightTransferConfig:
     return WeightTransferConfig(backend="mopd")
 
 
-def start_llm(folder: Path, args: AsyncEngineArgs, startup_timeout_s: float) -> AsyncLLM:
+def run_workers(folder: Path, args: AsyncEngineArgs, node: EngineNode) -> NoReturn:
+    """Run the workers of a node that is not the replica's first, for as long as they live.
+
+    Raises:
+        UserError: vLLM refuses the arguments.
+        LostError: a worker has ended.
+    """
+    with _starting, _restored_environment(), _refusals(folder, "on this node of the replica"):
+        os.environ["VLLM_HOST_IP"] = node.address
+        executor = MultiprocExecutor(args.create_engine_config(headless=True), monitor_workers=False)
+    executor.start_worker_monitor(inline=True)
+    raise LostError(f"{folder}: a worker of vLLM has ended on node {node.node_rank} of the replica: its log says why")
+
+
+def start_llm(
+    folder: Path, args: AsyncEngineArgs, startup_timeout_s: float, node: EngineNode | None = None
+) -> AsyncLLM:
     """Start vLLM and block until it answers; ``UserError`` if it does not. This process starts one engine at a time."""
-    with _starting, _restored_environment():
+    with _starting, _restored_environment(), _refusals(folder, f"within {startup_timeout_s:g} s"):
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(startup_timeout_s))
-        try:
-            config = args.create_engine_config()
-            if config.parallel_config.world_size == 1:
-                # on a CPU vLLM would put a second process, with a second import of everything, behind its core
-                config.parallel_config.distributed_executor_backend = "uni"
-            return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-        except (ValueError, RuntimeError, OSError, TimeoutError) as error:
-            raise UserError(
-                f"{folder}: vLLM did not start within {startup_timeout_s:g} s or refused the engine section (its own "
-                f"messages stand above): {one_line(error):.400}"
-            ) from error
+        if node is not None:
+            os.environ["VLLM_HOST_IP"] = node.address
+        config = args.create_engine_config()
+        if config.parallel_config.world_size == 1:
+            # on a CPU vLLM would put a second process, with a second import of everything, behind its core
+            config.parallel_config.distributed_executor_backend = "uni"
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+@contextmanager
+def _refusals(folder: Path, when: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError, TimeoutError) as error:
+        raise UserError(
+            f"{folder}: vLLM did not start {when} or refused the engine section (its own messages stand above): "
+            f"{one_line(error):.400}"
+        ) from error
 
 
 def cache_tokens(llm: AsyncLLM) -> int | None:

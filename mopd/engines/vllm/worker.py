@@ -169,6 +169,8 @@ if current_platform.is_cpu():
 class WorkerExtension:
     """Methods that ``VllmEngine`` calls in every worker (one per GPU of the replica)."""
 
+    parallel_config: Any
+    """Attribute of vLLM's worker: its place among all."""
     model_runner: Any
     """Attribute of vLLM's worker: holds the model."""
     weight_transfer_engine: Any
@@ -179,6 +181,8 @@ class WorkerExtension:
 
         vLLM's core does not notice that its owner was killed and would keep its memory for ever.
         """
+        if self.parallel_config.node_rank > 0:  # the number means another process there: this node's started the worker
+            owner_pid = os.getppid()
         # the executor "uni" runs the worker inside vLLM's core process; otherwise the core is the worker's parent
         core_pid = os.getpid() if os.getppid() == owner_pid else os.getppid()
         descriptor = os.pidfd_open(owner_pid)

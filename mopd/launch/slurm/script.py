@@ -51,6 +51,7 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path) -> str:
     config = slurm_of(loaded)
     is_split, num_nodes = len(layout.components) > 1, sum(component.num_nodes for component in layout.components)
     one_each = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
+    are_wide = any(server.num_nodes > 1 for server in layout.servers)
     environment = Environment(
         loader=PackageLoader("mopd.launch.slurm", "."),
         autoescape=False,  # HTML's
@@ -93,6 +94,9 @@ def render_script(loaded: Loaded, layout: JobLayout, *, run: Path) -> str:
         everywhere=[f"--het-group=0-{len(layout.components) - 1}"] if is_split else one_each,
         components=[_options(config, component) for component in layout.components],
         servers=[_server(server) for server in layout.servers],
+        are_wide=are_wide,
+        first=Quoted("${node%%,*}" if are_wide else "$node"),
+        nodes=Quoted('"$nodes"' if are_wide else "1"),
     )
 
 
@@ -111,8 +115,9 @@ def _options(config: SlurmConfig, component: JobComponent) -> list[str]:
 
 def _server(server: Tenant) -> dict[str, Any]:
     """Return the template's values for one replica, which the script starts by a line."""
+    nodes = (f'"${{nodes_{server.component}[{server.node + i}]}}"' for i in range(server.num_nodes))
     return {
-        "node": server.node,
+        "nodes": Quoted(",".join(nodes)),
         "component": server.component,
         "teacher": server.key.partition(".")[2],
         "role": file_name(f"{server.key}.{server.number}"),
@@ -173,7 +178,7 @@ def _table(layout: JobLayout, others: str) -> list[str]:
             parts += [
                 f"{server.key}.{server.number}{_on(server.gpus)}"
                 for server in layout.servers
-                if (server.component, server.node) == (index, node)
+                if server.component == index and node in range(server.node, server.node + server.num_nodes)
             ]
             lines.append(f"{name}: {'; '.join(parts) or others}")
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -239,6 +240,44 @@ def test_replicas_that_register_take_the_first_node_with_room() -> None:
     assert [node for node, _ in where(on_cpus, "rollout") + where(on_cpus, "teachers.a")] == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("pool", "expected", "num_nodes"),
+    [
+        (NodePool(gpus_per_node=8, num_nodes=None), {"a": [1], "b": [2, 4]}, (6,)),
+        (NodePool(gpus_per_node=8, num_nodes=6), {"a": [1], "b": [2, 4]}, (6,)),
+        (
+            NodePool(gpus_per_node=8, num_nodes=None, components={"teachers.a": 8, "teachers.b": 4}),
+            {"b": [0, 4]},
+            (1, 1, 8),
+        ),
+    ],
+)  # fmt: skip
+def test_a_teacher_larger_than_a_node_has_whole_ones(
+    pool: NodePool, expected: dict[str, list[int]], num_nodes: tuple[int, ...]
+) -> None:
+    stages = VllmEngineConfig(type="vllm", tensor_parallel_size=8, pipeline_parallel_size=2)
+    groups = {"teachers.a": registered(4), "teachers.b": replace(registered(1, 2), engine=stages)}
+    places = place(groups, 8, pool).require()
+    for name, nodes in expected.items():
+        assert [node for node, _ in where(places, f"teachers.{name}")] == nodes
+    assert {tenant.num_nodes for tenant in places.of("teachers.b")} == {4 if pool.components else 2}
+    assert {len(tenant.gpus) for tenant in places.of("teachers.b")} == {4 if pool.components else 8}
+    assert places.num_nodes == num_nodes
+
+
+@pytest.mark.parametrize(
+    ("groups", "nodes", "line"),
+    [
+        ({"rollout": registered(16)}, None, "rollout.engine.tensor_parallel_size: 16 GPUs, and a node has 8: only"),
+        ({"teachers.a": registered(12)}, None, "takes whole ones: set at most 8, or a multiple of 8"),
+        ({"teachers.a": registered(16)}, 2, "teachers.a.replicas: 1 replicas of 16 GPUs, and no 2 nodes in a row have"),
+    ],
+)  # fmt: skip
+def test_what_does_not_span_nodes(groups: dict[str, EngineGroupConfig], nodes: int | None, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        place(groups, 1, NodePool(gpus_per_node=8, num_nodes=nodes)).require()
+
+
 def test_components_are_nodes_of_their_own() -> None:
     groups = {"rollout": registered(2, 3), "teachers.a": registered(1, 2)}
     pool = NodePool(gpus_per_node=8, num_nodes=None, components={"rollout": 4, "teachers.a": 0})
@@ -313,7 +352,7 @@ def test_groups_of_a_pool_have_one_set_of_gpus() -> None:
             {"rollout": on_ray(2)},
             1,
             NodePool(gpus_per_node=0),
-            "rollout.placement.num_gpus: 2 GPUs, and a node has 0: a replica does not straddle nodes",
+            "rollout.placement.num_gpus: 2 GPUs, and a node has 0: only a registered teacher spans nodes",
         ),
         (
             {"rollout": registered(2)},

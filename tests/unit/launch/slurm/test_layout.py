@@ -133,9 +133,10 @@ def test_ray_has_what_the_ranks_leave(tmp_path: Path) -> None:
             "do not divide equally over 1 nodes of 4 GPUs: set it to 2 or 4 or 8",
         ),
         (
-            {"form": "heterogeneous", "gpus_per_node": 8, "components": {"teachers.math": {"gpus_per_node": 2}}},
+            {"form": "heterogeneous", "gpus_per_node": 8, "components": {"teachers.math": {"gpus_per_node": 3}}},
             {},
-            "teachers.math.engine.tensor_parallel_size: 4 GPUs, and a node has 2: a replica does not straddle nodes",
+            "teachers.math.engine.tensor_parallel_size: 4 GPUs, and a node has 3: only a registered teacher spans "
+            "nodes, and takes whole ones: set at most 3, or a multiple of 3",
         ),
         ({"nodes": 2, "gpus_per_node": 8}, {}, "teachers.code.replicas: 3 replicas of 1 GPUs, and no node has 1 free"),
         (
@@ -168,7 +169,8 @@ def test_ray_has_what_the_ranks_leave(tmp_path: Path) -> None:
         (
             {"form": "ray", "gpus_per_node": 4},
             {"teachers__math__placement": {"type": "ray", "num_gpus": 8}, "teachers__code__placement": {"type": "ray"}},
-            "teachers.math.placement.num_gpus: 8 GPUs, and a node has 4: a replica does not straddle nodes",
+            "teachers.math.placement.num_gpus: 8 GPUs, and a node has 4: only a registered teacher spans nodes, and "
+            "takes whole ones: set at most 4, or a multiple of 4 and placement.type: registered",
         ),
     ],
 )

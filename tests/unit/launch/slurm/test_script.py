@@ -61,6 +61,16 @@ teachers:
 rollout: {{engine: {{type: vllm}}, placement: {{type: ray, num_gpus: 1}}, replicas: 4}}
 slurm: {{form: ray, gpus_per_node: 8, student_nodes: 4}}
 """,
+    "wide": f"""\
+run_dir: runs/one
+{MODELS}
+teachers:
+  large: {{model: models/large, domains: [math], placement: {{type: registered}},
+          engine: {{type: vllm, tensor_parallel_size: 8, pipeline_parallel_size: 2}}}}
+  small: {{model: models/small, domains: [code], engine: {{type: vllm}}, placement: {{type: registered}}}}
+rollout: {{engine: {{type: vllm}}, placement: {{type: registered}}}}
+slurm: {{gpus_per_node: 8, student_nodes: 2, spare_nodes: 1}}
+""",
     "awkward": f"""\
 run_dir: "runs/it's 100 % $HOME"
 {MODELS}
