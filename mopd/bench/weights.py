@@ -6,7 +6,7 @@ broadcast, in turns; or from one network to another, beside the rate of the link
     bare broadcast   gloo (on CUDA NCCL), as many bytes, bucket by bucket, from and into the same two buckets
     collective, ipc  this process asks the student's rank by the link, servers by HTTP; the tensors go from the rank to
                      the servers
-    http             student ── link, in chunks ──> this process ── HTTP, in pieces ──> servers
+    http             student ── link, in parts ──> this process ── HTTP, in messages ──> servers
 
 This process is a run's orchestrator; rank and servers are a run's too, the same for both ways. Receivers of the bare
 broadcast are processes of their own. After each update every server must answer as after the other way's.

@@ -12,10 +12,11 @@ finish  ends one update                                the new weights serve    
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from mopd.engines.wire.messages import Array, Message, WireError, array_field
+from mopd.weights.group import GroupOrder
 from mopd.weights.staging import PART_BYTES
 
 MIN_PART_BYTES = 2**14
@@ -30,38 +31,21 @@ MAX_INTERFACE_CHARS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightJoin(Message):
-    """Request to enter a group; the server leaves its previous one."""
+class WeightJoin(GroupOrder, Message):
+    """Request to enter a group; the server leaves its previous one. ``is_staged``: there is none, and the parts come in
+    messages."""
 
     kind: ClassVar[str] = "weight_join"
-    group_id: str
-    host: str = ""
-    """Address of the group's store."""
-    port: int = 0
-    """TCP port of the group's store; 0: there is no group, and the parts come in messages."""
-    interface: str = ""
-    """Network interface on which the workers listen; empty: the one that leads to ``host``."""
-    first_rank: int = 1
+    first_rank: int
     """Rank of the engine's first worker in the group; the others follow."""
-    num_senders: int = 1
-    num_receivers: int = 1
-    bucket_bytes: int
-    large_bytes: int
-    """Size from which a tensor travels without a bucket."""
-    timeout_s: float = 0.0
-    """Deadline of each operation of the group."""
-    secret: str = field(default="", repr=False)
-    """Secret of the group's members, which protects them from foreign entries in its store."""
     tensors: Array = array_field("|u1")
     """JSON: ``[name, dtype, shape, sender]`` of each tensor, in their order of arrival."""
-    memory: str = ""
-    """Handles of the sender's memory if buckets are read there (``mopd.weights.memory``); empty if they travel."""
 
     def check(self) -> None:
         """Raise ``WireError`` for a field out of range."""
         if not 1 <= len(self.group_id) <= 64:
             raise WireError("group_id is not text of 1 to 64 characters")
-        if self.port == 0:
+        if self.is_staged:
             if not MIN_PART_BYTES <= self.bucket_bytes == self.large_bytes <= PART_BYTES:
                 raise WireError(f"bucket_bytes is {self.bucket_bytes}: parts have {MIN_PART_BYTES} to {PART_BYTES}")
             return
@@ -71,11 +55,10 @@ class WeightJoin(Message):
             raise WireError(f"port is {self.port}")
         if not 1 <= len(self.host) <= MAX_HOST_CHARS or len(self.interface) >= MAX_INTERFACE_CHARS:
             raise WireError("host or interface is no name")
-        size = self.num_senders + self.num_receivers
-        if min(self.num_senders, self.num_receivers) < 1 or size > MAX_WORLD:
+        if min(self.num_senders, self.num_receivers) < 1 or self.size > MAX_WORLD:
             raise WireError(f"{self.num_senders} senders and {self.num_receivers} receivers are no group")
-        if not self.num_senders <= self.first_rank < size:
-            raise WireError(f"first_rank is {self.first_rank} of {size}")
+        if not self.num_senders <= self.first_rank < self.size:
+            raise WireError(f"first_rank is {self.first_rank} of {self.size}")
         if not 1 <= self.bucket_bytes <= MAX_BUCKET_BYTES or not 1 <= self.large_bytes <= MAX_BUCKET_BYTES:
             raise WireError(f"bucket_bytes is {self.bucket_bytes}, large_bytes {self.large_bytes}")
         if not 0 < self.timeout_s <= MAX_TIMEOUT_S:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -55,9 +55,8 @@ class StagedWeights:
     def join(self) -> WeightJoin:
         """Return the message before the parts."""
         return WeightJoin(
-            group_id=self.group_id,
-            bucket_bytes=self.bucket_bytes,
-            large_bytes=self.bucket_bytes,
+            **asdict(staged_order(self.group_id, bucket_bytes=self.bucket_bytes)),
+            first_rank=1,
             tensors=np.frombuffer(self.tensors, dtype=np.uint8),
         )
 

@@ -100,7 +100,7 @@ class GroupWeightSync:
         assert self._ranks is not None
         async with self._ranks.turn:
             if self._transfer is None:
-                self._rest = partial(self.send, await self._staged(self._ranks, weight_version))
+                await self._take_over(self._ranks, weight_version)
             elif self._takes_turns:
                 self._rest = partial(self._ask_for, weight_version)
             else:
@@ -186,10 +186,14 @@ class GroupWeightSync:
         """Begin to watch the group; see ``Repair``."""
         return Repair(self._router, self, give_up, patience_s=patience_s)
 
-    async def _staged(self, ranks: Ranks, weight_version: int) -> StagedWeights:
-        """Take the parts over that rank 0 hands on."""
+    async def _take_over(self, ranks: Ranks, weight_version: int) -> None:
+        """Take the parts over that rank 0 hands on. They become messages when the student is free."""
         tensors, frames = await ranks.ask_for_frames("weights", tensors=self._tensors)
-        return await asyncio.to_thread(StagedWeights.pack, weight_version, tensors.encode(), frames)
+
+        async def pack_and_send() -> None:
+            await self.send(await asyncio.to_thread(StagedWeights.pack, weight_version, tensors.encode(), frames))
+
+        self._rest = pack_and_send
 
     async def _send_by_group(self, ranks: Ranks, transfer: Transfer, weight_version: int) -> None:
         """Send by the group; where nobody can come into it and the recipe allows it, by HTTP from now on."""
@@ -200,7 +204,7 @@ class GroupWeightSync:
                 raise
             logger.warning("the weights go by HTTP, about 0.5 GB/s, from now on: %s", error)
             self._transfer = None
-            self._rest = partial(self.send, await self._staged(ranks, weight_version))
+            await self._take_over(ranks, weight_version)
 
     async def _send_again_by_group(self, transfer: Transfer) -> Sequence[str]:
         """Send the student's weights of the moment to replicas without those that are asked for; return whom."""

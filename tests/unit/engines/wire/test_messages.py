@@ -29,6 +29,7 @@ from mopd.engines.wire.messages import (
     encode,
 )
 from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
+from mopd.engines.wire.weights import stage_updates
 
 
 def ints(*values: int) -> np.ndarray:
@@ -127,7 +128,7 @@ MESSAGES = [
     generate_answer(finish_reason="handed_back", **NOTHING),
     FAILURE,
     JOIN,
-    WeightJoin(group_id="g", bucket_bytes=2**20, large_bytes=2**20, tensors=np.arange(8, dtype=np.uint8)),
+    dataclasses.replace(stage_updates([], 3), group_id="g").join(),
     WeightPart(group_id="g", index=0, digest=-(2**63), data=np.arange(8, dtype=np.uint8)),
     WeightStart(group_id="g", weight_version=3, verify=True, on_running="finish", patience_s=2.5),
     WeightFinish(group_id="g", weight_version=3),

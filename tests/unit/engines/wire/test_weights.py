@@ -111,7 +111,6 @@ def test_more_parts_than_there_are() -> None:
 @pytest.mark.parametrize("part_bytes", [0, -1, MIN_PART_BYTES - 1, PART_BYTES + 1])
 def test_parts_of_an_impossible_size(part_bytes: int) -> None:
     """A server lists them all before the first one comes."""
-    none = np.zeros(0, dtype=np.uint8)
-    message = WeightJoin(group_id="g", bucket_bytes=part_bytes, large_bytes=part_bytes, tensors=none)
+    message = replace(stage_updates([], 1), group_id="g", bucket_bytes=part_bytes).join()
     with pytest.raises(WireError, match="bucket_bytes is"):
         decode(encode(message), WeightJoin)
