@@ -127,7 +127,8 @@ def _places_table(places: Places) -> Table:
     table = Table("where", "who", "GPUs")
     rows: dict[tuple[int, int, str], list[Tenant]] = {}
     for tenant in places.tenants:
-        rows.setdefault((tenant.component, tenant.node, tenant.key), []).append(tenant)
+        for node in range(tenant.node, tenant.node + tenant.num_nodes):
+            rows.setdefault((tenant.component, node, tenant.key), []).append(tenant)
     for (component, node, key), own in sorted(rows.items(), key=lambda row: row[0][:2]):
         who = "ranks" if key == STUDENT else f"{key} replicas" if len(own) > 1 else f"{key} replica"
         gpus = " ".join("+".join(map(str, tenant.gpus)) for tenant in own if tenant.gpus)

@@ -166,7 +166,7 @@ def drawing_time(
         times = {
             "operations": flops / (own.gpus * _forward_rate(dims, rates)),
             "memory": read / (own.gpus * rates.bandwidth),
-            "calls": _step_cost(group, dims, own.gpus, rates),
+            "calls": _step_cost(group, dims, own, rates),
         }
         bound = max(times, key=times.__getitem__)
         # An engine with a scheduler of its own prepares a step while nothing else of it runs.
@@ -177,7 +177,7 @@ def drawing_time(
     prompt = forward_flops(dims, tokens=samples * work.prompt_tokens, context=work.prompt_tokens / 2, rows=samples)
     prompt += samples * tower_flops(dims, work.image_tokens)
     prefill = prompt / (own.gpus * _forward_rate(dims, rates))
-    prefill += _sums_s(dims, samples * work.prompt_tokens * size, own.gpus, rates)
+    prefill += _sums_s(dims, samples * work.prompt_tokens * size, own, rates)
     if isinstance(group.engine, VllmEngineConfig):
         rows = samples * work.response_tokens / at_once
         capacity = rows * full
@@ -214,10 +214,10 @@ def scoring_time(
     times = {
         "operations": flops / (own.gpus * _forward_rate(dims, rates)) + SCORE_PASSES * logits / rates.bandwidth,
         "memory": read / rates.bandwidth / own.gpus,
-        "calls": batches * _step_cost(group, dims, own.gpus, rates),
+        "calls": batches * _step_cost(group, dims, own, rates),
     }
     seconds = max(times.values())
-    seconds += _sums_s(dims, samples * work.length * BYTES[group.engine.dtype], own.gpus, rates)
+    seconds += _sums_s(dims, samples * work.length * BYTES[group.engine.dtype], own, rates)
     return StageTime(capacity_s=seconds, step_s=seconds, bound=max(times, key=times.__getitem__))
 
 
@@ -225,17 +225,22 @@ def _forward_rate(dims: ModelDims, rates: Rates) -> float:
     return rates.prefill if dims.moe is None else rates.prefill_moe
 
 
-def _sums_s(dims: ModelDims, element_bytes: float, gpus: int, rates: Rates) -> float:
-    """Return the seconds of the sums over a replica's GPUs, two a layer, of hidden states of so many bytes for each of
-    their numbers."""
-    return 2 * dims.num_layers * 2 * (gpus - 1) / gpus * dims.hidden_size * element_bytes / rates.link
+def _sums_s(dims: ModelDims, element_bytes: float, own: ReplicaPlan, rates: Rates) -> float:
+    """Return the seconds of the sums over the GPUs that share a layer, two a layer, and of the way from stage to stage,
+    of hidden states of so many bytes for each of their numbers. Between nodes all adapters of a node carry together."""
+    tp, stages = own.tensor_parallel_size, own.gpus // own.tensor_parallel_size
+    link = min(rates.link, own.gpus_per_node * rates.network) if tp > own.gpus_per_node else rates.link
+    sums = 2 * dims.num_layers / stages * 2 * (tp - 1) / tp / link
+    borders = 0.0 if stages == 1 else 1 / (tp * rates.network if own.gpus > own.gpus_per_node else rates.link)
+    return (sums + borders) * dims.hidden_size * element_bytes
 
 
-def _step_cost(group: EngineGroupConfig, dims: ModelDims, gpus: int, rates: Rates) -> float:
+def _step_cost(group: EngineGroupConfig, dims: ModelDims, own: ReplicaPlan, rates: Rates) -> float:
     """Return the seconds of calls and collectives in a forward pass over few tokens."""
     is_graph = isinstance(group.engine, VllmEngineConfig) and not group.engine.enforce_eager
     calls = 0.0 if is_graph else (dims.num_layers * TORCH_CALLS_PER_LAYER + STEP_CALLS) * rates.call_s
-    return calls + (2 * dims.num_layers * rates.collective_s if gpus > 1 else 0.0)
+    latency = rates.network_collective_s if own.tensor_parallel_size > own.gpus_per_node else rates.collective_s
+    return calls + (2 * dims.num_layers * latency if own.tensor_parallel_size > 1 else 0.0)
 
 
 def _read_weights(dims: ModelDims, tokens: float) -> float:

@@ -154,9 +154,15 @@ def _with_own_gpus(given: PlanInput, key: str, group: EngineGroupConfig) -> list
         scoring = scoring_rows(engine) * given.dims_of(key).vocab_size * VLLM_BYTES_PER_LOGIT
         room = math.floor(100 * (cluster.usable_bytes - scoring) / cluster.memory_bytes) / 100
         engine = replace(engine, gpu_memory_utilization=max(0.01, min(engine.gpu_memory_utilization, room)))
-    found, problems = [], list[tuple[str, str]]()
-    for degree in (degree for degree in DEGREES if degree <= cluster.gpus_per_node):
-        own = replace(group, engine=replace(engine, tensor_parallel_size=degree), placement=placement, replicas=1)
+    found, problems, per_node = [], list[tuple[str, str]](), cluster.gpus_per_node
+    degrees = [(degree, 1) for degree in DEGREES if degree <= per_node]
+    # a stage on each node: sums over all GPUs of a layer stay inside of one
+    degrees += [] if key == ROLLOUT else [(per_node, stages) for stages in range(2, cluster.nodes)]
+    for degree, stages in degrees:
+        if stages > 1 and found:
+            break
+        sizes = replace(engine, tensor_parallel_size=degree, pipeline_parallel_size=stages)
+        own = replace(group, engine=sizes, placement=placement, replicas=1)
         problems = list(replica_of(given, key, own, samples=given.work.samples).problems)
         found += [] if problems else [own]
     if not found:
@@ -280,7 +286,9 @@ def _keys(split: Split, groups: Mapping[str, EngineGroupConfig], recipe: Recipe)
     tree: dict[str, Any] = {"student": {"parallel": parallel, **split.trainer.student}, "teachers": {}}
     for key, group in groups.items():
         assert isinstance(group.engine, VllmEngineConfig)
-        own: dict[str, Any] = {"engine": {"type": "vllm", "tensor_parallel_size": group.gpus_per_replica}}
+        own: dict[str, Any] = {"engine": {"type": "vllm", "tensor_parallel_size": group.engine.tensor_parallel_size}}
+        if group.engine.pipeline_parallel_size > 1:
+            own["engine"]["pipeline_parallel_size"] = group.engine.pipeline_parallel_size
         if key != ROLLOUT:
             own["engine"]["gpu_memory_utilization"] = group.engine.gpu_memory_utilization
         if group.engine.max_scoring_tokens > VllmEngineConfig(type="vllm").max_scoring_tokens:

@@ -25,6 +25,10 @@ class ReplicaPlan:
     """Plan of one replica; bytes are those of each of its GPUs, or of its process without any."""
 
     gpus: int
+    tensor_parallel_size: int = 1
+    """GPUs that share each layer."""
+    gpus_per_node: int = 1
+    """Most of them that are on one node."""
     parts: Mapping[str, int]
     """weights, cache, reserve, scoring -> bytes."""
     sequences: int
@@ -82,13 +86,13 @@ def _vllm(
     engine: VllmEngineConfig, dims: ModelDims, work: Workload, cluster: Cluster, *, scores: bool, samples: float
 ) -> ReplicaPlan:
     """vLLM takes ``gpu_memory_utilization`` of a GPU, and what weights and reserve leave of it is the cache."""
-    tp, size = engine.tensor_parallel_size, BYTES[engine.dtype]
+    tp, stages, size = engine.tensor_parallel_size, engine.pipeline_parallel_size, BYTES[engine.dtype]
     memory_bytes, usable_bytes = cluster.memory_bytes, cluster.usable_bytes
-    weights, reserve = total_weights(dims) * size // tp, int(SHARES["vllm_reserve_bytes"].value)
+    weights, reserve = total_weights(dims) * size // engine.num_gpus, int(SHARES["vllm_reserve_bytes"].value)
     own = int(engine.gpu_memory_utilization * memory_bytes)
-    each = max(1, kv_bytes(dims, size) // (tp if dims.mla is None else 1))
-    if dims.mla is None and tp > dims.num_query_groups:
-        each = kv_bytes(dims, size) // dims.num_query_groups
+    # Latent keys are whole on every GPU of a stage, and so is a key head that there are more GPUs than.
+    heads = 1 if dims.mla is not None else min(tp, dims.num_query_groups)
+    each = max(1, kv_bytes(dims, size) // (heads * stages))
     if engine.kv_cache_memory_bytes is None:
         cache = max(0, own - weights - reserve)
     else:
@@ -102,8 +106,11 @@ def _vllm(
     parts = {"weights": weights, "cache": cache, "reserve": reserve, "scoring": scoring}
     problems, degree = [], "engine.tensor_parallel_size"
     if dims.num_attention_heads % tp:
-        heads = f"{tp} does not divide the model's {dims.num_attention_heads} attention heads"
-        problems.append((degree, f"{heads}: set a divisor of them"))
+        text = f"{tp} does not divide the model's {dims.num_attention_heads} attention heads: set a divisor of them"
+        problems.append((degree, text))
+    if stages > dims.num_layers:
+        text = f"{stages} stages, and the model has {dims.num_layers} layers: set at most that"
+        problems.append(("engine.pipeline_parallel_size", text))
     if cache // each < longest:
         left = (
             f"{tp}: weights ({gib(weights)} on each GPU) and {gib(reserve)} in reserve leave {gib(cache)} of "
@@ -123,5 +130,12 @@ def _vllm(
         problems.append(("engine.gpu_memory_utilization", taken + (beside if scoring else ": lower it")))
     room = max(1, min(engine.max_num_seqs, int(cache // each / work.length)))
     return ReplicaPlan(
-        gpus=tp, parts=parts, sequences=room, longest=longest, cache_tokens=cache // each, problems=tuple(problems)
+        gpus=engine.num_gpus,
+        tensor_parallel_size=tp,
+        gpus_per_node=min(engine.num_gpus, cluster.gpus_per_node or engine.num_gpus),
+        parts=parts,
+        sequences=room,
+        longest=longest,
+        cache_tokens=cache // each,
+        problems=tuple(problems),
     )

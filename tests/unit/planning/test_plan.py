@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mopd.cli.main import main
 from mopd.config.load import load_recipe
@@ -52,7 +53,7 @@ def as_json(capsys: pytest.CaptureFixture[str], recipe: str, *arguments: str) ->
         (ONE_NODE, ["--probe"], "give one of them"),
         (FOUR_NODES, ["--nodes", "2"], "rollout.replicas: 2 replicas of 4 GPUs, and no node has 4 free"),
         (SIXTEEN_NODES, ["--nodes", "16", "student.parallel.expert_model_parallel_size=24"], "does not divide"),
-        (SIXTEEN_NODES, ["--nodes", "16", f"{LARGE}=16"], f"{LARGE}: 16 GPUs, and a node has 8: a replica does not"),
+        (SIXTEEN_NODES, ["--nodes", "16", f"{LARGE}=12"], f"{LARGE}: 12 GPUs, and a node has 8: only a registered"),
         (SIXTEEN_NODES, ["--nodes", "16", f"{LARGE}=4"], f"{LARGE}: 4: weights"),
         (SIXTEEN_NODES, ["--nodes", "1", "--suggest"], "--suggest: no layout of the student"),
         (ONE_NODE, SHARED, "rollout.engine.gpu_memory_utilization: with placement.share_gpus_with 82.3 GiB of a GPU's"),
@@ -90,6 +91,36 @@ def test_both_turns_of_a_shared_gpu_are_planned(capsys: pytest.CaptureFixture[st
     assert "rollout's turn" in printed and "ranks 0-3" in printed and "Ray's choice" not in printed
     gpus = {where["key"]: where["gpus"] for where in shared["places"] if where["key"] != "student"}
     assert gpus == {"rollout": [0, 1], "teachers.math": [4], "teachers.code": [5]}
+
+
+def test_a_teacher_on_two_nodes_is_planned_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights are halved, by stages as by tensor parallelism, whose sums leave the node; without a row of free
+    nodes it is refused."""
+    key, few = "teachers.large.engine", ["--nodes", "16", "teachers.large.replicas=2"]
+    one, stages, wide = (
+        as_json(capsys, SIXTEEN_NODES, *few, *keys)
+        for keys in ([], [f"{key}.pipeline_parallel_size=2"], [f"{key}.tensor_parallel_size=16"])
+    )
+    half = one["replicas"]["teachers.large"]["parts"]["weights"] // 2
+    for plan_ in (stages, wide):
+        own = plan_["replicas"]["teachers.large"]
+        assert own["gpus"] == 16 and own["parts"]["weights"] == half
+        nodes = [(place["node"], place["num_nodes"]) for place in plan_["places"] if place["key"] == "teachers.large"]
+        assert nodes == [(12, 2), (14, 2)]
+    times = [found["times"]["stages"]["teachers/large"] for found in (one, stages, wide)]
+    assert times[1] < times[2] < times[0]
+    assert plan(SIXTEEN_NODES, "--nodes", "16", f"{key}.pipeline_parallel_size=2") == 2
+    assert "no 2 nodes in a row have 8 free for replica 2" in capsys.readouterr().err
+
+
+def test_the_search_gives_a_teacher_that_no_node_holds_a_stage_on_each_of_two(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = ["student.model=Qwen/Qwen3-1.7B", "student.parallel={data_parallel_size: 8}", "student.moe={}"]
+    arguments = [SIXTEEN_NODES, *small, "schedule.prompts_per_step=64", "--nodes", "4", "--suggest"]
+    assert plan(*arguments, gpu="l40s") == 0
+    engine = yaml.safe_load(capsys.readouterr().out.partition("set for the first:")[2])["teachers"]["large"]["engine"]
+    assert (engine["tensor_parallel_size"], engine["pipeline_parallel_size"]) == (8, 2)
 
 
 def test_an_engine_without_graphs_draws_a_few_sequences_slower(capsys: pytest.CaptureFixture[str]) -> None:
