@@ -59,7 +59,7 @@ class AnswerWorker:
     store: Records | None
     """Answers by key; ``None`` keeps none."""
     _counts: Counter[str] = field(default_factory=Counter)
-    """Answers ``asked`` for and ``found`` in the store since the last ``take_numbers``."""
+    """Answers ``asked`` of the store and ``found`` there since the last ``take_numbers``."""
 
     async def generate(self, prompts: Sequence[Prompt], *, version: Callable[[], int] = int) -> list[SampleMeta]:
         """Put the fields of ``RolloutWorker.generate`` of one answer after the other, and return the samples.
@@ -69,7 +69,8 @@ class AnswerWorker:
         """
         asked = [self._ask(prompt, number) for prompt in prompts for number in range(self.samples_per_prompt)]
         answers = {one.key: found for one in asked if (found := self._stored(one)) is not None}
-        self._counts.update(asked=len(asked), found=sum(one.key in answers for one in asked))
+        if self.store is not None:
+            self._counts.update(asked=len(asked), found=sum(one.key in answers for one in asked))
         missing: defaultdict[str, dict[bytes, Asked]] = defaultdict(dict)
         for one in asked:
             if one.key not in answers:

@@ -155,7 +155,8 @@ def make_plan(given: PlanInput, pool: NodePool, rates: Rates | None) -> RunPlan:
     balanced: dict[str, int | None] = {}
     if rates is not None:
         nodes = update_nodes(recipe, places)
-        update = weight_update(recipe, dims, rates, cluster, replicas=recipe.rollout.num_replicas, nodes=nodes)
+        if recipe.needs_rollout:
+            update = weight_update(recipe, dims, rates, cluster, replicas=recipe.rollout.num_replicas, nodes=nodes)
         layout = trainer_load(given, rates, places.ranks_per_node, nodes=nodes)
         loads = [group_load(given, rates, key, groups[key], own) for key, own in replicas.items()]
         counts = {stage_of(key): group.num_replicas for key, group in groups.items()}
@@ -217,6 +218,8 @@ def trainer_load(
     every, ranks = recipe.schedule.sync_every_steps, recipe.student.parallel.world_size
 
     def sync(replicas: int) -> tuple[float, float]:
+        if not recipe.needs_rollout:
+            return 0.0, 0.0
         gpus = ranks + replicas * recipe.rollout.gpus_per_replica
         few = min(given.cluster.nodes, -(-gpus // max(1, given.cluster.gpus_per_node)))
         update = weight_update(recipe, dims, rates, given.cluster, replicas=replicas, nodes=nodes or few)

@@ -127,9 +127,11 @@ def test_an_answer_is_found_by_the_same_question_alone(
 
 
 def test_one_prompt_in_two_epochs_has_one_answer_and_several_draws_differ(engines: dict[str, TorchEngine]) -> None:
-    """Also where nothing is kept: within one call."""
+    """Also where nothing is kept: within one call. What is not asked of the store does not count."""
     twice = [PROMPTS[0], replace(PROMPTS[0], sample_id=300)]
-    metas, fields = answer(worker_of(engines, None, sampling=SAMPLED, samples_per_prompt=3), twice)
+    worker = worker_of(engines, None, sampling=SAMPLED, samples_per_prompt=3)
+    metas, fields = answer(worker, twice)
+    assert worker.take_numbers() == {}
     texts = [tuple(own.tolist()) for own in fields["tokens"]]
     assert [meta.sample_id for meta in metas] == [300, 301, 302, 900, 901, 902]
     assert texts[:3] == texts[3:] and len(set(texts)) > 1

@@ -1,0 +1,61 @@
+"""Whole runs on the teachers' own answers: as a warm-up, resumed within and after it, and without any rollout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.integration.world import ANSWERS, World, mopd, read_metrics, read_validation
+
+pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+NOT_VALIDATED = {"validation": None, "checkpoint__keep_best": False, "preflight__require_better_teacher": False}
+
+
+def test_a_warm_up_resumed_within_it_equals_uninterrupted(world: World, tmp_path: Path) -> None:
+    """Bit for bit, though the resumed run finds its answers on disk; the report says where the warm-up ended."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    options = {"schedule__warm_up": {"objective": "sft_on_teacher", "steps": 3}, "checkpoint__keep_last": 5}
+    done = mopd("train", world.write_recipe(whole, **options))
+    assert done.returncode == 0, done.stderr
+    assert "warm-up: SFT on the teachers' answers up to step 3; rewards at step 3: " in done.stdout
+    metrics = read_metrics(whole)
+    assert [line["is_warm_up"] for line in metrics] == [1.0] * 3 + [0.0] * 3
+    assert [f"kl_k1/{domain}" in line for line in metrics for domain in ANSWERS] == [False] * 6 + [True] * 6
+    shutil.copytree(whole, resumed)
+    done = mopd("train", world.write_recipe(resumed, **options), "--resume", "--from", "step_00000002")
+    assert done.returncode == 0, done.stderr
+    assert read_validation(resumed) == read_validation(whole)
+    found = [line.pop("stored_answers_share", None) for line in read_metrics(resumed)]
+    assert found[2] == 1.0 and found[3:] == [None] * 3
+
+    def learned(run_dir: Path) -> list[dict[str, float]]:
+        kept = ("stored_answers_share", "teachers/", "rollout/")  # what was asked of whom differs
+        return [{k: v for k, v in line.items() if not k.startswith(kept)} for line in read_metrics(run_dir)]
+
+    assert learned(resumed) == learned(whole)
+
+
+@pytest.mark.parametrize("objective", ["sft_on_teacher", "off_policy_scores"])
+def test_a_baseline_learns_without_a_rollout_and_a_second_run_draws_nothing(
+    world: World, tmp_path: Path, objective: str
+) -> None:
+    """The experts give one answer each, which the student learns: the loss falls to a fraction."""
+    options = {"objective": objective, "answers__folder": str(tmp_path / "answers"), "schedule__steps": 8}
+    losses = []
+    for name in ("first", "second"):
+        run_dir = tmp_path / name
+        local = {"rollout__placement": {"type": "local"}, "rollout__max_response_length": 4}
+        done = mopd("train", world.write_recipe(run_dir, **options, **local, **NOT_VALIDATED))
+        assert done.returncode == 0, done.stderr
+        assert not list(run_dir.glob("logs/*/rollout*"))
+        metrics = read_metrics(run_dir)
+        losses.append([line["loss"] for line in metrics])
+        shares = [line["stored_answers_share"] for line in metrics]
+        assert min(shares) == 1.0 if name == "second" else shares[0] == 0.0 and shares[-1] == 1.0
+        assert ("teacher_mass/left" in metrics[0]) == (objective == "off_policy_scores")
+    assert losses[0] == losses[1] and losses[0][-1] < 0.5 * losses[0][0]
+    report = json.loads((tmp_path / "second" / "report.json").read_text())
+    assert set(report["pipeline"]["stages"]) >= {"answers", "trainer"} and "rollout" not in report["pipeline"]["stages"]
