@@ -28,7 +28,6 @@ from mopd.report.intervals import (
     recovery_interval,
     show_interval,
 )
-from mopd.report.objectives import NAMES, objective_of, warm_up_end
 from mopd.report.page import render_page
 from mopd.report.pipeline import (
     AgeResult,
@@ -41,6 +40,13 @@ from mopd.report.pipeline import (
 )
 from mopd.report.run_files import RunFiles, best_of
 from mopd.report.terminal import Terminal, make_table
+
+OBJECTIVES = {
+    "on_policy": "on-policy",
+    "sft_on_teacher": "SFT on the teachers' answers",
+    "off_policy_scores": "the teachers' answers, with their scores",
+}
+"""``objective`` -> its name in reports."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +100,7 @@ class Report:
     groups: Mapping[str, Mapping[str, GroupResult]]
     """``teachers`` and ``rollout`` -> group or replica -> its work; a group of one replica stands for it. The rollout's
     are ``all`` and the numbers of its replicas."""
-    objective: str = NAMES["on_policy"]
+    objective: str = OBJECTIVES["on_policy"]
     """What the run trains on, in words."""
     warm_up: str | None = None
     """Where its warm-up ended, in words; ``None`` for a run without."""
@@ -174,6 +180,29 @@ def summarise(
     )
 
 
+def objective_of(recipe: Mapping[str, Any]) -> str:
+    """Say what a run trains on, from the values of its resolved recipe; those before this key were on-policy."""
+    name = OBJECTIVES.get(str(recipe.get("objective", "on_policy")), "unknown")
+    warm_up = recipe["schedule"].get("warm_up")
+    if not isinstance(warm_up, Mapping):
+        return name
+    return f"{name} after {warm_up.get('steps')} steps of {OBJECTIVES.get(str(warm_up.get('objective')), 'unknown')}"
+
+
+def warm_up_end(recipe: Mapping[str, Any], validations: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say where a warm-up ended, and with which rewards where the last validation within it has some; ``None`` for a
+    run without."""
+    warm_up = recipe["schedule"].get("warm_up")
+    if not isinstance(warm_up, Mapping) or type(steps := warm_up.get("steps")) is not int:
+        return None
+    line = f"warm-up: {OBJECTIVES.get(str(warm_up.get('objective')), 'unknown')} up to step {steps}"
+    within = [record for record in validations if 0 < record["step"] <= steps]
+    if not within:
+        return line
+    rewards = ", ".join(f"{domain} {reward:.3f}" for domain, reward in sorted(within[-1]["rewards"].items()))
+    return f"{line}; rewards at step {within[-1]['step']}: {rewards}"
+
+
 def record_at(validations: Sequence[Mapping[str, Any]], step: int | None) -> Mapping[str, Any]:
     """Return the validation after ``step`` steps; empty if there is none."""
     return next((record for record in validations if record["step"] == step), {})
@@ -245,7 +274,7 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
     console.print(table)
     for line in evidence_lines(report):
         console.print(line, highlight=False)
-    if report.objective != NAMES["on_policy"]:
+    if report.objective != OBJECTIVES["on_policy"]:
         console.print(f"trained on: {report.objective}", highlight=False)
     if report.warm_up is not None:
         console.print(report.warm_up, highlight=False)

@@ -52,6 +52,10 @@ def test_a_baseline_learns_without_a_rollout_and_a_second_run_draws_nothing(
         assert done.returncode == 0, done.stderr
         assert not list(run_dir.glob("logs/*/rollout*"))
         metrics = read_metrics(run_dir)
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        assert all(
+            "timing/answers_s" in line for line in lines
+        )  # no answer is drawn between steps, where nobody counts
         losses.append([line["loss"] for line in metrics])
         shares = [line["stored_answers_share"] for line in metrics]
         assert min(shares) == 1.0 if name == "second" else shares[0] == 0.0 and shares[-1] == 1.0

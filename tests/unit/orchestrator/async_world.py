@@ -20,7 +20,7 @@ from mopd.base.metrics import StepMetrics, StepTimer
 from mopd.base.tasks import Stop
 from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta
 from mopd.bench.stand_ins import Lengths, Scenario, make_recipe, make_stream
-from mopd.config.schema import AnswersConfig, WarmUpConfig
+from mopd.config.schema import AnswersConfig, Recipe, WarmUpConfig
 from mopd.data.packing import PackingRules
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger
@@ -233,8 +233,8 @@ class Records:
         raise AssertionError("no stop was requested")
 
 
-def run(world: World) -> Outcome:
-    """Train ``world.steps`` steps in simulated time."""
+def recipe_of(world: World) -> Recipe:
+    """The benchmarks' recipe, with the world's schedule."""
     scenario = Scenario(
         name="async",
         lengths=Lengths(mean=10),
@@ -242,15 +242,19 @@ def run(world: World) -> Outcome:
         num_prompts=world.prompts_per_step,
         samples_per_prompt=world.samples_per_prompt,
     )
+    warm_up = WarmUpConfig(objective="sft_on_teacher", steps=world.warm_up) if world.warm_up else None
     recipe = make_recipe(scenario, max_staleness=world.max_staleness, steps=world.steps)
-    recipe = dataclasses.replace(
-        recipe, rollout=dataclasses.replace(recipe.rollout, on_new_weights=world.on_new_weights)
+    return dataclasses.replace(
+        recipe,
+        rollout=dataclasses.replace(recipe.rollout, on_new_weights=world.on_new_weights),
+        schedule=dataclasses.replace(recipe.schedule, warm_up=warm_up),
+        answers=AnswersConfig(temperature=1.0),
     )
-    if world.warm_up:
-        warm_up = WarmUpConfig(objective="sft_on_teacher", steps=world.warm_up)
-        recipe = dataclasses.replace(
-            recipe, schedule=dataclasses.replace(recipe.schedule, warm_up=warm_up), answers=AnswersConfig(temperature=1)
-        )
+
+
+def run(world: World) -> Outcome:
+    """Train ``world.steps`` steps in simulated time."""
+    recipe = recipe_of(world)
 
     async def work() -> Outcome:
         clock = asyncio.get_running_loop().time
