@@ -100,6 +100,11 @@ class Prompt:
         """Whether its responses are stored ones, drawn by other weights or by somebody else."""
         return self.sample_id >= FIRST_STORED
 
+    @property
+    def queue(self) -> str:
+        """Which others may take its place in a batch: those of its domain, stored ones apart."""
+        return f"{self.domain} (stored)" if self.is_stored else self.domain
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleMeta:

@@ -222,6 +222,11 @@ class Controller:
             failure = next((lost[s.sample_id] for s in of_slot[slot] if s.sample_id in lost), None)
             if failure is None:
                 continue
+            if slot.prompt.is_stored:
+                raise UserError(
+                    f"data.scored: teachers.{failure.teacher} could not score a stored sample of domain "
+                    f"{slot.prompt.domain!r}, and no other takes its place: {failure.reason}: see the replicas' logs"
+                )
             step = slot.number // self.schedule.prompts_per_step
             self._num_replaced[step] += 1
             if self._num_replaced[step] > self.schedule.prompts_per_step:

@@ -9,7 +9,8 @@ A slot is a place in the stream of prompts, open from when its prompt is admitte
                        └─┴── replace: its samples cannot be scored; another prompt of its domain takes its place
 
 A batch takes ready slots, those of the oldest weights first, as many of each domain as the same stretch of the stream
-has: in whatever order responses end, every batch has the stream's mix.
+has: in whatever order responses end, every batch has the stream's mix. Stored prompts (``data.scored``) of a domain
+count as a domain of their own (``Prompt.queue``), so that every batch has their share.
 
 A slot of weights v has to be trained on by step v + n + 1 at the latest. With ``on_expiry: hold`` a batch waits rather
 than take a slot of newer weights and leave more old ones than the steps up to their last one have room for. So none is
@@ -140,8 +141,8 @@ class Ledger:
         slots = []
         for prompt in prompts:
             slots.append(self._add_slot(prompt))
-            self._add_to_order(prompt.domain)
-            self._admitted[prompt.domain] += 1
+            self._add_to_order(prompt.queue)
+            self._admitted[prompt.queue] += 1
         return slots
 
     def publish(self, weight_version: int) -> None:
@@ -188,7 +189,7 @@ class Ledger:
         if not self.drawn(slot, samples):
             return False
         slot.samples, slot.ready_at = tuple(samples), self._clock()
-        heappush(self._ready[slot.prompt.domain].setdefault(slot.weight_version, []), slot.number)
+        heappush(self._ready[slot.prompt.queue].setdefault(slot.weight_version, []), slot.number)
         self._note_complete()
         self._wake()
         return True
@@ -203,12 +204,12 @@ class Ledger:
 
     def again(self, slot: Slot) -> None:
         """Refuse the slot's samples: its own prompt is drawn once more."""
-        self._ended["refused"][slot.prompt.domain] += 1
+        self._ended["refused"][slot.prompt.queue] += 1
         self._reopen(slot, replace(slot.prompt, attempt=slot.prompt.attempt + 1))
 
     def replace(self, slot: Slot, prompt: Prompt) -> None:
         """Discard the slot's samples; ``prompt``, of the same domain, takes its place."""
-        self._ended["replaced"][slot.prompt.domain] += 1
+        self._ended["replaced"][slot.prompt.queue] += 1
         self._reopen(slot, prompt)
 
     @contextlib.contextmanager
@@ -249,7 +250,7 @@ class Ledger:
         for slot in slots:
             if self._open.pop(slot.number, None) is not slot:
                 raise RuntimeError(f"the prompt of sample {slot.prompt.sample_id} is trained on a second time")
-            self._ended["trained"][slot.prompt.domain] += 1
+            self._ended["trained"][slot.prompt.queue] += 1
             self._order.popleft()
         self.step += 1
         self._check()
@@ -299,7 +300,7 @@ class Ledger:
     def _add_slot(self, prompt: Prompt) -> Slot:
         slot = Slot(number=self._num_admitted, prompt=prompt, weight_version=self.published, opened_at=self._clock())
         self._open[slot.number] = slot
-        self._versions[prompt.domain][self.published] += 1
+        self._versions[prompt.queue][self.published] += 1
         self._num_admitted += 1
         return slot
 
@@ -311,21 +312,21 @@ class Ledger:
 
     def _set_version(self, slot: Slot, weight_version: int) -> None:
         self._forget_version(slot)
-        self._versions[slot.prompt.domain][weight_version] += 1
+        self._versions[slot.prompt.queue][weight_version] += 1
         slot.weight_version = weight_version
 
     def _forget_version(self, slot: Slot) -> None:
-        versions = self._versions[slot.prompt.domain]
+        versions = self._versions[slot.prompt.queue]
         versions[slot.weight_version] -= 1
         if not versions[slot.weight_version]:
             del versions[slot.weight_version]
 
     def _reopen(self, slot: Slot, prompt: Prompt) -> None:
-        if prompt.domain != slot.prompt.domain:
-            raise RuntimeError(f"a prompt of {prompt.domain!r} cannot replace one of {slot.prompt.domain!r}")
+        if prompt.queue != slot.prompt.queue:
+            raise RuntimeError(f"a prompt of {prompt.queue!r} cannot replace one of {slot.prompt.queue!r}")
         slot.prompt, slot.samples, slot.is_drawn = prompt, (), False
         self._set_version(slot, self.published)
-        self._admitted[prompt.domain] += 1
+        self._admitted[prompt.queue] += 1
         self._wake()
 
     def _pop_ready(self, domain: str) -> Slot:
@@ -388,7 +389,7 @@ class Ledger:
         return False
 
     def _in_flight(self) -> Counter[str]:
-        return Counter(slot.prompt.domain for slot in self._open.values())
+        return Counter(slot.prompt.queue for slot in self._open.values())
 
     def _check(self) -> None:
         """Raise ``RuntimeError`` unless admitted = trained + in flight + refused + replaced, in every domain."""

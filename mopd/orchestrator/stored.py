@@ -8,6 +8,7 @@ those, or ``data.scores_cache``. Shapes: N samples of a step, L tokens of one, R
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mopd.base.files.json_text import parse_json
 from mopd.base.files.reading import shown_path
 from mopd.base.files.records import Records
 from mopd.base.types import Batch, Prompt, SampleMeta, UserError
@@ -72,7 +74,7 @@ def write_samples(
         UserError: the system refuses (a full disk).
     """
     lengths = [[meta.length, meta.prompt_length, meta.truncated] for meta in metas]
-    domains = "\n".join(meta.domain for meta in metas).encode()
+    domains = json.dumps([meta.domain for meta in metas]).encode()
     rows: dict[str, np.ndarray] = {
         name: torch.cat([*own]).cpu().to(DTYPES[name]).numpy() for name, own in fields.items()
     }
@@ -162,9 +164,10 @@ def _read_meta(records: Records, number: int) -> tuple[list[str], list[list[int]
     """Return domain, and length, prompt's length and whether it was cut off, of each sample of a step."""
     arrays = records.get(b"meta/%012d" % number) or {}
     try:
-        domains = arrays["domains"].tobytes().decode().split("\n")
+        domains = parse_json(arrays["domains"].tobytes())
         lengths = arrays["lengths"].tolist()
-        is_sound = len(domains) == len(lengths) and all(0 < start <= length for length, start, _ in lengths)
+        is_sound = len(domains) == len(lengths) and all(isinstance(domain, str) for domain in domains)
+        is_sound = is_sound and all(0 < start <= length for length, start, _ in lengths)
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(records, number) from error
     if not is_sound:

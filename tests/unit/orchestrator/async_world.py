@@ -19,8 +19,9 @@ import numpy as np
 from mopd.base.metrics import StepMetrics, StepTimer
 from mopd.base.tasks import Stop
 from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta
-from mopd.bench.stand_ins import Lengths, Scenario, make_recipe, make_stream
+from mopd.bench.stand_ins import SHARES, Lengths, Scenario, make_dataset, make_recipe, make_stream
 from mopd.config.schema import AnswersConfig, Recipe, WarmUpConfig
+from mopd.data.mixed_stream import MixedStream
 from mopd.data.packing import PackingRules
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger
@@ -54,6 +55,8 @@ class World:
     send_s: float = 0.05
     discard_s: float = 0.0
     seed: int = 0
+    on_policy_fraction: float | None = None
+    """The other prompts are stored ones, which nobody draws."""
 
     def response_s(self, sample_id: int, attempt: int) -> float:
         """Time of one draw of a sample; every draw has its own."""
@@ -122,6 +125,13 @@ class _Sampler:
         span = ended_with - began_with
         more = {"response": num_tokens, "num_versions": span + 1, "version_span": span}
         return meta_of(sample_id, prompt.domain, began_with, **more)
+
+
+class _Stored:
+    """Implements ``StoredWorker``."""
+
+    async def load(self, prompts: Sequence[Prompt], weight_version: int) -> list[SampleMeta]:
+        return [meta_of(prompt.sample_id, prompt.domain, weight_version) for prompt in prompts]
 
 
 @dataclass
@@ -271,9 +281,16 @@ def run(world: World) -> Outcome:
         sampler = _Sampler(world, asyncio.Semaphore(world.num_places))
         answers, teacher = _Answers(world), _Teacher(world)
         student, records, plane = _Student(world, sampler, answers), Records(), _Plane(ledger, world.discard_s)
+        stream, stored = make_stream(world.seed), None
+        if world.on_policy_fraction is not None:
+            rows = make_dataset().rows_by_domain
+            fraction, domains = world.on_policy_fraction, ["math", "code", "math"]
+            stream = MixedStream(rows, SHARES, world.seed, stored=domains, on_policy_fraction=fraction)
+            stored = _Stored()
         controller = Controller(
             recipe=recipe,
-            prompts=make_stream(world.seed),
+            prompts=stream,
+            stored=stored,
             rollout=sampler,
             answers=answers,
             teachers=teacher,

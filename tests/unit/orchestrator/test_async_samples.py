@@ -54,6 +54,14 @@ def test_redrawing_trains_on_long_responses_less_often() -> None:
     assert {"drawn_samples/math", "drawn_tokens/math", "refused_tokens/math"} <= values.keys()
 
 
+@pytest.mark.parametrize("on_expiry", ["hold", "redraw"])
+def test_every_step_has_the_share_of_stored_samples(on_expiry: Literal["hold", "redraw"]) -> None:
+    """They are ready at once, and take no place of a response that is still being drawn."""
+    found = run(World(max_staleness=2, on_expiry=on_expiry, steps=20, on_policy_fraction=0.75))
+    assert [values["stored_share"] for values in found.values] == [0.25] * 20
+    assert max(ages.max() for ages in found.ages) <= 2
+
+
 @pytest.mark.parametrize(("max_staleness", "soon", "later"), [(2, 1.75, 1.8), (8, 2.3, 1.85)])
 def test_samples_come_just_in_time_where_the_trainer_is_slowest(
     max_staleness: int, soon: float, later: float, monkeypatch: pytest.MonkeyPatch
