@@ -219,6 +219,15 @@ def age_metrics(batch: Batch, weight_version: int, ages: Sequence[int], *, max_s
     return values
 
 
+def horizon_metrics(batch: Batch, horizon: int) -> dict[str, float]:
+    """Return the step's horizon, and the share of responses by domain that were stopped at theirs."""
+    values = {"horizon": float(horizon)}
+    for domain in sorted({sample.domain for sample in batch.samples}):
+        stopped = [sample.at_horizon for sample in batch.samples if sample.domain == domain]
+        values[f"at_horizon_share/{domain}"] = sum(stopped) / len(stopped)
+    return values
+
+
 def _lengths(batch: Batch) -> dict[str, float]:
     """Return response lengths, truncation and sample counts by domain."""
     flat = {}

@@ -120,6 +120,8 @@ class SampleMeta:
     """Response tokens with ``loss_mask`` set."""
     truncated: bool = False
     """Whether the response ended at the length limit, not at a stop token."""
+    at_horizon: bool = False
+    """Whether it was stopped before that limit, at its step's horizon (``rollout.horizon``)."""
     num_versions: int = 1
     """Versions of the weights that sampled the response: more than one if it continued under new weights."""
     version_span: int = 0

@@ -58,11 +58,40 @@ MAX_STALENESS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HorizonConfig:
+    """The first tokens of a response, which are all that is drawn and trained on; validation draws whole responses."""
+
+    start: Annotated[int, at_least(1, MAX_TOKENS)]
+    """Tokens of the first step's responses."""
+    end: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
+    """Tokens after ``steps`` steps, from where on it does not grow any more; absent: ``start``."""
+    steps: Count | None = None
+    """Steps over which it grows, by equal parts."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if (self.end is None) != (self.steps is None):
+            here, absent = ("end", "steps") if self.steps is None else ("steps", "end")
+            raise ValueError(f"{here} is {getattr(self, here)} and {absent} is absent: set both, or remove {here}")
+        if self.end is not None and self.end < self.start:
+            raise ValueError(f"end is {self.end} and start is {self.start}: a horizon grows, set end to start or more")
+
+    def at(self, step: int) -> int:
+        """Return the tokens of the responses of a step, counted from 0."""
+        if self.end is None or self.steps is None:
+            return self.start
+        return self.start + (self.end - self.start) * min(step, self.steps) // self.steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig(EngineGroupConfig):
     """How the student samples its own responses, and the replicas that run its weights."""
 
     max_response_length: Annotated[int, at_least(1, MAX_TOKENS)] = 1024
     """Longest response in tokens; longer ones are cut and counted as truncated."""
+    horizon: HorizonConfig | None = None
+    """Tokens after which responses stop in training, so that the rest is not even drawn; absent:
+    ``max_response_length``."""
     temperature: Positive = 1.0
     """Sampling temperature."""
     top_p: Share = 1.0
@@ -87,6 +116,12 @@ class RolloutConfig(EngineGroupConfig):
             raise ValueError(
                 f"engine.pipeline_parallel_size is {self.engine.pipeline_parallel_size}, but the weights of a rollout "
                 "go to tensor-parallel workers alone: remove it, and set tensor_parallel_size"
+            )
+        longest = 0 if self.horizon is None else self.horizon.end or self.horizon.start
+        if longest > self.max_response_length:
+            raise ValueError(
+                f"horizon ends at {longest} tokens, max_response_length is {self.max_response_length}: lower "
+                "horizon.end or horizon.start, or raise max_response_length"
             )
         if self.top_k != -1 and not 1 <= self.top_k <= MAX_COUNT:
             raise ValueError(f"top_k is {self.top_k}: set -1 (all) or a positive number up to {MAX_COUNT}")
@@ -360,6 +395,11 @@ class Recipe:
                 "loss.task_reward_weight needs a baseline over several responses of a prompt, but "
                 "rollout.samples_per_prompt is 1: set it to 2 or more"
             )
+        if self.needs_task_advantage and self.rollout.horizon is not None:
+            raise ValueError(
+                "loss.task_reward_weight is above 0, but rollout.horizon cuts responses before the answers that "
+                "rewards judge: remove one of them"
+            )
 
     def _check_stored(self) -> None:
         fraction, folders = self.schedule.on_policy_fraction, len(self.data.scored)
@@ -372,6 +412,10 @@ class Recipe:
             raise ValueError(
                 "data.domain_weights is adaptive, but data.scored has samples whose domains stay as they are: give "
                 "every domain its weight, or remove data.scored"
+            )
+        if folders and self.rollout.horizon is not None:
+            raise ValueError(
+                "rollout.horizon is set, but data.scored has responses of their own length: remove one of them"
             )
         if fraction == 0 and self.schedule.max_staleness:
             raise ValueError(
@@ -525,6 +569,12 @@ class Recipe:
     def samples_per_step(self) -> int:
         """Responses of one optimizer step."""
         return self.schedule.prompts_per_step * self.rollout.samples_per_prompt
+
+    def response_limit(self, prompt: int) -> int:
+        """Most tokens of a training response to the stream's prompt of this number: its step's horizon."""
+        horizon = self.rollout.horizon
+        longest = self.rollout.max_response_length
+        return longest if horizon is None else horizon.at(prompt // self.schedule.prompts_per_step)
 
     @property
     def needs_rewards(self) -> bool:

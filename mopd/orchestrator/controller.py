@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mopd.base.metrics import StepMetrics, StepTimer, age_metrics, merge_step, share_metrics
+from mopd.base.metrics import StepMetrics, StepTimer, age_metrics, horizon_metrics, merge_step, share_metrics
 from mopd.base.tasks import Stop, StopRequested, Tasks
 from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta, UserError
 from mopd.config.losses import Objective, budget_of
@@ -326,6 +326,8 @@ class Controller:
             values["is_warm_up"] = float(self.weight_version < self.schedule.warm_up.steps)
         if self.stored is not None:
             values["stored_share"] = sum(slot.prompt.is_stored for slot in slots) / len(slots)
+        if self.recipe.rollout.horizon is not None:
+            values |= horizon_metrics(batch, self.recipe.rollout.horizon.at(self.weight_version))
         domains = {sample.domain for sample in batch.samples}
         names = ["replaced_samples"] if self.recipe.on_failure == "replace" else []
         if self.schedule.max_staleness:

@@ -30,6 +30,8 @@ class RolloutWorker:
     sampling: SamplingParams
     seed: int
     samples_per_prompt: int = 1
+    limit: Callable[[int], int] | None = None
+    """Most tokens of a response by its prompt's number (``Recipe.response_limit``); ``None``: those of ``sampling``."""
 
     async def generate(
         self, prompts: Sequence[Prompt], *, ended: Callable[[Prompt, int], None] | None = None
@@ -54,7 +56,9 @@ class RolloutWorker:
             raise error.ends(
                 f"rollout gave no response for samples {named}: {one_line(error)}: see the replicas' logs"
             ) from error
-        return await put_samples(self.plane, self.dataset, repeated, sample_ids, responses)
+        return await put_samples(
+            self.plane, self.dataset, repeated, sample_ids, responses, has_horizon=self._has_horizon
+        )
 
     async def _responses(
         self, prompts: Sequence[Prompt], sample_ids: Sequence[int], ended: Callable[[Prompt, int], None] | None
@@ -72,11 +76,21 @@ class RolloutWorker:
             note_end(index, response)
             return response
 
-        seeds = [self._seed(prompt, sample_id, 0) for prompt, sample_id in zip(prompts, sample_ids, strict=True)]
-        images = self.dataset.images_of([prompt.row for prompt in prompts])
-        tokens = [self._tokens(prompt) for prompt in prompts]
-        drawn = await self.generator.generate(tokens, self.sampling, seeds, on_response=note_end, images=images)
-        return await all_or_none(complete(index, part) for index, part in enumerate(drawn))
+        async def draw(sampling: SamplingParams) -> None:
+            own = [index for index, prompt in enumerate(prompts) if self._sampling(prompt) == sampling]
+            parts = await self.generator.generate(
+                [self._tokens(prompts[index]) for index in own],
+                sampling,
+                [self._seed(prompts[index], sample_ids[index], 0) for index in own],
+                on_response=lambda number, part: note_end(own[number], part),
+                images=self.dataset.images_of([prompts[index].row for index in own]),
+            )
+            drawn.update(zip(own, parts, strict=True))
+
+        drawn: dict[int, Generation] = {}
+        for sampling in dict.fromkeys(map(self._sampling, prompts)):  # one, but for prompts of several steps
+            await draw(sampling)
+        return await all_or_none(complete(index, part) for index, part in sorted(drawn.items()))
 
     async def _finished(self, prompt: Prompt, sample_id: int, part: Generation) -> Generation:
         """Return the whole response that begins with ``part``. A response handed back because new weights arrived
@@ -86,7 +100,8 @@ class RolloutWorker:
         while parts[-1].finish_reason == "handed_back":
             # a continued response may be handed back again
             prefix = torch.cat([own.tokens for own in parts])
-            sampling = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(prefix))
+            whole = self._sampling(prompt)
+            sampling = replace(whole, max_new_tokens=whole.max_new_tokens - len(prefix))
             start = (*self._tokens(prompt), *prefix.tolist())
             seed = self._seed(prompt, sample_id, len(parts))
             images = self.dataset.images_of([prompt.row])
@@ -99,6 +114,14 @@ class RolloutWorker:
             token_versions=torch.cat([own.token_versions for own in parts]),
             finish_reason=parts[-1].finish_reason,
         )
+
+    def _sampling(self, prompt: Prompt) -> SamplingParams:
+        if self.limit is None:
+            return self.sampling
+        return replace(self.sampling, max_new_tokens=self.limit(prompt.sample_id))
+
+    def _has_horizon(self, prompt: Prompt) -> bool:
+        return self._sampling(prompt).max_new_tokens < self.sampling.max_new_tokens
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         return self.dataset.row(prompt.row).tokens
@@ -116,11 +139,14 @@ async def put_samples(
     prompts: Sequence[Prompt],
     sample_ids: Sequence[int],
     responses: Sequence[Generation],
+    *,
+    has_horizon: Callable[[Prompt], bool] = lambda _: False,
 ) -> list[SampleMeta]:
-    """Put the fields of new samples, one prompt and response each, and return them."""
+    """Put the fields of new samples, one prompt and response each, and return them. ``has_horizon``: a prompt's
+    responses stop before they are as long as they may be, and that is no truncation."""
     rows = [dataset.row(prompt.row) for prompt in prompts]
     metas = [
-        _meta(sample_id, prompt, len(row.tokens), response)
+        _meta(sample_id, prompt, len(row.tokens), response, has_horizon=has_horizon(prompt))
         for sample_id, prompt, row, response in zip(sample_ids, prompts, rows, responses, strict=True)
     ]
     fields = {
@@ -157,8 +183,9 @@ def reward_item(dataset: PromptDataset, row: int, response: str) -> RewardItem:
     )
 
 
-def _meta(sample_id: int, prompt: Prompt, prompt_length: int, response: Generation) -> SampleMeta:
+def _meta(sample_id: int, prompt: Prompt, prompt_length: int, response: Generation, *, has_horizon: bool) -> SampleMeta:
     versions = set(response.token_versions.tolist())
+    is_cut = response.finish_reason == "length"
     return SampleMeta(
         sample_id=sample_id,
         domain=prompt.domain,
@@ -166,7 +193,8 @@ def _meta(sample_id: int, prompt: Prompt, prompt_length: int, response: Generati
         prompt_length=prompt_length,
         response_length=len(response.tokens),
         num_loss_tokens=len(response.tokens),
-        truncated=response.finish_reason == "length",
+        truncated=is_cut and not has_horizon,
+        at_horizon=is_cut and has_horizon,
         num_versions=len(versions),
         version_span=max(versions) - min(versions),
     )

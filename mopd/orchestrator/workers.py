@@ -200,6 +200,7 @@ def _rollout_worker(recipe: Recipe, inputs: Inputs, plane: Storage, groups: Grou
         sampling=sampling,
         seed=recipe.seed,
         samples_per_prompt=cfg.samples_per_prompt,
+        limit=recipe.response_limit,
     )
 
 

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from mopd.base.metrics import JsonlWriter, StepMetrics, StepTimer, merge_step, read_jsonl, share_metrics, truncate_jsonl
+from mopd.base.metrics import (
+    JsonlWriter,
+    StepMetrics,
+    StepTimer,
+    horizon_metrics,
+    merge_step,
+    read_jsonl,
+    share_metrics,
+    truncate_jsonl,
+)
 from mopd.base.types import Batch, DomainSums, SampleMeta, UserError
 
 
@@ -18,7 +27,7 @@ class Clock:
         return self.now
 
 
-def sample(sample_id: int, domain: str, response_length: int, *, truncated: bool = False) -> SampleMeta:
+def sample(sample_id: int, domain: str, response_length: int, **more: bool) -> SampleMeta:
     return SampleMeta(
         sample_id=sample_id,
         domain=domain,
@@ -26,7 +35,7 @@ def sample(sample_id: int, domain: str, response_length: int, *, truncated: bool
         prompt_length=10,
         response_length=response_length,
         num_loss_tokens=response_length,
-        truncated=truncated,
+        **more,
     )
 
 
@@ -147,6 +156,12 @@ def test_means_are_over_the_tokens_that_count_where_not_all_do() -> None:
     ).values
     wanted = {"loss": 3.0, "kl_k1": 0.5, "loss_tokens_share": 0.25, "token_score": 1.25, "chosen_score_share": 0.7}
     assert {name: metrics[f"{name}/math"] for name in wanted} == wanted
+
+
+def test_a_horizon_is_told_with_the_share_of_responses_that_it_stopped() -> None:
+    samples = (sample(1, "math", 4, at_horizon=True), sample(2, "math", 2), sample(3, "code", 3))
+    values = horizon_metrics(Batch(samples=samples), 4)
+    assert values == {"horizon": 4.0, "at_horizon_share/math": 0.5, "at_horizon_share/code": 0.0}
 
 
 def test_what_counts_samples_is_a_share_of_samples() -> None:

@@ -183,6 +183,21 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
             "loss.correction={type: tis}",
             "loss.correction is set, but topk_forward_kl without task_reward_weight takes samples of any policy:",
         ),
+        ("rollout.horizon={start: 0}", "rollout.horizon.start is 0: set 1 or more"),
+        (
+            "rollout.horizon={start: 8, end: 16}",
+            "rollout.horizon.end is 16 and steps is absent: set both",
+        ),
+        ("rollout.horizon={start: 8, steps: 4}", "rollout.horizon.steps is 4 and end is absent: set both"),
+        ("rollout.horizon={start: 8, end: 4, steps: 2}", "rollout.horizon.end is 4 and start is 8: a horizon grows"),
+        (
+            "rollout={max_response_length: 8, horizon: {start: 9}}",
+            "rollout.horizon ends at 9 tokens, max_response",
+        ),
+        (
+            "rollout={max_response_length: 8, horizon: {start: 2, end: 9, steps: 3}}",
+            "rollout.horizon ends at 9 tokens, max_response_length is 8: lower horizon.end or horizon.start, or raise",
+        ),
         ("loss.tokens={largest: divergence}", "missing key loss.tokens.share"),
         ("loss.tokens={largest: divergence, share: 0}", "loss.tokens.share is 0.0: set a number in (0, 1]"),
         ("loss.tokens={largest: margin, share: 0.5}", "loss.tokens.largest: expected one of"),
@@ -202,6 +217,18 @@ def test_refusals_name_the_line_of_the_file_that_holds_the_key(write: Write) -> 
     assert refusal(write(RECIPE + "loss:\n\n  top_k: 0\n")).startswith("recipe.yaml:13: loss.top_k is 0")
     cross = refusal(write(RECIPE + "loss:\n  type: k2\nrollout: {top_p: 0.5}\n"))
     assert cross.startswith("recipe.yaml:12: loss.type 'k2' estimates")
+
+
+def test_a_horizon_belongs_to_the_step_of_a_prompts_number(write: Write) -> None:
+    grows = ["rollout={max_response_length: 100, horizon: {start: 10, end: 25, steps: 4}}"]
+    recipe = load_recipe(write(), [*grows, "schedule.prompts_per_step=4"]).recipe
+    limits = [recipe.response_limit(number) for number in range(28)]
+    assert limits == [10] * 4 + [13] * 4 + [17] * 4 + [21] * 4 + [25] * 12
+    fixed = load_recipe("recipe.yaml", ["rollout={max_response_length: 100, horizon: {start: 10}}"]).recipe
+    assert {fixed.response_limit(number) for number in (0, 5000)} == {10}
+    assert load_recipe("recipe.yaml").recipe.response_limit(5) == 1024
+    refused = refusal("recipe.yaml", *grows, *TASK)
+    assert "loss.task_reward_weight is above 0, but rollout.horizon cuts responses before the answers" in refused
 
 
 TASK = ["loss.task_reward_weight=0.5", "rollout.samples_per_prompt=2", "rewards.default={type: exact_match}"]

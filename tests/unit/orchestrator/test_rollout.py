@@ -172,6 +172,29 @@ def test_a_response_that_is_handed_back_goes_on_where_it_was(engine: TorchEngine
     assert fields["rollout_logprobs"][0].tolist() == expected
 
 
+def test_responses_stop_at_the_horizon_of_their_prompts_step(engine: TorchEngine, dataset: PromptDataset) -> None:
+    """Steps of two prompts; the third step's horizon is the longest response, where a cut is a truncation. A horizon
+    holds for a response that is handed back too."""
+    limits = {20: 2, 21: 4, 22: SAMPLING.max_new_tokens}
+    asked: list[int] = []
+
+    class Records(HandsBack):
+        async def generate(self, prompts: Any, sampling: SamplingParams, *rest: Any, **more: Any) -> list[Generation]:
+            asked.append(sampling.max_new_tokens)
+            return await engine.generate(prompts, sampling, *rest, **more)
+
+    given = prompts(dataset)
+    for generator in (Records(engine), HandsBack(engine)):
+        metas, fields = roll(generator, dataset, given, limit=lambda number: limits[number // 2])
+        for prompt, meta, tokens in zip(given, metas, fields["tokens"], strict=True):
+            limit, ended = limits[prompt.sample_id // 2], tokens[-1].item() == EOS_ID
+            assert meta.response_length == meta.num_loss_tokens == limit or ended
+            is_last = limit == SAMPLING.max_new_tokens
+            assert (meta.at_horizon, meta.truncated) == (not ended and not is_last, not ended and is_last)
+        assert {meta.at_horizon for meta in metas} == {True, False} and any(meta.truncated for meta in metas)
+    assert asked == [2, 4, SAMPLING.max_new_tokens]  # no token beyond the horizon is asked for
+
+
 def test_a_prompt_that_is_drawn_again_gets_another_response(engine: TorchEngine, dataset: PromptDataset) -> None:
     (prompt,) = prompts(dataset)[:1]
     responses = [
