@@ -97,11 +97,14 @@ def test_policy_gradient_has_the_gradient_of_k2_token_by_token(student: Tensor, 
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-@pytest.mark.parametrize("num_teachers", [1, 2])
+@pytest.mark.parametrize(("num_teachers", "most"), [(1, 0.8), (2, 0.8), (1, 0.5)])
 def test_a_baseline_keeps_the_expected_gradient_and_takes_variance_away(
-    student: Tensor, log_q: Tensor, num_teachers: int
+    student: Tensor, log_q: Tensor, num_teachers: int, most: float
 ) -> None:
-    """Also with a baseline from half of the vocabulary. That of a whole one leaves an advantage of mean 0."""
+    """Also with a baseline from half of the vocabulary. That of a whole one leaves an advantage of mean 0. At most half
+    of the variance is left where a run begins: the student knows nothing yet, and its teacher is sure."""
+    if most == 0.5:
+        student, log_q = 0.1 * student, torch.log_softmax(log_q + 8 * (torch.arange(VOCAB) == 5), -1)
     teachers = torch.stack([log_q, torch.log_softmax(-log_q, -1)][:num_teachers])
     weights = torch.tensor([0.75, 0.25][:num_teachers], dtype=torch.float64) if num_teachers > 1 else torch.ones(1)
     mean_q, p = (weights.double()[:, None] * teachers).sum(0), torch.softmax(student, -1)
@@ -120,9 +123,9 @@ def test_a_baseline_keeps_the_expected_gradient_and_takes_variance_away(
 
     plain, half, whole = of({}), of(topk(VOCAB // 2)), of(topk(VOCAB))
     constant = of({"baseline": torch.full((VOCAB,), -1.0, dtype=torch.float64)})
-    for mean, variance, _ in (half, whole, constant):
+    for mean, variance, _ in (half, whole, constant)[: 3 if most == 0.8 else 2]:
         torch.testing.assert_close(mean, plain[0])
-        assert variance < 0.8 * plain[1]
+        assert variance < most * plain[1]
     assert abs(float((p * whole[2]).sum())) < 1e-14
     if num_teachers == 1:
         torch.testing.assert_close(plain[0], full_kls(student, log_q)["reverse"][1])
