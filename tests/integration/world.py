@@ -85,13 +85,20 @@ def build_world(folder: Path) -> World:
         make_hf_model(path, "qwen3", seed=1, scale=0.1)
         make_tokenizer(path)
     for domain, path in world.teachers.items():
-        _train_expert(path, ANSWERS[domain])
+        train_expert(path, dict.fromkeys(ANSWERS, ANSWERS[domain]))
     write_prompts(world.train, num_rows=40, start=0)
     write_prompts(world.validation, num_rows=12, start=1000)
     return world
 
 
-def write_prompts(path: Path, *, num_rows: int, start: int, domains: tuple[str, ...] = tuple(ANSWERS)) -> None:
+def write_prompts(
+    path: Path,
+    *,
+    num_rows: int,
+    start: int,
+    domains: tuple[str, ...] = tuple(ANSWERS),
+    answers: dict[str, str] = ANSWERS,
+) -> None:
     """Rows in the schema that practitioners have, domains in turn."""
     rows = []
     for index in range(start, start + num_rows):
@@ -100,33 +107,35 @@ def write_prompts(path: Path, *, num_rows: int, start: int, domains: tuple[str, 
             {
                 "data_source": domain,
                 "prompt": [{"role": "user", "content": f"{domain} {index}"}],
-                "reward_model": {"style": "rule", "ground_truth": ANSWERS.get(domain, "?")},
+                "reward_model": {"style": "rule", "ground_truth": answers.get(domain, "?")},
                 "extra_info": {"index": index},
             }
         )
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def _train_expert(folder: Path, answer: str) -> None:
-    """Teach the model to answer every prompt with ``answer`` and the stop token."""
+def train_expert(folder: Path, answers: dict[str, str], num_steps: int = 60) -> None:
+    """Teach the model to answer every prompt of a domain with its one answer and the stop token."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    ending = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"{domain} {i}"}], add_generation_prompt=True, return_dict=False
+    pairs = [
+        (
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": f"{domain} {i}"}], add_generation_prompt=True, return_dict=False
+            ),
+            [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id],
         )
-        for domain in ANSWERS
+        for domain, answer in answers.items()
         for i in range(100, 110)
     ]
-    width = max(len(prompt) for prompt in prompts) + len(ending)
-    rows = [[*prompt, *ending] for prompt in prompts]
+    width = max(len(prompt) + len(ending) for prompt, ending in pairs)
+    rows = [[*prompt, *ending] for prompt, ending in pairs]
     tokens = torch.tensor([[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in rows])
     labels = torch.full_like(tokens, -100)
-    for label, prompt in zip(labels, prompts, strict=True):
+    for label, (prompt, ending) in zip(labels, pairs, strict=True):
         label[len(prompt) : len(prompt) + len(ending)] = torch.tensor(ending)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for _ in range(60):
+    for _ in range(num_steps):
         optimizer.zero_grad()
         model(input_ids=tokens, labels=labels).loss.backward()
         optimizer.step()
