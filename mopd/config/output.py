@@ -57,6 +57,9 @@ class MetricsConfig(Checked):
     keep_samples: bool = False
     """Keep every sample that is trained on (tokens and the rollout's log-probs, no scores) in the run folder's
     ``samples``, for ``mopd replay`` and ``data.scored``."""
+    gradient_cosine_every_steps: Count | None = None
+    """Optimizer steps between measurements of the cosines between the domains' gradients, each of which costs another
+    forward and backward over the step's batch; absent: never."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
     wandb: WandBConfig | None = None

@@ -24,12 +24,13 @@ from mopd.data_plane.interface import Reader
 from mopd.student import cpu_shim, parallel
 from mopd.student.batch import MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
+from mopd.student.conflicts import cosines, sketch_gradient
 from mopd.student.images import StudentImages
 from mopd.student.memory.lending import GpuMemoryLease
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
 from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
-from mopd.student.objective import Objective
+from mopd.student.objective import Objective, Sums
 from mopd.student.optimizer import build_optimizer, complete_weights, guarded_step, overlaps, wrap_data_parallel
 from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, Shape, run_schedule
@@ -100,6 +101,8 @@ class StudentWorker:
         self._objective = Objective(recipe.loss, self.layout, teacher_weights=shares, **limits)
         self._cross_entropy = CrossEntropy(recipe.loss, self.layout, **limits)
         self._plan: MicroBatchPlan | None = None
+        self._cosines: dict[str, float] = {}
+        """Metrics of the domains' gradients in the last ``forward_backward``, where they were due."""
         self.saving = checkpoint.CheckpointThread(self.layout.device, timeout_s=recipe.schedule.wait_timeout_s)
         """Writer of asynchronous checkpoints. Enter it around all use of the student."""
         self._lending = (
@@ -122,6 +125,23 @@ class StudentWorker:
         Raises:
             NonFiniteError: on every rank, naming domain and samples; weights are untouched.
         """
+        every, step = self.recipe.metrics.gradient_cosine_every_steps, self.weight_version + 1
+        self._cosines = {}
+        if every is not None and (step == 1 or step % every == 0):
+            self._cosines = self._gradient_cosines(plan)
+        sums = self._gradients(plan, diagnostics=diagnostics)
+        result, bad = sums.reduce(self.domains, self.layout)
+        if bad:
+            raise NonFiniteError(self._describe_bad_loss(plan, bad))
+        # The plan's count is the loss's denominator: another number of masked tokens would silently rescale the loss.
+        num_tokens = sum(domain.num_tokens for domain in result.values())
+        if num_tokens != plan.num_loss_tokens:
+            raise ValueError(f"loss masks hold {num_tokens} tokens but the plan says {plan.num_loss_tokens}")
+        self._plan = plan
+        return result
+
+    def _gradients(self, plan: MicroBatchPlan, *, diagnostics: bool) -> Sums:
+        """Compute the gradients of the plan's loss, in place of those before, and return its sums, not yet reduced."""
         positions = {sample_id: i for i, sample_id in enumerate(plan.sample_ids)}
         sizes = {"num_domains": len(self.domains), "num_samples": plan.num_samples}
         kind = self.recipe.objective_at(self.weight_version + 1)
@@ -147,20 +167,29 @@ class StudentWorker:
         if self._clock is not None:
             self._clock.begin()
         self._run(plan, objective.field_names, positions, hook_for, forward_only=False)
-        result, bad = sums.reduce(self.domains, self.layout)
-        if bad:
-            raise NonFiniteError(self._describe_bad_loss(plan, bad))
-        # The plan's count is the loss's denominator: another number of masked tokens would silently rescale the loss.
-        num_tokens = sum(domain.num_tokens for domain in result.values())
-        if num_tokens != plan.num_loss_tokens:
-            raise ValueError(f"loss masks hold {num_tokens} tokens but the plan says {plan.num_loss_tokens}")
-        self._plan = plan
-        return result
+        return sums
+
+    def _gradient_cosines(self, plan: MicroBatchPlan) -> dict[str, float]:
+        """Return the cosines between the gradients of the domains' own losses. Training sees nothing of it."""
+        # What Megatron's routers count and learn in a pass (bias, tokens of each expert) is in buffers.
+        kept = [(buffer, buffer.clone()) for chunk in self._chunks for buffer in chunk.module.buffers()]
+        sketches = {}
+        for domain in self.domains:
+            own = sorted((s for s in _samples(plan) if s.domain == domain), key=lambda sample: sample.sample_id)
+            # A number that can always be shared out evenly, whatever their lengths.
+            del own[len(own) - len(own) % (self.dp_size * self.packing.count_multiple) :]
+            if any(sample.num_loss_tokens for sample in own):
+                self._gradients(pack(own, self.packing, dp_size=self.dp_size), diagnostics=False)
+                with cpu_shim.activate():
+                    sketches[domain] = sketch_gradient(self._optimizer, self.layout.rank)
+        for buffer, value in kept:
+            buffer.copy_(value)
+        return cosines(sketches)
 
     def optim_step(self) -> dict[str, float]:
         """Clip and apply the gradients of the last ``forward_backward``, and count one ``weight_version`` more. Return
-        ``grad_norm`` (before clipping), the ``lr`` that was used, and the metrics of experts and vision tower if there
-        are any.
+        ``grad_norm`` (before clipping), the ``lr`` that was used, and the metrics of experts, vision tower and the
+        domains' gradients if there are any.
 
         Raises:
             NonFiniteError: the gradient norm is not finite, weights and optimizer states are untouched; or a weight is
@@ -180,7 +209,7 @@ class StudentWorker:
         self._scheduler.step(1)
         self._plan = None
         self.weight_version += 1
-        metrics = {"grad_norm": norm, "lr": lr}
+        metrics = {"grad_norm": norm, "lr": lr} | self._cosines
         for part in (self._balance, self._clock):
             metrics |= {} if part is None else part.metrics()
         return metrics

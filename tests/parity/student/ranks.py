@@ -32,6 +32,7 @@ from mopd.config.losses import (
     SequenceMaskConfig,
     TopKLossConfig,
 )
+from mopd.config.output import MetricsConfig
 from mopd.config.rewards import ExactMatchConfig
 from mopd.config.schema import AnswersConfig, Recipe, RolloutConfig, ScheduleConfig
 from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig, VisionConfig
@@ -137,6 +138,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
         schedule=ScheduleConfig(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=120),
         rewards={"default": ExactMatchConfig(type="exact_match")},
         validation=ValidationConfig(),
+        metrics=MetricsConfig(gradient_cosine_every_steps=case.get("cosine_every")),
     )
 
 
