@@ -30,6 +30,10 @@ PHASE_NAMES = {
     "step": "Whole step",
     OTHER: "Other",
 }
+SHARES = ("prompts_share", "tokens_share", "loss_weight_share", "loss_share", "gradient_share")
+"""Metrics of a domain's share of a step, from what it gets to what comes of it."""
+GRADIENT_COSINE = "gradient_cosine"
+"""Metric of pairs of domains."""
 WITHOUT_DOMAINS = (*VOLATILE_PREFIXES, "moe/", "packing/", "response_versions/")
 """Prefixes of metrics whose second part is not a domain."""
 TRAINER_PHASES = (
@@ -90,6 +94,24 @@ PANELS = {
     "baseline": Panel("Expected advantage", "Of the student's tokens, by the teacher's top k."),
     "correction_weight": Panel("Mismatch weight", "Of trainer against rollout engine.", from_zero=False),
     "grad_norm": Panel("Gradient norm", "Before clipping."),
+    "prompts_share": Panel("Prompts by domain", "Share of the step's samples; dotted: the stream's.", is_noisy=False),
+    "prompts_share_target": Panel(
+        "Prompts by domain, target",
+        "Share that the stream gives; adaptive ones change with each validation.",
+        is_noisy=False,
+    ),
+    "tokens_share": Panel("Loss tokens by domain", "Share of the step's.", is_noisy=False),
+    "loss_weight_share": Panel(
+        "Weight in the loss by domain", "Share of the token weights; dotted: loss.domain_budget.", is_noisy=False
+    ),
+    "loss_share": Panel("Loss by domain", "Share of what was minimised, without its sign."),
+    "gradient_share": Panel(
+        "Gradient by domain", "Share of the norm of the gradient of the hidden states at the LM head."
+    ),
+    "absent_domains": Panel("Domains without a loss token", "Their budget went to the others.", is_noisy=False),
+    GRADIENT_COSINE: Panel(
+        "Cosine between domains’ gradients", "Below 0: what helps one harms the other.", is_noisy=False, from_zero=False
+    ),
     "lr": Panel("Learning rate", is_noisy=False),
     "rollout_kl": Panel("KL(rollout ‖ student)", "Nats per token: how far off-policy the samples were."),
     "masked_sequences_share": Panel(
@@ -175,6 +197,19 @@ def curves_by_metric(steps: Sequence[Mapping[str, Any]]) -> Curves:
                 continue
             curves.setdefault(metric, {}).setdefault(domain, []).append((record["step"], value))
     return curves
+
+
+def mean_shares(curves: Curves, domains: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each domain: the mean over the steps of each of its ``SHARES``, and of what it was to be."""
+
+    def mean(metric: str, domain: str) -> float | None:
+        values = [value for _, value in curves.get(metric, {}).get(domain, ())]
+        return sum(values) / len(values) if values else None
+
+    return [
+        {"name": domain, "cells": [(mean(name, domain), mean(f"{name}_target", domain)) for name in SHARES]}
+        for domain in domains
+    ]
 
 
 def is_zero(curves: Mapping[str, Sequence[Point]]) -> bool:

@@ -13,7 +13,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from mopd.report.charts import NUM_COLOURS, Point, Series, cell, colour, histogram, line_chart, named_series, short
-from mopd.report.curves import Curves, curves_by_metric, in_words, is_zero, panel_of, percents, phase_name
+from mopd.report.curves import (
+    GRADIENT_COSINE,
+    SHARES,
+    Curves,
+    curves_by_metric,
+    in_words,
+    is_zero,
+    mean_shares,
+    panel_of,
+    percents,
+    phase_name,
+)
 from mopd.report.groups import group_values, label
 from mopd.report.intervals import show_interval
 from mopd.report.pipeline import stage_label, stage_seconds
@@ -63,9 +74,11 @@ def render_page(
         evidence: lines on what stands behind the rewards.
     """
     curves = curves_by_metric(steps)
+    pairs = curves.pop(GRADIENT_COSINE, {})
     domains = sorted({*report["domains"], *(domain for curve in curves.values() for domain in curve if domain)})
     teachers = {name: result["teacher"] for name, result in report["domains"].items()}
-    others = {name: curve for name, curve in sorted(curves.items()) if name not in MAIN}
+    others = {name: curve for name, curve in sorted(curves.items()) if name not in MAIN and name not in SHARES}
+    has_shares = any(len(curves.get(name, {})) > 1 for name in SHARES)
     group_charts = _group_charts(steps)
     return render(
         "report.html.j2",
@@ -78,6 +91,10 @@ def render_page(
         bars=[_bar(name, domains.index(name), result) for name, result in report["domains"].items()],
         reward_chart=_reward_chart(validations, domains, teachers),
         main_charts=_charts({name: curves[name] for name in MAIN if name in curves}, domains),
+        share_charts=_charts({name: curves[name] for name in SHARES if name in curves}, domains) if has_shares else [],
+        share_rows=mean_shares(curves, domains) if has_shares else [],
+        share_headings=[in_words(name) for name in SHARES],
+        pairs_chart=_pairs_chart(pairs) if pairs else None,
         other_charts=_charts({name: curve for name, curve in others.items() if not is_zero(curve)}, domains),
         zero_charts=_charts({name: curve for name, curve in others.items() if is_zero(curve)}, domains),
         group_headings=list(GROUP_COLUMNS.values()),
@@ -147,6 +164,15 @@ def _charts(curves: Curves, domains: list[str]) -> list[dict[str, Any]]:
             series.append(Series(name=name, index=index, points=points, is_noisy=panel.is_noisy))
         charts.append(chart(panel.title, panel.text, series, metric=metric, from_zero=panel.from_zero))
     return charts
+
+
+def _pairs_chart(pairs: Mapping[str, list[Point]]) -> dict[str, Any]:
+    """Make a chart with a curve for each pair of domains."""
+    panel = panel_of(GRADIENT_COSINE)
+    series = named_series(
+        {pair.replace("|", " and "): points for pair, points in sorted(pairs.items())}, is_noisy=False
+    )
+    return {**chart(panel.title, panel.text, series, metric=GRADIENT_COSINE, from_zero=False), "legend": series}
 
 
 def _group_charts(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -211,6 +211,7 @@ def two_ranks(
     untied_steps = {**dp2, "model": str(untied_model), "micro_batch_size": 2, "steps": 3}
     cases |= {"dp2/steps": untied_steps, "dp2/steps/overlap": {**untied_steps, **OVERLAP, "logprobs": True}}
     cases["dp2/steps/offload"] = {**untied_steps, **OVERLAP, "offload": 1.0}
+    cases |= {f"{name}/cosine": {**one, "cosine_every": 1, "steps": 1} for name, one in TWO_RANK_LAYOUTS.items()}
     cases["tp2_sp/recompute_full"] = {**tp2_sp, "recompute": "full", "steps": 1}
     cases["tp2/recompute_selective"] = {**tp2, "recompute": "selective", "steps": 1}
     for name, overrides in OVERRIDES.items():
@@ -264,6 +265,7 @@ def one_rank(
     cases["one/budget"] = {**ONE, "steps": 1}
     cases |= {f"one/{loss}": {**ONE, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
     cases |= {f"one/{case}": {**ONE, **_ensemble(case)} for case in ENSEMBLES}
+    cases["one/cosine"] = {**ONE, "cosine_every": 1, "steps": 1}
     cases["one/untied"] = {**ONE, "model": str(untied_model), "steps": 1, "logprobs": True}
     cases["one/logprobs"] = {**ONE, "logprobs": True}
     cases["one/supervised"] = {**ONE, **SUPERVISED}

@@ -98,6 +98,14 @@ def test_other_losses_and_models(two_ranks: Results, one_rank: Results, layout: 
     assert_same_step(two_ranks[f"{layout}/{loss}"]["steps"][0], one_rank[f"one/{loss}"]["steps"][0])
 
 
+@pytest.mark.parametrize("layout", TWO_RANK_LAYOUTS)
+def test_measuring_the_domains_gradients_changes_nothing(two_ranks: Results, one_rank: Results, layout: str) -> None:
+    """Their cosine is that of one rank to a hundredth: each rank has signs of its own for its part of the sketches."""
+    step, (name,) = dict(two_ranks[f"{layout}/cosine"]["steps"][0]), ["gradient_cosine/math|code"]
+    assert step.pop(name) == pytest.approx(one_rank["one/cosine"]["steps"][0][name], abs=0.02)
+    assert_same_step(step, one_rank["one/budget"]["steps"][0])
+
+
 def test_the_sequence_mask_leaves_some_responses_out(one_rank: Results) -> None:
     """Else the equalities of the policy gradient would not show that every layout leaves out the same ones."""
     for name in ("one/policy_gradient", "one/wide/policy_gradient/tied"):

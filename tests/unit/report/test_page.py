@@ -16,6 +16,7 @@ from PIL import Image
 from mopd.base.types import UserError
 from mopd.report.build import build_report
 from mopd.report.thumbnails import thumbnail
+from tests.unit.report.conftest import DOMAINS, step_record, write_lines
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -160,6 +161,31 @@ def test_size_does_not_grow_with_the_number_of_steps(run_dir: Path, steps: int) 
     records = [{"step": s, "loss": 1 / s, "loss/code": 1 / s, "timing/step_s": 0.1} for s in range(1, steps + 1)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert len(_html(run_dir)) < 100_000
+
+
+def test_shares_stand_beside_their_targets_and_pairs_in_a_chart_of_their_own(run_dir: Path) -> None:
+    one, other = DOMAINS
+    records = [
+        step_record(step)
+        | {
+            f"prompts_share/{one}": 0.2,
+            f"tokens_share/{one}": 0.01,
+            f"loss_weight_share/{one}": 0.29 + 0.02 * step / 41,
+        }
+        | {f"prompts_share/{other}": 0.8, f"tokens_share/{other}": 0.99, f"loss_weight_share_target/{one}": 0.3}
+        | {f"gradient_cosine/{one}|{other}": -0.1 * step}
+        for step in range(1, 41)
+    ]
+    write_lines(run_dir / "metrics.jsonl", records)
+    html = _html(run_dir)
+    section = html.split("<h2>Who gets how much</h2>")[1].split("</section>")[0]
+    rows = [
+        re.findall(r">([^<>]+)</t[dh]>", row) for row in section.split("<tbody>")[1].split("</tbody>")[0].split("<tr>")
+    ]
+    assert rows[1:] == [[one, "20%", "1%", "30% (30%)", "–", "–"], [other, "80%", "99%", "–", "–", "–"]]
+    assert f"{one} and {other}" in section and f"{one} and {other}" not in html.split("Who gets how much")[0]
+    write_lines(run_dir / "metrics.jsonl", [step_record(1)])
+    assert "Who gets how much" not in _html(run_dir)
 
 
 def _html(run_dir: Path) -> str:
