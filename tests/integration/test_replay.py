@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mopd.base.files.records import Records
 from tests.integration.world import World, mopd, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
@@ -42,6 +43,8 @@ def trained(folder: Path) -> list[dict[str, float]]:
 
 
 def test_a_replay_is_the_run_again(run_dir: Path) -> None:
+    kept = Records(run_dir.parent / "scores")
+    assert len(kept) == 8 * STEPS, "those of the steps alone: the checks before them ask the teachers themselves"
     done = mopd("replay", run_dir)
     assert done.returncode == 0, done.stderr
     again = run_dir.with_name("run-replay-topk_forward_kl")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mopd.base.files.records import Records
-from mopd.base.types import TEACHER_FIELDS, SampleMeta, UserError
+from mopd.base.types import TEACHER_FIELDS, PromptImage, SampleMeta, UserError
 from mopd.config.groups import Assignment, TeacherConfig, TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.conversion.hf.manifest import Manifest
@@ -160,6 +160,9 @@ def test_a_teacher_is_known_by_all_that_decides_its_scores(tmp_path: Path) -> No
     assert len(keys) == len(changes)
     again = opened(tmp_path)
     assert isinstance(again, ScoreCache) and again.keys("math", metas, tokens, None)[0] in keys
+    images = [PromptImage(digest=bytes([i]), grid=(1, 2, 2), load=bytes) for i in range(2)]
+    seen = {again.keys("math", metas, tokens, [shown])[0] for shown in ([images[0]], [images[1]], images, images[::-1])}
+    assert len(seen | keys) == 4 + len(keys) and again.keys("math", metas, tokens, [[]])[0] in keys
     with pytest.raises(UserError, match=r"teachers.math.model 'math' holds no weights, so that nothing tells whose"):
         opened(tmp_path, weights_sha256="")
     Records(tmp_path / "scores", {"content": "samples"}).append(b"x", {})
