@@ -217,9 +217,12 @@ def open_stored(recipe: Recipe, student: Manifest) -> StoredSamples | None:
     Raises:
         UserError: a folder holds no samples, or samples that this recipe cannot train on.
     """
+    if not (recipe.data.scored or recipe.metrics.keep_samples):
+        return None
+    own = about_samples(recipe, student)  # refuses what cannot be kept before any engine is started
     if not recipe.data.scored:
         return None
-    own, compared = about_samples(recipe, student), ["tokenizer_sha256", "samples_per_prompt"]
+    compared = ["tokenizer_sha256", "samples_per_prompt"]
     compared += [] if isinstance(recipe.loss, TopKLossConfig) else ["sampling"]
     compared += ["task_advantage"] if recipe.needs_task_advantage else []
     stored = StoredSamples(recipe.data.scored, samples_per_prompt=recipe.rollout.samples_per_prompt)

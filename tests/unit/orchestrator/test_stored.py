@@ -155,6 +155,15 @@ def test_what_holds_no_samples_is_refused(folder: Path) -> None:
         open_stored(recipe_of(folder, scored=True), STUDENT)
 
 
+@pytest.mark.parametrize("settings", [("metrics.keep_samples=true",), ()])
+def test_samples_without_their_images_are_refused(folder: Path, settings: tuple[str, ...]) -> None:
+    (folder / "student" / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    recipe = recipe_of(folder, *settings, scored=not settings)
+    with pytest.raises(UserError, match=r"student.model sees images, which stored samples do not hold: leave both out"):
+        open_stored(recipe, STUDENT)
+    assert open_stored(recipe_of(folder), STUDENT) is None
+
+
 @pytest.mark.parametrize("name", ["tokens", "loss_mask", "rollout_logprobs", "lengths", "domains"])
 def test_records_that_contradict_each_other_are_told(folder: Path, name: str) -> None:
     keep(folder, recipe_of(folder, "rollout.samples_per_prompt=2"), 1, *step_of(0))
