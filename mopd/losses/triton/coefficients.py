@@ -216,31 +216,70 @@ def _put_metrics(metrics, num_rows, active, loss, mass_q, mass_p, teacher_weight
 
 
 @triton.jit
-def _target(target_ptr, logit_ptr, shift, log_total, inv_tau, vocab_size):
-    """Return the sampled token, its logit and its log-prob, -inf outside the vocabulary."""
-    target, logit = tl.load(target_ptr), tl.load(logit_ptr)
-    known = (target >= 0) & (target < vocab_size)
-    return target, logit, tl.where(known, (logit - shift) * inv_tau - log_total, MINUS_INFINITY)
-
-
-@triton.jit
-def _task_pull(advantage_ptr, rollout_ptr, row, logprob, least, most, beyond):
-    """Return the policy gradient's loss and gradient at the target's log-prob, and the weight of its correction."""
-    weight = tl.full([], 1.0, tl.float32)
+def _sampled_token(
+    row, pay, place, target_ptr, advantage_ptr, rollout_ptr, shift, log_total, inv_tau, vocab_size, least, most, beyond
+):  # fmt: skip
+    """Return the sampled token, its logit and log-prob (-inf outside the vocabulary); the policy gradient's loss, which
+    is its gradient at that log-prob too, and the weight of its correction."""
+    target, logit, logprob, pull, weight = -1, 0.0, NAN, 0.0, 1.0
+    if target_ptr is not None:
+        target, logit = tl.load(target_ptr + row), tl.load(pay + place)
+        known = (target >= 0) & (target < vocab_size)
+        logprob = tl.where(known, (logit - shift) * inv_tau - log_total, MINUS_INFINITY)
     if rollout_ptr is not None:
         ratio = tl.exp(logprob - tl.load(rollout_ptr + row))
         weight = tl.where(ratio < least, 0.0, tl.where(ratio > most, beyond, ratio))
-    pull = -weight * tl.load(advantage_ptr + row)
-    return tl.where((logprob > MINUS_INFINITY) & (logprob < INFINITY), pull, NAN), weight
+    if advantage_ptr is not None:
+        is_finite = (logprob > MINUS_INFINITY) & (logprob < INFINITY)
+        pull = tl.where(is_finite, -weight * tl.load(advantage_ptr + row), NAN)
+    return target, logit, logprob, pull, weight
+
+
+@triton.jit
+def _put_extras(
+    metrics, target_entry, num_rows, active, has_target: tl.constexpr, has_task: tl.constexpr,
+    logprob, pull, corrected, alone, pay, parts, shift, total, p, logp, first, scale, inv_tau,
+    PARTS_PAD: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """Store the optional metrics, and the gradient at a target that no teacher lists."""
+    if has_target:
+        tl.store(metrics + TARGET * num_rows, tl.where(active, logprob, 0.0))
+    if has_task:
+        tl.store(metrics + (TARGET + 1) * num_rows, tl.where(active, pull, 0.0))
+        tl.store(metrics + (TARGET + 2) * num_rows, tl.where(active, corrected, 0.0))
+        tl.store(target_entry, tl.where(active, alone, 0.0))
+    if ENTROPY:
+        entropy = _entropy(pay, parts, shift, total, p, logp, first, scale, inv_tau, PARTS_PAD)
+        entropy = tl.where(total > 0, entropy, NAN)
+        place: tl.constexpr = TARGET + (1 if has_target else 0) + (2 if has_task else 0)
+        tl.store(metrics + place * num_rows, tl.where(active, entropy, 0.0))
 
 
 @triton.jit
 def _weight_of_row(ptr, row):
-    """Return the row's weight, 1 if none are given."""
+    """Return the row's weight, 1 if none are given, and whether it is not 0."""
     weight = tl.full([], 1.0, tl.float32)
     if ptr is not None:
         weight = tl.load(ptr + row)
-    return weight
+    return weight, weight != 0
+
+
+@triton.jit
+def _of_all_teachers(value, factor, total, teacher_weight, broken, undefined):
+    """Return the row's loss, and the teachers' gradient factors and G [D] with their weights."""
+    used = teacher_weight != 0
+    factor = tl.where(used, teacher_weight * tl.where(broken, NAN, factor), 0.0)
+    loss = tl.where(undefined, NAN, tl.sum(tl.where(used, teacher_weight * value, 0.0), 0))
+    return loss, factor, tl.where(used, factor * total, 0.0)
+
+
+@triton.jit
+def _put_row(loss_ptr, row_data_ptr, runs_ptr, row, num_rows, active, loss, dense, shift, run):
+    """Store loss, what the dense kernel takes, and the longest run of equal ids."""
+    tl.store(loss_ptr + row, tl.where(active, loss, 0.0))
+    tl.store(row_data_ptr + row, tl.where(active, dense, 0.0))
+    tl.store(row_data_ptr + num_rows + row, tl.where(active, shift, 0.0))
+    tl.store(runs_ptr + row, run)
 
 
 @triton.jit
@@ -272,11 +311,8 @@ def loss_kernel(
     row = tl.program_id(0)
     row64 = row.to(tl.int64)
     number = tl.arange(0, N_PAD)
-    ids_ptr += row64 * (N + 1)
-    order_ptr += row64 * N
-    pay = pay_ptr + row64 * pay_width
-    weight = _weight_of_row(weight_ptr, row)
-    active = weight != 0
+    ids_ptr, order_ptr, pay = ids_ptr + row64 * (N + 1), order_ptr + row64 * N, pay_ptr + row64 * pay_width
+    weight, active = _weight_of_row(weight_ptr, row)
     ids, order, valid, first = listed_ids(ids_ptr, order_ptr, number, N)
     selected = tl.load(pay + pay_begin + number, mask=number < N, other=0.0)
     shift, total_exp, outside = joined(pay, selected, first, parts, scale, PARTS_PAD)
@@ -300,42 +336,27 @@ def loss_kernel(
     )  # fmt: skip
     broken = undefined | _broken(listed_logq, order, number, N, K, D_PAD)
     value, factor, over = _capped(tl.where(broken, NAN, value), limit, CAP)
-    factor = tl.where(teacher_weight != 0, teacher_weight * tl.where(broken, NAN, factor), 0.0)
-    total = tl.where(teacher_weight != 0, factor * total, 0.0)
-    loss = tl.where(undefined, NAN, tl.sum(tl.where(teacher_weight != 0, teacher_weight * value, 0.0), 0))
+    loss, factor, total = _of_all_teachers(value, factor, total, teacher_weight, broken, undefined)
     entry = at_ids * spread(factor, member) + p * tl.sum(surplus * total[:, None], 0)
-    pull, corrected, target_logprob = 0.0, 1.0, NAN
-    if target_ptr is not None:
-        target, target_logit, target_logprob = _target(
-            target_ptr + row, pay + pay_begin + N, shift, log_total, inv_tau, vocab_size
-        )
-        if advantage_ptr is not None:
-            pull, corrected = _task_pull(advantage_ptr, rollout_ptr, row, target_logprob, least, most, beyond)
-            loss += pull
-            entry += tl.where(first, pull * ((ids == target).to(tl.float32) - p), 0.0)
+    target, target_logit, target_logprob, pull, corrected = _sampled_token(
+        row, pay, pay_begin + N, target_ptr, advantage_ptr, rollout_ptr, shift, log_total, inv_tau, vocab_size,
+        least, most, beyond,
+    )  # fmt: skip
+    if advantage_ptr is not None:
+        loss += pull
+        entry += tl.where(first, pull * ((ids == target).to(tl.float32) - p), 0.0)
     dense, dense_shift = -(tl.sum(total, 0) + pull) * (weight * inv_tau) / total_exp, shift
     if LOSS == FORWARD and TAIL == BUCKET:
         entry, dense, dense_shift = _pull_of_far_tails(
             factor * tail_q * mass_p, entry, dense, shift, far, top, high, rest_mass, selected, surplus, scale,
             weight * inv_tau,
         )  # fmt: skip
-    tl.store(loss_ptr + row, tl.where(active, loss * weight, 0.0))
     tl.store(entry_ptr + row64 * N + number, tl.where(valid, entry * (weight * inv_tau), 0.0), mask=number < N)
-    tl.store(row_data_ptr + row, tl.where(active, dense, 0.0))
-    tl.store(row_data_ptr + num_rows + row, tl.where(active, dense_shift, 0.0))
-    if advantage_ptr is not None:
-        alone = dense * tl.exp2((target_logit - dense_shift) * scale) + pull * (weight * inv_tau)
-        tl.store(row_data_ptr + 2 * num_rows + row, tl.where(active, alone, 0.0))
-    tl.store(runs_ptr + row, run)
-    metrics_ptr += row
-    _put_metrics(metrics_ptr, num_rows, active, loss, mass_q, mass_p, teacher_weight, held, over, floored, valid)
-    extras: tl.constexpr = TARGET + (0 if target_ptr is None else 1) + (0 if advantage_ptr is None else 2)
-    if target_ptr is not None:
-        tl.store(metrics_ptr + TARGET * num_rows, tl.where(active, target_logprob, 0.0))
-    if advantage_ptr is not None:
-        tl.store(metrics_ptr + (extras - 2) * num_rows, tl.where(active, pull, 0.0))
-        tl.store(metrics_ptr + (extras - 1) * num_rows, tl.where(active, corrected, 0.0))
-    if ENTROPY:
-        entropy = _entropy(pay, parts, shift, total_exp, p, logp, first, scale, inv_tau, PARTS_PAD)
-        entropy = tl.where(total_exp > 0, entropy, NAN)
-        tl.store(metrics_ptr + extras * num_rows, tl.where(active, entropy, 0.0))
+    _put_row(loss_ptr, row_data_ptr, runs_ptr, row, num_rows, active, loss * weight, dense, dense_shift, run)
+    _put_metrics(metrics_ptr + row, num_rows, active, loss, mass_q, mass_p, teacher_weight, held, over, floored, valid)
+    alone = dense * tl.exp2((target_logit - dense_shift) * scale) + pull * (weight * inv_tau)
+    _put_extras(
+        metrics_ptr + row, row_data_ptr + 2 * num_rows + row, num_rows, active, target_ptr is not None,
+        advantage_ptr is not None, target_logprob, pull, corrected, alone, pay, parts, shift, total_exp, p, logp, first,
+        scale, inv_tau, PARTS_PAD, ENTROPY,
+    )  # fmt: skip
