@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from mopd.base.types import UserError
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
@@ -14,23 +15,28 @@ from mopd.config.machine.places import NodePool, engine_groups, place
 from mopd.config.placements import ExternalConfig, LocalConfig, RegisteredConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig, StudentConfig
-from mopd.config.weights import CollectiveConfig
+from mopd.config.weights import CollectiveConfig, HttpConfig, IpcConfig, WeightSync
 from mopd.conversion.models.dims import ModelDims, layout_problem
 from mopd.conversion.models.stages import Stages
-from mopd.planning.balance import ROLLOUT, Split, TrainerLoad, ranked
-from mopd.planning.devices import Cluster, Rates
+from mopd.planning.balance import ROLLOUT, GroupLoad, Split, TrainerLoad, ranked, share_out
+from mopd.planning.devices import SHARES, Cluster, Rates
 from mopd.planning.memory.ranks import plan_ranks
-from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT, scoring_rows
+from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT, ReplicaPlan, scoring_rows
+from mopd.planning.memory.shards import shard, tensor_bytes
 from mopd.planning.models import STUDENT
 from mopd.planning.plan import PlanInput, group_load, replica_of, stage_of, trainer_load
 from mopd.planning.stages import head_layers
 from mopd.planning.workload import Workload
+
+T = TypeVar("T")
 
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32, 64)
 SHOWN = 8
 LAST = "num_layers_in_last_pipeline_stage"
 CHUNKS = "virtual_pipeline_model_parallel_size"
+MIN_SHARE = 0.05
+"""Least share of a GPU's memory that a rollout which shares it may take."""
 HELPFUL = 0.95
 """Share of a step at which a change is worth a line."""
 
@@ -59,11 +65,20 @@ def suggest(given: PlanInput, rates: Rates) -> list[Suggestion]:
     """Return the fastest splits, best first, at most ``SHOWN``; all fit into memory and have a place for every replica.
 
     Raises:
-        UserError: nothing fits into so many GPUs, or the recipe does not split them.
+        UserError: nothing fits into so many GPUs.
     """
+    cluster, found = given.cluster, _search(given, rates)
+    if not found:
+        raise UserError(
+            f"--suggest: no layout of the student beside engines fits {cluster.nodes} nodes of {cluster.gpus_per_node} "
+            f"{cluster.name}: give more --nodes, lower student.max_tokens_per_micro_batch, or set student.recompute: "
+            "full"
+        )
+    return found
+
+
+def _search(given: PlanInput, rates: Rates) -> list[Suggestion]:
     recipe, cluster = given.recipe, given.cluster
-    if recipe.shares_gpus:
-        raise UserError("--suggest splits GPUs between student and rollout: remove rollout.placement.share_gpus_with")
     fitting = {
         key: _with_own_gpus(given, key, group)
         for key, group in engine_groups(recipe).items()
@@ -73,8 +88,8 @@ def suggest(given: PlanInput, rates: Rates) -> list[Suggestion]:
     # Teachers take as few GPUs as hold them; a rollout that shares its weights over more has more room for sequences.
     choices = [{**lowest, ROLLOUT: rollout} for rollout in fitting.get(ROLLOUT, [])]
     least = sum(group.gpus_per_replica for group in lowest.values())
+    splits = [*_by_turns(given, rates, lowest, fitting.get(ROLLOUT, []))]
     layouts = list(trainers(given, rates, at_most=cluster.num_gpus - least))
-    splits: list[tuple[Split, Mapping[str, EngineGroupConfig], int]] = []
     for groups in choices or [lowest]:
         plans = {key: replica_of(given, key, group, samples=given.work.samples) for key, group in groups.items()}
         loads = [group_load(given, rates, key, group, plans[key]) for key, group in groups.items()]
@@ -90,19 +105,13 @@ def suggest(given: PlanInput, rates: Rates) -> list[Suggestion]:
             found[equals] = Suggestion(split=split, keys=_keys(split, own, recipe), num_bytes=num_bytes)
         if len(found) == SHOWN:
             break
-    if not found:
-        raise UserError(
-            f"--suggest: no layout of the student beside {least} GPUs of engines fits {cluster.nodes} nodes of "
-            f"{cluster.gpus_per_node} {cluster.name}: give more --nodes, lower student.max_tokens_per_micro_batch, or "
-            "set student.recompute: full"
-        )
     return [*found.values()]
 
 
 def helps(given: PlanInput, rates: Rates, best: Suggestion) -> list[Help]:
     """Return the changes that make the suggested step at least a twentieth faster, the most helpful first: they change
     how old samples may be, or how the weights travel."""
-    recipe, found = given.recipe, list[Help]()
+    recipe, found = _apart(given.recipe), list[Help]()
     schedule, sync = recipe.schedule, max(recipe.schedule.sync_every_steps, 1)
     changes: dict[str, dict[str, Any]] = {
         "schedule.sync_every_steps: {sync_every_steps}, max_staleness: {max_staleness}": {
@@ -118,8 +127,10 @@ def helps(given: PlanInput, rates: Rates, best: Suggestion) -> list[Help]:
         changes["weight_sync.type: collective"] = {"weight_sync": CollectiveConfig(type="collective")}
     for text, change in changes.items():
         own = replace(recipe, **change)
-        times = suggest(replace(given, recipe=own), rates)[0].split.times
-        if times.step_s < HELPFUL * best.split.times.step_s:
+        others = _search(replace(given, recipe=own), rates)[:1]
+        for times in (
+            other.split.times for other in others if other.split.times.step_s < HELPFUL * best.split.times.step_s
+        ):
             shown = text.format(**{key: getattr(own.schedule, key) for key in ("sync_every_steps", "max_staleness")})
             found.append(Help(change=shown, step_s=times.step_s, bound_by=times.bound_by))
     return sorted(found, key=lambda one: one.step_s)
@@ -154,7 +165,8 @@ def _with_own_gpus(given: PlanInput, key: str, group: EngineGroupConfig) -> list
         scoring = scoring_rows(engine) * given.dims_of(key).vocab_size * VLLM_BYTES_PER_LOGIT
         room = math.floor(100 * (cluster.usable_bytes - scoring) / cluster.memory_bytes) / 100
         engine = replace(engine, gpu_memory_utilization=max(0.01, min(engine.gpu_memory_utilization, room)))
-    found, problems, per_node = [], list[tuple[str, str]](), cluster.gpus_per_node
+    found, per_node = list[EngineGroupConfig](), cluster.gpus_per_node
+    problems: list[tuple[str, str]] = []
     degrees = [(degree, 1) for degree in DEGREES if degree <= per_node]
     # a stage on each node: sums over all GPUs of a layer stay inside of one
     degrees += [] if key == ROLLOUT else [(per_node, stages) for stages in range(2, cluster.nodes)]
@@ -171,23 +183,87 @@ def _with_own_gpus(given: PlanInput, key: str, group: EngineGroupConfig) -> list
     return found
 
 
+def _by_turns(
+    given: PlanInput, rates: Rates, lowest: Mapping[str, EngineGroupConfig], rollouts: Sequence[EngineGroupConfig]
+) -> Iterator[tuple[Split, Mapping[str, EngineGroupConfig], int]]:
+    """Yield the best split beside each layout of the student whose GPUs the rollout has by turns, the groups and the
+    bytes of the fullest GPU. Such replicas are on one node, and the run is synchronous."""
+    recipe, cluster, dims = given.recipe, given.cluster, given.models[STUDENT]
+    if cluster.nodes > 1 or recipe.schedule.max_staleness:
+        return
+    teachers = {key: group for key, group in lowest.items() if key != ROLLOUT}
+    plans = {key: replica_of(given, key, group, samples=given.work.samples) for key, group in teachers.items()}
+    loads = [group_load(given, rates, key, group, plans[key]) for key, group in teachers.items()]
+    others = max((plan.num_bytes for plan in plans.values()), default=0)
+    free = cluster.num_gpus - sum(load.gpus for load in loads)
+    shared = LocalConfig(type="local", share_gpus_with="student")
+    for group, parallel in itertools.product(rollouts, _layouts(given, free)):
+        replicas, stages = parallel.world_size // group.gpus_per_replica, range(parallel.pipeline_model_parallel_size)
+        if not replicas:
+            continue
+        held = max(tensor_bytes(shard(dims, parallel, stage), recipe.student)["weights"] for stage in stages)
+        left = cluster.usable_bytes - held - int(SHARES["rank_reserve_bytes"].value)
+        share = math.floor(100 * left / cluster.memory_bytes) / 100
+        if share < MIN_SHARE:
+            continue
+        assert isinstance(group.engine, VllmEngineConfig)
+        engine = replace(group.engine, gpu_memory_utilization=min(group.engine.gpu_memory_utilization, share))
+        own = replace(group, engine=engine, placement=shared, replicas=replicas)
+        rollout = replace(recipe.rollout, engine=engine, placement=shared, replicas=replicas)
+        student, way = replace(recipe.student, parallel=parallel), _way_by_turns(parallel.world_size)
+        turned = replace(_apart(recipe), student=student, rollout=rollout, weight_sync=way)
+        plan = replica_of(given, ROLLOUT, own, samples=given.work.samples / replicas)
+        if plan.problems:
+            continue
+        drawing = group_load(given, rates, ROLLOUT, own, plan).time
+        alone = GroupLoad(name=ROLLOUT, gpus=0, time=partial(_of_all, drawing, replicas), at_most=1)
+        for trainer in _fitting(replace(given, recipe=turned), rates, [parallel], {ROLLOUT: plan}):
+            fixed = replace(trainer, sync=partial(_of_all, trainer.sync, replicas))
+            split = share_out(cluster.num_gpus, fixed, [alone, *loads], max_staleness=0)
+            if split is not None:
+                counts = {**split.replicas, ROLLOUT: replicas}
+                yield replace(split, replicas=counts), {ROLLOUT: own, **teachers}, max(others, trainer.num_bytes)
+
+
+def _of_all(of: Callable[[int], T], replicas: int, _: int) -> T:
+    return of(replicas)
+
+
+def _way_by_turns(num_ranks: int) -> WeightSync:
+    """Return the way of weights that sharing allows: NCCL refuses two processes on one GPU."""
+    return IpcConfig(type="ipc") if num_ranks == 1 else HttpConfig(type="http")
+
+
 def trainers(given: PlanInput, rates: Rates, *, at_most: int) -> Iterator[TrainerLoad]:
-    """Yield every layout that divides model and batch and fits, with the least recompute that fits, and with optimizer
-    states on the host only where no recompute does."""
-    recipe, cluster, elsewhere = given.recipe, given.cluster, LocalConfig(type="local")
-    recipe = replace(
-        recipe,
-        rollout=replace(recipe.rollout, placement=elsewhere),
-        teachers={name: replace(teacher, placement=elsewhere) for name, teacher in recipe.teachers.items()},
-    )
+    """Yield every layout that divides model and batch and fits, on GPUs of the student's own."""
+    yield from _fitting(replace(given, recipe=_apart(given.recipe)), rates, _layouts(given, at_most), {})
+
+
+def _apart(recipe: Recipe) -> Recipe:
+    """Return the recipe with all groups on GPUs of their own."""
+    elsewhere, way = LocalConfig(type="local"), recipe.weight_sync
+    way = CollectiveConfig(type="collective", or_http=True) if isinstance(way, IpcConfig) else way
+    rollout = replace(recipe.rollout, placement=elsewhere)
+    teachers = {name: replace(teacher, placement=elsewhere) for name, teacher in recipe.teachers.items()}
+    return replace(recipe, rollout=rollout, teachers=teachers, weight_sync=way)
+
+
+def _fitting(
+    given: PlanInput, rates: Rates, layouts: Iterable[ParallelConfig], replicas: Mapping[str, ReplicaPlan]
+) -> Iterator[TrainerLoad]:
+    """Yield each of the ``layouts`` that fits, beside ``replicas`` that share its GPUs, with the least recompute that
+    fits, and with optimizer states on the host only where no recompute does."""
+    recipe, cluster = given.recipe, given.cluster
     student, given_offload = recipe.student, recipe.student.optimizer.offload_fraction
     ways: list[tuple[Literal["none", "full"], float]] = [("none", given_offload), ("full", given_offload)]
     ways += [("full", 1.0)] if given_offload < 1 and student.optimizer.use_distributed_optimizer else []
-    for parallel in _layouts(given, at_most):
+    for parallel in layouts:
         for recompute, offload in ways:
             optimizer = replace(student.optimizer, offload_fraction=offload)
             own = replace(recipe, student=replace(student, parallel=parallel, recompute=recompute, optimizer=optimizer))
-            fullest = max(rank.num_bytes for rank in plan_ranks(own, given.models[STUDENT], given.work, cluster, {}))
+            fullest = max(
+                rank.num_bytes for rank in plan_ranks(own, given.models[STUDENT], given.work, cluster, replicas)
+            )
             if fullest <= cluster.usable_bytes:
                 changed: dict[str, Any] = {"recompute": recompute} if recompute != student.recompute else {}
                 changed |= {"optimizer": {"offload_fraction": offload}} if offload != given_offload else {}
@@ -294,6 +370,10 @@ def _keys(split: Split, groups: Mapping[str, EngineGroupConfig], recipe: Recipe)
         if group.engine.max_scoring_tokens > VllmEngineConfig(type="vllm").max_scoring_tokens:
             own["engine"]["max_scoring_tokens"] = group.engine.max_scoring_tokens
         own |= {"placement": {"type": group.placement.type}, "replicas": split.replicas[stage_of(key)]}
+        if group.shares_gpus:
+            own["engine"]["gpu_memory_utilization"] = group.engine.gpu_memory_utilization
+            own["placement"]["share_gpus_with"] = STUDENT
+            tree["weight_sync"] = {"type": _way_by_turns(split.trainer.gpus).type}
         if key == ROLLOUT:
             tree[ROLLOUT] = own
         else:

@@ -127,7 +127,7 @@ REFUSALS = {
     "teachers.math.placement={type: external, urls: ['host:1']}": "urls has 'host:1': begin it with http://",
     "teachers.code.placement={type: external, urls: ['http://a', 'http://b']}": "but placement.urls names 2",
     "rollout.placement={type: external, urls: ['http://a'], protocol: openai}": "such a server takes no weight updates",
-    "teachers.math.placement.gpus=[0, 1, 2]": "placement.gpus names 3 GPUs, but 2 replicas of tensor_parallel_size 1",
+    "teachers.math.placement.gpus=[0, 1, 2]": "placement.gpus names 3 GPUs, but 2 replicas of tensor_parallel_size x",
     "teachers.math.placement={type: ray, shared_pool: p}": "placement.shared_pool is 'p', but only engine.type vllm",
     "rollout.placement={type: ray, shared_pool: p}": "shared_pool is 'p': only teachers take turns",
     "rollout.routing.max_inflight_tokens=10": "max_inflight_tokens is 10 and max_tokens_per_request",
@@ -175,7 +175,7 @@ def test_two_default_teachers_are_refused(write: Write) -> None:
 def test_tensor_parallel_replicas_need_their_gpus_on_ray() -> None:
     group = {"model": "m", "domains": ("a",), "engine": VllmEngineConfig(type="vllm", tensor_parallel_size=4)}
     with pytest.raises(
-        ValueError, match=r"placement.num_gpus is 1 but engine.tensor_parallel_size is 4: set num_gpus: 4"
+        ValueError, match=r"placement.num_gpus is 1 but engine.tensor_parallel_size x pipeline_parallel_size is 4: set"
     ):
         TeacherConfig(**group, placement=RayConfig(type="ray", num_gpus=1))
     TeacherConfig(**group, placement=RayConfig(type="ray", num_gpus=4))

@@ -57,7 +57,6 @@ def as_json(capsys: pytest.CaptureFixture[str], recipe: str, *arguments: str) ->
         (SIXTEEN_NODES, ["--nodes", "16", f"{LARGE}=4"], f"{LARGE}: 4: weights"),
         (SIXTEEN_NODES, ["--nodes", "1", "--suggest"], "--suggest: no layout of the student"),
         (ONE_NODE, SHARED, "rollout.engine.gpu_memory_utilization: with placement.share_gpus_with 82.3 GiB of a GPU's"),
-        (ONE_NODE, [*SHARED, "--suggest"], "--suggest splits GPUs between student and rollout: remove"),
     ],
 )
 def test_what_cannot_work_is_one_line_with_its_key(
@@ -121,6 +120,32 @@ def test_the_search_gives_a_teacher_that_no_node_holds_a_stage_on_each_of_two(
     assert plan(*arguments, gpu="l40s") == 0
     engine = yaml.safe_load(capsys.readouterr().out.partition("set for the first:")[2])["teachers"]["large"]["engine"]
     assert (engine["tensor_parallel_size"], engine["pipeline_parallel_size"]) == (8, 2)
+
+
+@pytest.mark.parametrize(("gpu", "student", "shares"), [("4090", "1.7B", True), ("h100", "8B", False)])
+def test_the_search_tries_turns_on_the_students_gpus(
+    gpu: str, student: str, shares: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two GPUs of 24 GB hold student, rollout and a teacher by turns alone; where a step would wait for weights by
+    HTTP they are apart. What is suggested is planned, fits, and is suggested again."""
+    tree = {
+        "run_dir": "runs/one",
+        "student": {"model": f"Qwen/Qwen3-{student}", "max_tokens_per_micro_batch": 4096},
+        "teachers": {"math": {"model": "Qwen/Qwen3-4B", "default": True}},
+        "data": {"train": ["train.jsonl"], "max_prompt_length": 1024},
+        "schedule": {"steps": 3, "prompts_per_step": 64},
+    }
+    base, found = tmp_path / "base.yaml", tmp_path / "found.yaml"
+    base.write_text(yaml.safe_dump(tree))
+    arguments = ["--gpus-per-node", "2" if shares else "8", "--suggest"]
+    assert plan(str(base), *arguments, gpu=gpu) == 0
+    keys = yaml.safe_load(capsys.readouterr().out.partition("set for the first:")[2])
+    assert keys["rollout"]["placement"].get("share_gpus_with") == ("student" if shares else None)
+    found.write_text(yaml.safe_dump({"base": "base.yaml", **keys}))
+    assert plan(str(found), *arguments[:2], gpu=gpu) == 0
+    capsys.readouterr()
+    assert plan(str(found), *arguments, gpu=gpu) == 0
+    assert yaml.safe_load(capsys.readouterr().out.partition("set for the first:")[2])["rollout"] == keys["rollout"]
 
 
 def test_an_engine_without_graphs_draws_a_few_sequences_slower(capsys: pytest.CaptureFixture[str]) -> None:
