@@ -288,3 +288,8 @@ def require_dense_loss(loss: Loss, key: str) -> None:
             "estimates an expectation over the student's own samples: set loss.type: topk_forward_kl, topk_reverse_kl "
             "or topk_jsd"
         )
+    if loss.task_reward_weight:
+        raise ValueError(
+            f"{key} is 'off_policy_scores', which trains on the teachers' answers, but loss.task_reward_weight "
+            f"{loss.task_reward_weight:g} is a policy gradient over the student's own samples: remove it"
+        )
