@@ -42,6 +42,7 @@ class World:
     steps: int = 60
     warm_up: int = 0
     """First steps, which train on the teachers' answers."""
+    sync_every_steps: int = 1
     prompts_per_step: int = 64
     samples_per_prompt: int = 1
     num_places: int = 64
@@ -257,7 +258,7 @@ def recipe_of(world: World) -> Recipe:
     return dataclasses.replace(
         recipe,
         rollout=dataclasses.replace(recipe.rollout, on_new_weights=world.on_new_weights),
-        schedule=dataclasses.replace(recipe.schedule, warm_up=warm_up),
+        schedule=dataclasses.replace(recipe.schedule, warm_up=warm_up, sync_every_steps=world.sync_every_steps),
         answers=AnswersConfig(temperature=1.0),
     )
 

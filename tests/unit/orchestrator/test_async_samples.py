@@ -101,8 +101,9 @@ def test_what_is_drawn_again_waits_for_nobody_else() -> None:
 def test_no_batch_mixes_a_warm_up_with_what_follows(
     warm_up: int, max_staleness: int, on_expiry: Literal["hold", "redraw"]
 ) -> None:
-    """Answers are scored by nobody; the first on-policy samples are of the weights after the warm-up or newer ones."""
-    options = {"prompts_per_step": 16, "num_places": 16, "steps": 20}
+    """Answers are scored by nobody; the first on-policy samples are of the weights after the warm-up, also where these
+    would not be published by their number."""
+    options = {"prompts_per_step": 16, "num_places": 16, "steps": 20, "sync_every_steps": min(2, 1 + max_staleness)}
     world = World(max_staleness=max_staleness, warm_up=warm_up, on_expiry=on_expiry, **options)
     found = run(world)
     assert found.answered == [1.0] * warm_up + [0.0] * (20 - warm_up)
