@@ -317,7 +317,7 @@ def test_weights_do_not_change_under_a_running_request(rollout: VllmEngine, loop
         ({"extra": {"kv_cache_dtyp": "fp8"}}, r"engine.extra.kv_cache_dtyp: vLLM 0\S+ has no .* 'kv_cache_dtype'\?"),
         ({"extra": {"max_num_seqs": 4}}, r"engine.extra.max_num_seqs: mopd sets .*: set engine.max_num_seqs$"),
         ({"extra": {"trust_remote_code": True}}, r"engine.extra.trust_remote_code: mopd sets .*: remove it$"),
-        ({"extra": {"nnodes": 2}}, r"engine.extra.nnodes: .*a larger one is an external server"),
+        ({"extra": {"nnodes": 2}}, r"engine.extra.nnodes: .*mopd serve --nnodes starts it on several nodes"),
         ({"extra": {"compilation_config": {"no": 1}}}, r"engine.extra .*: vLLM refuses: "),
         ({"extra": {"kv_cache_dtype": "no"}}, "refused the engine section .*cache_dtype"),
     ],
