@@ -237,7 +237,7 @@ class Updates:
             self._way: through.student(recipe, GroupWeightSync(self._router)),
             HTTP: through.student(by_http, GroupWeightSync(self._router)),
         }
-        self._version = -1
+        self._version, self._last = -1, self._way
         self._answers: list[Any] = []
         self.phases: list[dict[str, float]] = []
         """Metrics of each round's update by the way: see ``Transfer.take_numbers``."""
@@ -261,6 +261,12 @@ class Updates:
 
     async def publish(self, way: str) -> float:
         """Publish new weights and return the seconds that it took. Keep what every server then draws."""
+        if way != self._last:  # servers are in one group, or in none, at a time: meeting is no part of an update
+            await self._students[self._last].close()
+            self._last = way
+            if way != HTTP:
+                self._version += 1
+                await self._students[way].publish(self._version)
         self._version += 1
         started = time.perf_counter()
         await self._students[way].publish(self._version)
