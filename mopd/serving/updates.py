@@ -215,7 +215,7 @@ class WeightUpdates:
         async def receive() -> Reception:
             return await self._host.engine.incoming.receive(
                 message.weight_version,
-                verify=message.verify,
+                verify=message.verify and self._staging is None,
                 patience_s=message.patience_s,
                 ready=lambda: loop.call_soon_threadsafe(stopped),
             )

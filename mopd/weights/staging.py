@@ -2,7 +2,7 @@
 
 ::
 
-    memory:  part 0 | pad | part 1 | pad | … | digests        parts begin at multiples of 16; [parts] int64
+    memory:  part 0 | pad | part 1 | pad | …        parts begin at multiples of 16
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from mopd.weights.group import GroupOrder, Pending, TransferFailed, TransferGroup
 from mopd.weights.memory import SharedMemory, open_memory
 from mopd.weights.parts import ALIGN, TensorMeta, cut_parts
+from mopd.weights.parts import digest as digest_of
 
 CPU = torch.device("cpu")
 PART_BYTES = 2**26 - 2**20 - 2**12
@@ -39,11 +40,10 @@ def staged_order(group_id: str = "", *, num_receivers: int = 1, bucket_bytes: in
 
 
 class LocalGroup(TransferGroup):
-    """Group of this process alone: what a sender carries goes to a function, what a receiver waits for comes from
-    one."""
+    """Group of this process alone: what a sender carries goes to a function, and a receiver waits for nothing."""
 
     def __init__(self, order: GroupOrder, rank: int, on_carry: Callable[[Tensor], object]) -> None:
-        """``on_carry(buffer)`` takes or fills [bytes] uint8 and returns when that is done."""
+        """``on_carry(buffer)`` takes [bytes] uint8 and returns when that is done."""
         self.order, self.rank, self.device, self._on_carry = order, rank, CPU, on_carry
         self._closing, self._flying, self._group = threading.Lock(), set(), None
 
@@ -76,13 +76,14 @@ class Staging:
         return self.num_filled == len(self._sizes)
 
     def add(self, index: int, digest: int, data: Tensor) -> None:
-        """Keep the next part, [bytes] uint8; ``ValueError`` for one out of turn or of another size."""
+        """Keep the next part, [bytes] uint8; ``ValueError`` for one out of turn, of another size or another digest."""
         if index != self.num_filled or self.is_complete:
             raise ValueError(f"part {index} came when {self.num_filled} of {len(self._sizes)} was due")
         if len(data) != self._sizes[index]:
             raise ValueError(f"part {index} has {len(data)} bytes, {self._sizes[index]} were due")
+        if int(digest_of(data)) != digest:
+            raise ValueError(f"part {index} of {len(self._sizes)} changed on its way")
         self._rooms[index][: len(data)].copy_(data)
-        self._rooms[-1].view(torch.int64)[index] = digest
         self.num_filled += 1
 
     def close(self) -> None:
@@ -92,13 +93,13 @@ class Staging:
 
 
 class StagedParts:
-    """Carrier of a receiver whose parts a ``Staging`` of this machine holds. It opens the memory for each update, and
-    holds none in between."""
+    """Carrier of a receiver whose parts a ``Staging`` of this machine holds, and has compared with their digests. It
+    opens the memory for each update, and holds none in between."""
 
     is_mapped, device = True, CPU
 
     def __init__(self, order: GroupOrder, rank: int, metas: Sequence[TensorMeta]) -> None:
-        self.group = LocalGroup(order, rank, lambda sums: sums.copy_(self._room(-1)))
+        self.group = LocalGroup(order, rank, lambda buffer: None)
         self._sizes = [part.num_bytes for part in cut_parts(metas, order.bucket_bytes, order.large_bytes)]
         self._rooms: list[Tensor] = []
 
@@ -128,11 +129,11 @@ class StagedParts:
 
 
 def _room_bytes(sizes: Sequence[int]) -> list[int]:
-    return [*(-(-size // ALIGN) * ALIGN for size in sizes), 8 * len(sizes)]
+    return [-(-size // ALIGN) * ALIGN for size in sizes]
 
 
 def _rooms(sizes: Sequence[int], memory: Tensor) -> list[Tensor]:
-    """Return the room of each part, and of the digests."""
+    """Return the room of each part."""
     rooms = _room_bytes(sizes)
     if len(memory) < sum(rooms):
         raise ValueError(f"the staged update has {len(memory)} bytes of memory: too few for its parts")
