@@ -17,24 +17,25 @@ import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
+from mopd.student.parallel import Layout
+
 WIDTH = 65_521
 """Numbers of a sketch. A prime: no column of a matrix is folded onto itself."""
 PIECE = 1024 * WIDTH
 """Elements that get their signs together."""
 
 
-def sketch_gradient(optimizer: ChainedOptimizer, rank: int) -> Tensor:
-    """Return the sketch [WIDTH] fp32 of the gradient that the optimizer would step with, the same on all ranks that
-    hold the same part of it. Sketches of one ``rank`` have the same signs. Collective."""
+def sketch_gradient(optimizer: ChainedOptimizer, layout: Layout) -> Tensor:
+    """Return the sketch [WIDTH] fp32 of the gradient that the optimizer would step with. A rank takes the same signs in
+    every sketch, others than other ranks take for their parts of the gradient. Collective."""
     optimizer.prepare_grads()
     parts = []
     for number, part in enumerate(optimizer.chained_optimizers):
-        gradients = part.get_main_grads_for_grad_norm()
-        device = gradients[0].device if gradients else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        signs = torch.Generator(device).manual_seed(rank * len(optimizer.chained_optimizers) + number)
-        own, place = torch.zeros(WIDTH, device=device), 0
-        for piece in (piece for gradient in gradients for piece in gradient.flatten().split(PIECE)):
-            flips = torch.randint(0, 2, piece.shape, generator=signs, device=device, dtype=torch.int8)
+        signs = torch.Generator(layout.device).manual_seed(layout.rank * len(optimizer.chained_optimizers) + number)
+        own, place = torch.zeros(WIDTH, device=layout.device), 0
+        pieces = (p for gradient in part.get_main_grads_for_grad_norm() for p in gradient.flatten().split(PIECE))
+        for piece in pieces:
+            flips = torch.randint(0, 2, piece.shape, generator=signs, device=layout.device, dtype=torch.int8)
             padded = torch.nn.functional.pad(piece * (1 - 2 * flips), (0, -piece.numel() % WIDTH))
             # Small tensors get places of their own.
             own += padded.view(-1, WIDTH).sum(0).roll(place)

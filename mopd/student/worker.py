@@ -181,7 +181,7 @@ class StudentWorker:
             if any(sample.num_loss_tokens for sample in own):
                 self._gradients(pack(own, self.packing, dp_size=self.dp_size), diagnostics=False)
                 with cpu_shim.activate():
-                    sketches[domain] = sketch_gradient(self._optimizer, self.layout.rank)
+                    sketches[domain] = sketch_gradient(self._optimizer, self.layout)
         for buffer, value in kept:
             buffer.copy_(value)
         return cosines(sketches)
