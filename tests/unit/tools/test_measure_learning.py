@@ -1,0 +1,109 @@
+"""``tools/measure_learning.py``: what it plans, refuses and keeps, the distance that it measures, its tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mopd.base.types import UserError
+from tools import measure_learning
+from tools.learning.contenders import CONTENDERS, REFERENCE, TOYS, Contender
+from tools.learning.distance import _kl_along_own_text
+from tools.learning.tables import BEGIN, END, fill
+from tools.toys.grammars import _model
+
+ONLY = [REFERENCE, "reverse_kl", "foreign"]
+
+
+def test_a_plan_has_every_seed_of_the_named_ones_and_a_key_that_follows_the_recipe() -> None:
+    cells = measure_learning.planned(ONLY, 2, [])
+    assert [(cell.contender.name, cell.toy, cell.seed) for cell in cells] == [
+        (name, "foreign", seed) for seed in (0, 1) for name in (REFERENCE, "reverse_kl")
+    ]
+    keys = [cell.key for cell in cells]
+    assert len(set(keys)) == 4
+    assert [cell.key for cell in measure_learning.planned(ONLY, 2, ["run_dir=elsewhere"])] == keys
+    assert not {cell.key for cell in measure_learning.planned(ONLY, 2, ["loss.top_k=8"])} & set(keys)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "only", "line"),
+    [
+        (("loss.tale=none",), ["odd", "foreign"], r"contender 'odd' on foreign: .*unknown key 'loss.tale'"),
+        ((), ["odd", "forein"], "--only: 'forein' is no contender and no toy"),
+    ],
+)
+def test_what_cannot_run_is_named_before_anything_runs(
+    overrides: tuple[str, ...], only: list[str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure_learning, "CONTENDERS", (Contender("odd", "Odd", overrides),))
+    with pytest.raises(UserError, match=line):
+        measure_learning.planned(only, 1, [])
+
+
+def test_what_is_done_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = measure_learning.planned(ONLY, 1, [])
+    (tmp_path / f"{first.key}.json").write_text(json.dumps({"failed": "loss is nan"}))
+    listing = ["measure_learning", "--only", *ONLY, "--seeds", "1", "--out", str(tmp_path), "--list"]
+    for options, told in (([], "1 of 2 runs are done"), (["--retry"], "0 of 2 runs are done")):
+        monkeypatch.setattr(sys, "argv", [*listing, *options])
+        assert measure_learning.main() == 0
+        out = capsys.readouterr().out
+        assert told in out and second.key in out and (first.key in out) == bool(options)
+
+
+def test_contenders_have_names_of_their_own_and_known_toys() -> None:
+    assert len({one.name for one in CONTENDERS}) == len(CONTENDERS)
+    assert {toy for one in CONTENDERS for toy in one.toys} <= set(TOYS)
+
+
+def test_the_distance_is_the_kl_whatever_the_text() -> None:
+    """Two models that say the same of every text, so that the KL is a sum over five words. Prompts of unequal length;
+    answers end early, at the fourth word of ten, or not at all."""
+    torch.manual_seed(0)
+    heads = [torch.randn(5, 96) / 10 for _ in range(2)]
+    models = [_model(torch.ones(5, 96), head, None).eval() for head in heads]
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+    p, q = (head.double().sum(1).softmax(0) for head in heads)
+    for (first, second), expected in (((0, 1), (p * (p / q).log()).sum()), ((1, 0), (q * (q / p).log()).sum())):
+        found = _kl_along_own_text(models[first], models[second], [[2], [3, 4, 2]], 10, tokenizer)
+        assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_tokens_after_the_end_and_before_the_prompt_count_nowhere() -> None:
+    """The first model always ends at once; the second is as sure of it after the prompt, and of nothing elsewhere."""
+    ends, unsure = torch.zeros(5, 96), torch.zeros(5, 96)
+    ends[1], unsure[1] = 1.0, 0.0
+    embeddings = torch.ones(5, 96)
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+    models = [_model(embeddings, head, None).eval() for head in (ends, unsure)]
+    found = _kl_along_own_text(*models, [[2], [3, 4]], 10, tokenizer)
+    assert found == pytest.approx(torch.tensor(5.0).log().item(), rel=1e-3)
+
+
+def result(name: str, toy: str, seed: int, **more: Any) -> dict[str, Any]:
+    return {"contender": name, "toy": toy, "seed": seed, "wall_s": 20.0, **more}
+
+
+def test_tables_hold_mean_spread_worst_domain_and_failures() -> None:
+    results = [
+        result(REFERENCE, "long", 0, recovery={"walk": 0.9, "hop": 0.7}),
+        result(REFERENCE, "long", 1, recovery={"walk": 1.0, "hop": 0.8}),
+        result("k3", "long", 0, failed="the loss is not finite"),
+        result("k2", "stochastic", 0, distance={"calm": {"reverse_kl": 0.5, "forward_kl": 0.25}}),
+    ]
+    page = fill(f"before\n{BEGIN}\noutdated\n{END}\nafter\n", results)
+    assert page.startswith(f"before\n{BEGIN}\n") and page.endswith(f"{END}\nafter\n") and "outdated" not in page
+    assert "| forward_kl | – | – | 0.850 ± 0.071, worst 0.75 (2 × 20 s) | – | – |" in page
+    assert "| k3 | – | – | failed: the loss is not finite | – | – |" in page
+    assert "| k2 | – | 0.500 / 0.250 (1 × 20 s) | – | – | – |" in page
+    with pytest.raises(ValueError, match="lacks the lines"):
+        fill("no marks", results)

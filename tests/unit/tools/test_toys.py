@@ -1,0 +1,87 @@
+"""The toys of ``tools/make_toys.py``: what is constructed behaves as its tables say, in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mopd.conversion.hf.pretrained import load_weights
+from mopd.data.tokenizer import load_tokenizer
+from tools import make_toys
+from tools.toys.grammars import domains_of
+from tools.toys.recipes import SETTINGS
+from tools.toys.rewards import prefix_share
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("toys")
+    for toy in SETTINGS:
+        make_toys.make(toy, root / toy)
+    return root
+
+
+def rows(root: Path, split: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / "models" / f"{split}.jsonl").read_text().splitlines()]
+
+
+def test_stochastic_teachers_are_as_unsure_as_promised(toys: Path) -> None:
+    """On texts that the teacher itself draws, not on its table."""
+    for domain in domains_of("stochastic"):
+        model, tokenizer = load(toys / "stochastic/models/teachers" / domain.name)
+        prompts = [
+            row["prompt"] for row in rows(toys / "stochastic", "validation") if row["data_source"] == domain.name
+        ]
+        tokens_BS = torch.tensor(tokenizer(prompts[:32])["input_ids"])
+        torch.manual_seed(0)
+        drawn_BS = model.generate(tokens_BS, do_sample=True, top_k=0, max_new_tokens=16)
+        assert all(token in domain.words for token in drawn_BS.flatten().tolist())
+        logprobs = model(drawn_BS).logits[:, tokens_BS.shape[1] - 1 :].log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1).mean()
+        mass = logprobs.exp().topk(16).values.sum(-1).mean()
+        assert len(domain.words) >= 512 and 1 < entropy < 4 and 0.6 < mass < 0.95, domain.name
+
+
+@pytest.mark.parametrize("toy", ["long", "conflict", "foreign"])
+def test_each_teacher_and_no_base_gives_the_right_answers(toys: Path, toy: str) -> None:
+    base = right(toys / toy, "base")
+    for domain in domains_of(toy):
+        assert right(toys / toy, f"teachers/{domain.name}")[domain.name] == 1.0
+        assert base[domain.name] < 0.5
+    asked = {row["prompt"] for row in rows(toys / toy, "validation")}
+    assert not asked & {row["prompt"] for row in rows(toys / toy, "train")}
+
+
+def test_what_is_made_twice_is_equal(toys: Path, tmp_path: Path) -> None:
+    make_toys.make("conflict", tmp_path)
+    made, again = (json.loads((root / "manifest.json").read_text())["models"] for root in (toys / "conflict", tmp_path))
+    assert made == again and len(made["files"]) > 10
+
+
+@pytest.mark.parametrize(
+    ("said", "share"), [("w1 w2 w3 w4", 1.0), ("w1 w2 w9 w4", 0.5), ("", 0.0), ("w1 w2", 0.5), ("w1 w2 w3 w4 w5", 1.0)]
+)
+def test_a_chain_counts_up_to_its_first_mistake(said: str, share: float) -> None:
+    assert prefix_share(said, "w1 w2 w3 w4", domain="x") == share
+
+
+def right(root: Path, name: str) -> dict[str, float]:
+    """Share of right greedy answers to the first 16 held-out prompts of each domain."""
+    model, tokenizer = load(root / "models" / name)
+    shares = {}
+    for domain in domains_of(root.name):
+        own = [row for row in rows(root, "validation") if row["data_source"] == domain.name][:16]
+        tokens_BS = torch.tensor(tokenizer([row["prompt"] for row in own])["input_ids"])
+        answers_BS = model.generate(tokens_BS, do_sample=False, max_new_tokens=SETTINGS[root.name][2])
+        texts = tokenizer.batch_decode(answers_BS[:, tokens_BS.shape[1] :], skip_special_tokens=True)
+        truths = [row["reward_model"]["ground_truth"] for row in own]
+        shares[domain.name] = sum(map(str.__eq__, texts, truths)) / len(own)
+    return shares
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    return load_weights(folder, torch.float32)[0].eval(), load_tokenizer(str(folder))

@@ -1,0 +1,1 @@
+"""Parts of ``tools.measure_learning``: who competes, the distance by full-vocabulary KL, the tables."""

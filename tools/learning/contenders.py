@@ -1,0 +1,73 @@
+"""Who competes: a contender is what it overrides in the toys' recipes. A key that the loader refuses ends the tool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TOYS = ("quickstart", "stochastic", "long", "conflict", "foreign")
+REFERENCE = "forward_kl"
+"""The contender that every table begins with: the recipes as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One line of a table."""
+
+    name: str
+    question: str
+    """Heading of its table."""
+    overrides: tuple[str, ...] = ()
+    toys: tuple[str, ...] = TOYS
+    is_merge: bool = False
+    """It is the mean of the teachers' weights, which no run makes."""
+
+
+LOSSES, TAILS, BASELINES = "Which loss", "Do tails matter", "Against the cheap alternatives"
+STALE, TOKENS, CONFLICT = "What old samples and kept scores cost", "What fewer tokens cost", "Who starves"
+WARM, REWARD = "What a warm-up gives", "Distillation and reward in one loss"
+BESIDE = ("rollout.placement.type=local", "teacher_defaults.placement.type=local")
+"""Engines beside the trainer, which staleness above 0 needs."""
+
+CONTENDERS = (
+    Contender(REFERENCE, LOSSES),
+    Contender("reverse_kl", LOSSES, ("loss.type=topk_reverse_kl", "loss.tail=generalized")),
+    Contender("jsd", LOSSES, ("loss.type=topk_jsd",)),
+    *(Contender(kind, LOSSES, (f"loss={{type: {kind}}}",)) for kind in ("k2", "k3", "k3_reverse")),
+    Contender("policy_gradient", LOSSES, ("loss={type: policy_gradient, baseline: kl}",)),
+    Contender("policy_gradient, no baseline", LOSSES, ("loss={type: policy_gradient, baseline: none}",)),
+    *(
+        Contender(f"{kind}, {tail}", TAILS, (f"loss.type=topk_{kind}", f"loss.tail={tail}"), ("stochastic",))
+        for kind, tails in (
+            ("forward_kl", ("none", "renormalize", "generalized")),
+            ("reverse_kl", ("none", "renormalize", "bucket")),
+        )
+        for tail in tails
+    ),
+    Contender("sft_on_teacher", BASELINES, ("objective=sft_on_teacher",)),
+    Contender("off_policy_scores", BASELINES, ("objective=off_policy_scores",)),
+    Contender("merge", BASELINES, is_merge=True),
+    *(
+        Contender(f"staleness {n}", STALE, (f"schedule.max_staleness={n}", *BESIDE), ("quickstart", "long"))
+        for n in (1, 2, 4)
+    ),
+    Contender("half the scores cached", STALE, ("schedule.on_policy_fraction=0.5",), ("quickstart", "long")),
+    Contender(
+        "warm-up of 30 steps", WARM, ("schedule.warm_up={objective: sft_on_teacher, steps: 30}",), ("long", "foreign")
+    ),
+    Contender("horizon of a quarter", TOKENS, ("loss.tokens={horizon: 15}",), ("long",)),
+    *(
+        Contender(f"half, by {kind}", TOKENS, (f"loss.tokens={{largest: {kind}, share: 0.5}}",), ("quickstart", "long"))
+        for kind in ("student_entropy", "divergence")
+    ),
+    Contender("domain_mean", CONFLICT, ("loss.aggregation=domain_mean",), ("conflict",)),
+    Contender(
+        "equal budgets", CONFLICT, ("loss.domain_budget={short: 0.34, middle: 0.33, wide: 0.33}",), ("conflict",)
+    ),
+    Contender("adaptive mixing", CONFLICT, ("data.domain_weights=adaptive",), ("conflict",)),
+    Contender(
+        "with task reward",
+        REWARD,
+        ("loss.task_reward_weight=0.1", "rollout.samples_per_prompt=4", "schedule.prompts_per_step=24"),
+        ("quickstart",),
+    ),
+)  # fmt: skip

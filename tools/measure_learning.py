@@ -1,0 +1,227 @@
+"""Measure what each loss, schedule and baseline learns on each toy, three seeds each: tables of ``docs/learning.md``.
+
+    python tools/measure_learning.py                              # all; two CPU cores: see docs/learning.md
+    python tools/measure_learning.py --only forward_kl stochastic # contenders and toys by name
+    python tools/measure_learning.py --table                      # write the tables of what is there into the page
+
+Each run that ended is kept under a hash of its recipe and its toy, so that the tool goes on where it stopped, and
+measures anew where a recipe or a toy has changed. A run that failed, by its own line, is a result too; ``--retry``
+tries those again. After ``--minutes`` no run begins. Left out on purpose: any judgement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ is None or __package__ == "":  # run as a file: make `tools` importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mopd.base.types import UserError
+from mopd.config.load import Loaded, flatten, load_recipe
+from mopd.report.build import headroom_recovery
+from tools import make_toys
+from tools.learning.contenders import CONTENDERS, TOYS, Contender
+from tools.learning.tables import fill
+from tools.quickstart.cache import fingerprint
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/learning.md"
+RUN_TIMEOUT_S = 1800.0
+"""Deadline of one run: many times what any takes."""
+QUICKSTART = (
+    "student.parallel.tensor_model_parallel_size=1",
+    "checkpoint.every_steps=1000",
+    "validation.every_steps=50",
+)
+"""One process, and no checkpoint that nobody reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run of the tables."""
+
+    contender: Contender
+    toy: str
+    seed: int
+    loaded: Loaded
+    overrides: tuple[str, ...]
+    assets: Path
+
+    @property
+    def recipe_file(self) -> Path:
+        return ROOT / "recipes/quickstart.yaml" if self.toy == "quickstart" else self.assets / "recipe.yaml"
+
+    @property
+    def key(self) -> str:
+        """Hash of everything that the result hangs on."""
+        tree = {k: v for k, v in flatten(self.loaded.recipe).items() if k != "run_dir"}
+        made = {part: one["files"] for part, one in json.loads((self.assets / "manifest.json").read_text()).items()}
+        return fingerprint(json.loads(json.dumps(tree, default=str)), made, self.contender.is_merge)[:16]
+
+
+def main() -> int:
+    """Run what is missing; exit code 1 while some runs are missing, 2 for a contender that the loader refuses."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders or toys")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument("--minutes", type=float, default=175.0, help="time after which no run begins")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/learning", metavar="FOLDER")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override keys of every recipe")
+    parser.add_argument("--retry", action="store_true", help="run again what failed")
+    parser.add_argument("--list", action="store_true", help="print what would run, and whether its recipe is accepted")
+    parser.add_argument("--table", action="store_true", help="only write the tables into docs/learning.md")
+    args = parser.parse_args()
+    if args.table:
+        PAGE.write_text(fill(PAGE.read_text(), read_results(args.out)))
+        return 0
+    try:
+        cells = planned(args.only, args.seeds, args.set)
+    except UserError as error:
+        print(f"measure_learning: {error}", file=sys.stderr)
+        return 2
+    deadline = time.monotonic() + 60 * args.minutes
+    missing = [cell for cell in cells if not is_done(cell, args.out, retry=args.retry)]
+    print(f"{len(cells) - len(missing)} of {len(cells)} runs are done", flush=True)
+    if args.list:
+        print(*(f"{cell.key} {cell.contender.name}, {cell.toy}, seed {cell.seed}" for cell in missing), sep="\n")
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        done = sum(pool.map(lambda cell: time.monotonic() < deadline and measure(cell, args.out), missing))
+    return int(done < len(missing))
+
+
+def planned(only: Sequence[str], seeds: int, overrides: Sequence[str]) -> list[Cell]:
+    """Return all runs of the contenders and toys named (all without names), seed after seed, so that an early stop
+    leaves every line with as many seeds.
+
+    Raises:
+        UserError: a name that is none, or a contender with a key that the loader refuses.
+    """
+    names = {contender.name for contender in CONTENDERS}
+    unknown = [name for name in only if name not in names and name not in TOYS]
+    if unknown:
+        raise UserError(f"--only: {unknown[0]!r} is no contender and no toy: name some of {', '.join((*names, *TOYS))}")
+    chosen = [one for one in CONTENDERS if not names & set(only) or one.name in only]
+    toys = [toy for toy in TOYS if not set(TOYS) & set(only) or toy in only]
+    assets = {toy: _make(toy) for toy in toys if any(toy in one.toys for one in chosen)}
+    cells = []
+    for seed in range(seeds):
+        for contender in chosen:
+            for toy in toys:
+                if toy in contender.toys and not (contender.is_merge and (seed or toy == "stochastic")):
+                    cells.append(_cell(contender, toy, seed, assets[toy], overrides))
+    return cells
+
+
+def _make(toy: str) -> Path:
+    if toy == "quickstart":
+        folder = ROOT / "runs/quickstart_assets"
+        if not (folder / "manifest.json").exists():
+            raise UserError(f"{folder} is not there: run python tools/make_quickstart.py first, or name other toys")
+        return folder
+    make_toys.make(toy, ROOT / "runs/toys" / toy)
+    return ROOT / "runs/toys" / toy
+
+
+def _cell(contender: Contender, toy: str, seed: int, assets: Path, more: Sequence[str]) -> Cell:
+    overrides = (*(QUICKSTART if toy == "quickstart" else ()), *contender.overrides, *more, f"seed={seed}")
+    file = ROOT / "recipes/quickstart.yaml" if toy == "quickstart" else assets / "recipe.yaml"
+    try:
+        loaded = load_recipe(file, overrides)
+    except UserError as error:
+        raise UserError(f"contender {contender.name!r} on {toy}: {error}") from error
+    return Cell(contender=contender, toy=toy, seed=seed, loaded=loaded, overrides=overrides, assets=assets)
+
+
+def is_done(cell: Cell, out: Path, *, retry: bool) -> bool:
+    """Return whether the run's result is kept; with ``retry`` a failed one does not count."""
+    path = out / f"{cell.key}.json"
+    return path.exists() and not (retry and "failed" in json.loads(path.read_text()))
+
+
+def read_results(out: Path) -> list[dict[str, Any]]:
+    """Read all results that are there."""
+    return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+
+
+def measure(cell: Cell, out: Path) -> bool:
+    """Run, score and keep one result; returns True."""
+    folder, started = out / f"run-{cell.key}", time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    result: dict[str, Any] = {"contender": cell.contender.name, "toy": cell.toy, "seed": cell.seed}
+    try:
+        result |= _merge(cell, folder) if cell.contender.is_merge else _train(cell, folder)
+    except subprocess.CalledProcessError as error:
+        result["failed"] = next(reversed(error.stderr.strip().splitlines()), f"exit code {error.returncode}")[-300:]
+    line = (cell.contender.name, cell.toy, cell.seed)
+    for path in out.glob("*.json"):  # of another recipe or toy: a table shows what is measured last
+        known = json.loads(path.read_text())
+        if (known["contender"], known["toy"], known["seed"]) == line:
+            path.unlink()
+    draft = out / f"{cell.key}.partial"
+    draft.write_text(json.dumps(result, indent=1))
+    draft.replace(out / f"{cell.key}.json")
+    shutil.rmtree(folder, ignore_errors=True)
+    told = result.get("failed") or {name: result.get(name) for name in ("recovery", "distance")}
+    print(
+        f"{cell.contender.name}, {cell.toy}, seed {cell.seed}: {told} ({time.monotonic() - started:.0f} s)", flush=True
+    )
+    return True
+
+
+def _train(cell: Cell, folder: Path) -> dict[str, Any]:
+    from tools.learning.distance import distances  # it loads torch
+
+    _mopd("train", str(cell.recipe_file), *cell.overrides, f"run_dir={folder}")
+    report = json.loads((folder / "report.json").read_text())
+    recovery = {name: one["headroom_recovery"] for name, one in report["domains"].items()}
+    lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()] if recovery else []
+    return {
+        "recovery": recovery,
+        "domains": report["domains"],
+        "wall_s": report["wall_s"],
+        "curve": [(line["step"], line["rewards"]) for line in lines],
+        "distance": distances(cell.loaded.recipe, folder / "hf"),
+    }
+
+
+def _merge(cell: Cell, folder: Path) -> dict[str, Any]:
+    """Average the teachers' weights and validate the result; before and teachers as validated on the same prompts."""
+    recipe, started = cell.loaded.recipe, time.monotonic()
+    teachers = {teacher.domains[0]: teacher.model for teacher in recipe.teachers.values()}
+    _mopd("convert", "merge", str(folder), *teachers.values())
+    wall_s = time.monotonic() - started
+
+    def rewards(model: str) -> dict[str, float]:
+        told = _mopd("eval", str(cell.recipe_file), *cell.overrides, "--model", model, "--json")
+        found: dict[str, float] = json.loads(told)["rewards"]
+        return found
+
+    before, after = rewards(recipe.student.model), rewards(str(folder))
+    own = {domain: rewards(model)[domain] for domain, model in teachers.items()}
+    recovery = {domain: headroom_recovery(before[domain], after[domain], own[domain]) for domain in own}
+    return {"recovery": recovery, "wall_s": wall_s}
+
+
+def _mopd(*arguments: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mopd", *arguments]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "cwd": ROOT, "env": environment}
+    return subprocess.run(command, timeout=RUN_TIMEOUT_S, **options).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Parts of ``tools.make_toys``: the tasks, the random grammars, the recipes, and the score by full-vocabulary KL."""
