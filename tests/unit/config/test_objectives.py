@@ -89,6 +89,31 @@ def test_a_baseline_needs_no_reward_of_its_samples(write: Write) -> None:
             )
         ),
         (
+            ["objective=off_policy_scores", "loss.task_reward_weight=0.5"],
+            "objective is 'off_policy_scores', which trains on the teachers' answers, but loss.task_reward_weight 0.5 "
+            "is a policy gradient over the student's own samples: remove it",
+        ),
+        *(
+            (
+                ["objective=sft_on_teacher", override, *more],
+                f"{override.split('=')[0]} is set, but objective or schedule.warm_up trains on the teachers' own "
+                "answers: remove one of them",
+            )
+            for override, *more in (
+                ("data.scored=[kept]", "schedule.on_policy_fraction=0.5"),
+                ("metrics.keep_samples=true",),
+            )
+        ),
+        (
+            ["data.scored=[kept]", "schedule.on_policy_fraction=0.5", "rollout.horizon={start: 4}"],
+            "rollout.horizon is set, but data.scored has responses of their own length: remove one of them",
+        ),
+        (
+            ["data.scored=[kept]", "schedule.on_policy_fraction=0.5", "data.domain_weights=adaptive"],
+            "data.domain_weights is adaptive, but data.scored has samples whose domains stay as they are: give every "
+            "domain its weight, or remove data.scored",
+        ),
+        (
             ["objective=sft_on_teacher", "rollout.samples_per_prompt=4"],
             "rollout.samples_per_prompt is 4, but answers.temperature is 0, where a teacher's answers to one prompt "
             "are all the same: set answers.temperature: 1.0, or samples_per_prompt: 1",
