@@ -237,7 +237,8 @@ class Updates:
             self._way: through.student(recipe, GroupWeightSync(self._router)),
             HTTP: through.student(by_http, GroupWeightSync(self._router)),
         }
-        self._version, self._last = -1, self._way
+        self._version = -1
+        self._last: str = self._way
         self._answers: list[Any] = []
         self.phases: list[dict[str, float]] = []
         """Metrics of each round's update by the way: see ``Transfer.take_numbers``."""
