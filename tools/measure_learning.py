@@ -67,7 +67,7 @@ class Cell:
         """Hash of everything that the result hangs on."""
         tree = {k: v for k, v in flatten(self.loaded.recipe).items() if k != "run_dir"}
         made = {part: one["files"] for part, one in json.loads((self.assets / "manifest.json").read_text()).items()}
-        return fingerprint(json.loads(json.dumps(tree, default=str)), made, self.contender.is_merge)[:16]
+        return fingerprint(json.loads(json.dumps(tree, default=str)), made, self.contender.untrained)[:16]
 
 
 def main() -> int:
@@ -121,7 +121,7 @@ def planned(only: Sequence[str], seeds: int, overrides: Sequence[str]) -> list[C
     for seed in range(seeds):
         for contender in chosen:
             for toy in toys:
-                if toy in contender.toys and not (contender.is_merge and (seed or toy == "stochastic")):
+                if toy in contender.toys and not (contender.untrained and (seed or toy == "stochastic")):
                     cells.append(_cell(contender, toy, seed, assets[toy], overrides))
     return cells
 
@@ -137,7 +137,8 @@ def _make(toy: str) -> Path:
 
 
 def _cell(contender: Contender, toy: str, seed: int, assets: Path, more: Sequence[str]) -> Cell:
-    overrides = (*(QUICKSTART if toy == "quickstart" else ()), *contender.overrides, *more, f"seed={seed}")
+    own = [override.replace("{toy}", toy).replace("{seed}", str(seed)) for override in contender.overrides]
+    overrides = (*(QUICKSTART if toy == "quickstart" else ()), *own, *more, f"seed={seed}")
     file = ROOT / "recipes/quickstart.yaml" if toy == "quickstart" else assets / "recipe.yaml"
     try:
         loaded = load_recipe(file, overrides)
@@ -163,7 +164,7 @@ def measure(cell: Cell, out: Path) -> bool:
     shutil.rmtree(folder, ignore_errors=True)
     result: dict[str, Any] = {"contender": cell.contender.name, "toy": cell.toy, "seed": cell.seed}
     try:
-        result |= _merge(cell, folder) if cell.contender.is_merge else _train(cell, folder)
+        result |= _untrained(cell, folder) if cell.contender.untrained else _train(cell, folder)
     except subprocess.CalledProcessError as error:
         result["failed"] = next(reversed(error.stderr.strip().splitlines()), f"exit code {error.returncode}")[-300:]
     line = (cell.contender.name, cell.toy, cell.seed)
@@ -185,6 +186,9 @@ def measure(cell: Cell, out: Path) -> bool:
 def _train(cell: Cell, folder: Path) -> dict[str, Any]:
     from tools.learning.distance import distances  # it loads torch
 
+    recipe = cell.loaded.recipe
+    if recipe.data.scored:
+        _keep_earlier_run(cell, Path(recipe.data.scored[0]).parent)
     _mopd("train", str(cell.recipe_file), *cell.overrides, f"run_dir={folder}")
     report = json.loads((folder / "report.json").read_text())
     recovery = {name: one["headroom_recovery"] for name, one in report["domains"].items()}
@@ -194,15 +198,29 @@ def _train(cell: Cell, folder: Path) -> dict[str, Any]:
         "domains": report["domains"],
         "wall_s": report["wall_s"],
         "curve": [(line["step"], line["rewards"]) for line in lines],
-        "distance": distances(cell.loaded.recipe, folder / "hf"),
+        "distance": distances(recipe, folder / "hf"),
     }
 
 
-def _merge(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Average the teachers' weights and validate the result; before and teachers as validated on the same prompts."""
+def _keep_earlier_run(cell: Cell, kept: Path) -> None:
+    """Make the run whose samples the contender trains on, unless it is there: the recipe as it is, of the same seed."""
+    if (kept / "report.json").exists():
+        return
+    shutil.rmtree(kept, ignore_errors=True)
+    plain = [own for own in cell.overrides if own in QUICKSTART or own.startswith("seed=")]
+    keeping = ("metrics.keep_samples=true", f"data.scores_cache={kept / 'scores'}", f"run_dir={kept}")
+    _mopd("train", str(cell.recipe_file), *plain, *keeping)
+
+
+def _untrained(cell: Cell, folder: Path) -> dict[str, Any]:
+    """Validate the mean of the teachers' weights, or the teacher that is best over all domains, beside the student
+    before training and each domain's teacher on the same prompts."""
     recipe, started = cell.loaded.recipe, time.monotonic()
     teachers = {teacher.domains[0]: teacher.model for teacher in recipe.teachers.values()}
-    _mopd("convert", "merge", str(folder), *teachers.values())
+    models = list(teachers.values())
+    if cell.contender.untrained == "merge":
+        _mopd("convert", "merge", str(folder), *models)
+        models = [str(folder)]
     wall_s = time.monotonic() - started
 
     def rewards(model: str) -> dict[str, float]:
@@ -210,8 +228,10 @@ def _merge(cell: Cell, folder: Path) -> dict[str, Any]:
         found: dict[str, float] = json.loads(told)["rewards"]
         return found
 
-    before, after = rewards(recipe.student.model), rewards(str(folder))
-    own = {domain: rewards(model)[domain] for domain, model in teachers.items()}
+    found = {model: rewards(model) for model in {*models, *teachers.values()}}
+    before = rewards(recipe.student.model)
+    after = max((found[model] for model in models), key=lambda own: sum(own.values()))
+    own = {domain: found[model][domain] for domain, model in teachers.items()}
     recovery = {domain: headroom_recovery(before[domain], after[domain], own[domain]) for domain in own}
     return {"recovery": recovery, "wall_s": wall_s}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 TOYS = ("quickstart", "stochastic", "long", "conflict", "foreign")
 REFERENCE = "forward_kl"
@@ -18,13 +19,15 @@ class Contender:
     """Heading of its table."""
     overrides: tuple[str, ...] = ()
     toys: tuple[str, ...] = TOYS
-    is_merge: bool = False
-    """It is the mean of the teachers' weights, which no run makes."""
+    untrained: Literal["", "merge", "best teacher"] = ""
+    """A model that no run makes: the mean of the teachers' weights, or the teacher that is best over all domains."""
 
 
 LOSSES, TAILS, BASELINES = "Which loss", "Do tails matter", "Against the cheap alternatives"
 STALE, TOKENS, CONFLICT = "What old samples and kept scores cost", "What fewer tokens cost", "Who starves"
 WARM, REWARD = "What a warm-up gives", "Distillation and reward in one loss"
+KEPT = "runs/learning/kept/{toy}-{seed}"
+"""Run folder of the earlier run, that of the recipe as it is: its samples and scores."""
 BESIDE = ("rollout.placement.type=local", "teacher_defaults.placement.type=local")
 """Engines beside the trainer, which staleness above 0 needs."""
 
@@ -45,23 +48,33 @@ CONTENDERS = (
     ),
     Contender("sft_on_teacher", BASELINES, ("objective=sft_on_teacher",)),
     Contender("off_policy_scores", BASELINES, ("objective=off_policy_scores",)),
-    Contender("merge", BASELINES, is_merge=True),
+    Contender("best single teacher", BASELINES, untrained="best teacher"),
+    Contender("merge", BASELINES, untrained="merge"),
     *(
         Contender(f"staleness {n}", STALE, (f"schedule.max_staleness={n}", *BESIDE), ("quickstart", "long"))
         for n in (1, 2, 4)
     ),
-    Contender("half the scores cached", STALE, ("schedule.on_policy_fraction=0.5",), ("quickstart", "long")),
+    Contender(
+        "half from an earlier run",
+        STALE,
+        (
+            "schedule.on_policy_fraction=0.5",
+            f"data.scored=[{KEPT}/samples]",
+            f"data.scores_cache={KEPT}/scores",
+        ),
+        ("quickstart", "long"),
+    ),
     Contender(
         "warm-up of 30 steps", WARM, ("schedule.warm_up={objective: sft_on_teacher, steps: 30}",), ("long", "foreign")
     ),
-    Contender("horizon of a quarter", TOKENS, ("loss.tokens={horizon: 15}",), ("long",)),
+    Contender("horizon of a quarter", TOKENS, ("rollout.horizon={start: 15}",), ("long",)),
     *(
         Contender(f"half, by {kind}", TOKENS, (f"loss.tokens={{largest: {kind}, share: 0.5}}",), ("quickstart", "long"))
         for kind in ("student_entropy", "divergence")
     ),
     Contender("domain_mean", CONFLICT, ("loss.aggregation=domain_mean",), ("conflict",)),
     Contender(
-        "equal budgets", CONFLICT, ("loss.domain_budget={short: 0.34, middle: 0.33, wide: 0.33}",), ("conflict",)
+        "half for the short", CONFLICT, ("loss.domain_budget={short: 0.5, middle: 0.25, wide: 0.25}",), ("conflict",)
     ),
     Contender("adaptive mixing", CONFLICT, ("data.domain_weights=adaptive",), ("conflict",)),
     Contender(
