@@ -77,7 +77,7 @@ def _overrides(files: RunFiles, args: argparse.Namespace) -> list[str]:
 
 def _require_steps(files: RunFiles, steps: int) -> None:
     """Raise ``UserError`` unless the run has kept the samples of its first ``steps`` steps."""
-    from mopd.orchestrator.stored import steps_of
+    from mopd.orchestrator.kept.samples import steps_of
 
     kept = {*steps_of(files.samples_kept)}
     first = next((step for step in range(1, steps + 1) if step not in kept), None)

@@ -45,9 +45,9 @@ if TYPE_CHECKING:  # these import torch
     from mopd.data.stream import PromptStream
     from mopd.data_plane.interface import Storage
     from mopd.orchestrator.answers import AnswerWorker
+    from mopd.orchestrator.kept.samples import SampleKeeper, StoredWorker
     from mopd.orchestrator.rewards import RewardWorker
     from mopd.orchestrator.rollout import RolloutWorker
-    from mopd.orchestrator.stored import SampleKeeper, StoredWorker
     from mopd.orchestrator.teachers import TeacherWorker
 
 logger = logging.getLogger(__name__)

@@ -31,11 +31,18 @@ from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.replicas.identity import Needs, problems_of
 from mopd.engines.replicas.interface import info_of
+from mopd.orchestrator.kept.samples import (
+    OF_TEXTS,
+    StoredSamples,
+    StoredWorker,
+    about_samples,
+    open_stored,
+    write_samples,
+)
+from mopd.orchestrator.kept.scores import open_score_cache
 from mopd.orchestrator.leading import engine_device
 from mopd.orchestrator.preflight.checks import NUM_PROBE_SAMPLES
 from mopd.orchestrator.preflight.scores import ScoresCheck
-from mopd.orchestrator.score_cache import open_score_cache
-from mopd.orchestrator.stored import OF_TEXTS, StoredSamples, StoredWorker, about_samples, open_stored, write_samples
 from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
 from mopd.orchestrator.workers import build_routers, teacher_group
 from mopd.placement.groups import Groups

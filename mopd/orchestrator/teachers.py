@@ -24,7 +24,7 @@ from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import CorruptAnswer, Images, Scores
 from mopd.engines.replicas.interface import NoReplica, SampleFailed
 from mopd.engines.replicas.router import Router
-from mopd.orchestrator.score_cache import ScoreCache
+from mopd.orchestrator.kept.scores import ScoreCache
 
 Answers = dict[int, Scores | FailedSample]
 """One teacher's answers by sample id."""

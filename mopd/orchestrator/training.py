@@ -25,11 +25,11 @@ from mopd.data.prompts import PromptDataset
 from mopd.data.stream import PromptStream, headroom_shares
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.orchestrator.controller import Controller
+from mopd.orchestrator.kept.samples import SampleKeeper, StoredSamples, StoredWorker, open_stored
+from mopd.orchestrator.kept.scores import open_score_cache
 from mopd.orchestrator.leading import Orchestrator, RunParts
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.preflight.checks import Preflight
-from mopd.orchestrator.score_cache import open_score_cache
-from mopd.orchestrator.stored import SampleKeeper, StoredSamples, StoredWorker, open_stored
 from mopd.orchestrator.student import StudentGroup
 from mopd.orchestrator.validation import append_record, is_due
 from mopd.orchestrator.workers import Workers

@@ -166,14 +166,14 @@ def test_a_server_killed_during_an_update_never_serves_half_of_it(
     """It comes back without weights, gets the current ones, which nobody stages once more, and answers for no other
     version."""
     victims: list[tuple[int, str]] = []
-    push = RemoteEngine.push
+    tell = RemoteEngine.tell
 
-    async def push_or_kill(engine: RemoteEngine, step: Any, body: bytes) -> int:
-        if step == "commit" and victims and engine.url == victims[0][1]:
+    async def tell_or_kill(engine: RemoteEngine, step: str, body: bytes, *answer: Any) -> Any:
+        if step == "finish" and victims and engine.url == victims[0][1]:
             os.kill(victims.pop()[0], signal.SIGKILL)
-        return await push(engine, step, body)
+        return await tell(engine, step, body, *answer)
 
-    monkeypatch.setattr(RemoteEngine, "push", push_or_kill)
+    monkeypatch.setattr(RemoteEngine, "tell", tell_or_kill)
     group = {"max_response_length": 4, "placement": LOCAL, "replicas": replicas, "routing": ROUTING}
     recipe = make_recipe(models, tmp_path, rollout=group)
     prompts, seeds = [[3, 4, 5 + i] for i in range(8)], list(range(8))

@@ -118,7 +118,7 @@ def large_bodies(attack: Attack) -> None:
 
 
 def declared_bodies(attack: Attack) -> None:
-    for path in (b"generate", b"score", b"weights/chunk", b"weights/begin", b"nowhere"):
+    for path in (b"generate", b"score", b"weights/part", b"weights/join", b"nowhere"):
         for client in attack.connect(20):
             client.sendall(b"POST /v1/" + path + b" HTTP/1.1\r\n" + HOST + b"content-length: 67108864\r\n\r\nx")
         for client in attack.connect(20):
@@ -195,7 +195,7 @@ def end_among_open_connections(port: int, pid: int, child: ServeProcess) -> floa
     quiet, half_head, half_body, update, unread = attack.connect(5)
     half_head.sendall(b"GET /info HTTP/1.1\r\n" + HOST)
     half_body.sendall(b"POST /v1/generate HTTP/1.1\r\n" + HOST + b"content-length: 1000\r\n\r\nabc")
-    update.sendall(b"POST /v1/weights/begin HTTP/1.1\r\n" + HOST + b"content-length: 1000\r\n\r\nabc")
+    update.sendall(b"POST /v1/weights/join HTTP/1.1\r\n" + HOST + b"content-length: 1000\r\n\r\nabc")
     unread.settimeout(0.2)
     with contextlib.suppress(OSError):
         while True:

@@ -11,14 +11,16 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[3]
 CORE = """
-import subprocess, sys, time
+import subprocess, sys, time, types
 if sys.argv[1] == "core":       # vLLM's core: holds its worker itself (one GPU) or starts it (several)
     owner, deep = sys.argv[2], sys.argv[3] == "deep"
     if deep:
         subprocess.Popen([sys.executable, "-c", "CODE = " + repr(CODE) + CODE, "worker", owner])
 if sys.argv[1] == "worker" or not deep:
     from mopd.engines.vllm.worker import WorkerExtension
-    WorkerExtension().mopd_watch(int(sys.argv[2]))
+    extension = WorkerExtension()
+    extension.parallel_config = types.SimpleNamespace(node_rank=0)
+    extension.mopd_watch(int(sys.argv[2]))
     print("ready", flush=True)
 time.sleep(120)
 """

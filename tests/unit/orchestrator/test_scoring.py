@@ -16,7 +16,7 @@ from mopd.base.files.records import Records
 from mopd.cli.main import main
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.stored import StoredSamples
+from mopd.orchestrator.kept.samples import StoredSamples
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, make_hf_model, make_tokenizer
 
 TEXTS = [

@@ -20,7 +20,7 @@ from mopd.conversion.hf.manifest import Manifest
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineRejected, Scores
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.score_cache import ScoreCache, open_score_cache
+from mopd.orchestrator.kept.scores import ScoreCache, open_score_cache
 from mopd.orchestrator.teachers import TeacherWorker
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model

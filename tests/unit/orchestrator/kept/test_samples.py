@@ -17,7 +17,7 @@ from mopd.config.load import load_recipe
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data_plane.local import LocalDataPlane
-from mopd.orchestrator.stored import (
+from mopd.orchestrator.kept.samples import (
     OF_TEXTS,
     SampleKeeper,
     StoredSamples,
