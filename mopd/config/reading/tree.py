@@ -170,14 +170,15 @@ def _depth(node: Any) -> int:
 
 
 def merge(base: Section, overlay: Section, annotation: Any, default: Any = None) -> Section:
-    """``overlay`` over ``base``: sections merge, leaves replace, and a section of another ``type`` replaces (but
-    adds to one of type ``auto``).
+    """``overlay`` over ``base``: sections merge, leaves replace, and a section of another ``type`` with other keys
+    replaces (but adds to one of type ``auto``).
 
     ``annotation`` is the schema's type for this section (None: unknown) and ``default`` the schema's default object:
     a section without a ``type`` key is of the default's type.
     """
     above, below_type = _section_type(annotation, overlay, None), _section_type(annotation, base, default)
-    if None not in (above, below_type) and below_type not in (above, AUTO):
+    is_known = None not in (above, below_type) and below_type != AUTO
+    if is_known and _class_of(annotation, above) is not _class_of(annotation, below_type):
         return overlay
     items = dict(base.items)
     for key, node in overlay.items.items():
@@ -230,6 +231,11 @@ def _section_type(annotation: Any, section: Section, default: Any) -> Any:
     if isinstance(leaf, Leaf):
         return leaf.value
     return getattr(default, "type", None)
+
+
+def _class_of(annotation: Any, chosen: Any) -> Any:
+    """The dataclass that a value of ``type`` chooses; the value itself where there is none."""
+    return next((cls for cls in section_classes(annotation) if chosen in type_values(cls)), chosen)
 
 
 def _child(annotation: Any, base: Section, overlay: Section, key: str, default: Any) -> tuple[Any, Any]:

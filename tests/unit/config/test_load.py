@@ -63,13 +63,13 @@ def test_teachers_merge_by_name_and_lists_are_replaced(write: Write) -> None:
     assert recipe.data.validation == ("validation.jsonl",)
 
 
-def test_section_of_another_type_replaces(write: Write) -> None:
+def test_section_of_another_type_replaces_unless_it_has_the_same_keys(write: Write) -> None:
     write(RECIPE + "loss: {type: topk_reverse_kl, top_k: 8, tail: none}\n", "base.yaml")
     merged = load_recipe(write("base: base.yaml\nloss: {top_k: 9}\n")).recipe.loss
     assert merged == TopKLossConfig(type="topk_reverse_kl", top_k=9, tail="none")
     assert load_recipe(write("base: base.yaml\nloss: {type: k2}\n")).recipe.loss == KLLossConfig(type="k2")
     sibling = load_recipe("base.yaml", ["loss.type=topk_jsd", "loss.beta=0.3"]).recipe.loss
-    assert sibling == TopKLossConfig(type="topk_jsd", beta=0.3)
+    assert sibling == TopKLossConfig(type="topk_jsd", top_k=8, tail="none", beta=0.3)
 
 
 def test_type_that_equals_the_default_merges(write: Write) -> None:
