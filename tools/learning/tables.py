@@ -29,7 +29,8 @@ def tables(results: Sequence[Result]) -> str:
         own = [one for one in CONTENDERS if one.question == question or one.name == REFERENCE]
         toys = [toy for toy in TOYS if any(toy in one.toys for one in own if one.name != REFERENCE)]
         rows = [[one.name, *(_cell(_of(results, one.name, toy), toy) for toy in toys)] for one in own]
-        if any(set(row[1:]) != {ABSENT} for row in rows):
+        asked = [row for one, row in zip(own, rows, strict=True) if one.question == question]
+        if any(set(row[1:]) != {ABSENT} for row in asked):
             parts += [f"### {question}", "", *_table(["", *toys], rows), ""]
     return "\n".join(parts)
 
