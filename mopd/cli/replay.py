@@ -64,6 +64,9 @@ def _overrides(files: RunFiles, args: argparse.Namespace) -> list[str]:
         "schedule.max_staleness": 0,
         "schedule.sync_every_steps": 1,
         "rollout.on_new_weights": "auto",
+        # the samples have their lengths and domains already
+        "rollout.horizon": None,
+        "data.domain_weights": {},
         "metrics.keep_samples": False,
     }
     changes |= {} if args.steps is None else {"schedule.steps": args.steps}

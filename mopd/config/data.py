@@ -126,7 +126,7 @@ class DataConfig:
     ``adaptive``: after each validation, prompts go where the student's reward is below its teacher's, in proportion to
     the difference."""
     adaptive_floor: Share = 0.3
-    """Of ``domain_weights: adaptive``: share of the prompts that all domains get equally, whatever their head-room."""
+    """With ``domain_weights: adaptive``: share of prompts that all domains get equally, whatever their head-room."""
 
     scores_cache: str | None = None
     """Folder where the teachers' scores are kept: what a teacher has said of the same tokens, in this run or another,

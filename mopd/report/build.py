@@ -63,7 +63,7 @@ class DomainResult:
     """95 % interval of ``after`` over the prompts (``intervals.py``), as those below."""
     recovery_interval: Interval | None
     change_interval: Interval | None
-    """Of ``after`` - ``before``: whether a domain was forgotten or only measured."""
+    """Interval of ``after`` - ``before``, which tells whether a domain was forgotten or only measured."""
     pass_at_k: float | None
     """Mean of each prompt's best response, at ``after``; ``None`` with one response a prompt."""
     is_watched: bool

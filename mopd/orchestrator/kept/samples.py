@@ -23,7 +23,7 @@ from mopd.base.files.json_text import parse_json
 from mopd.base.files.reading import shown_path
 from mopd.base.files.records import Records
 from mopd.base.types import Batch, Prompt, SampleMeta, UserError
-from mopd.config.losses import PolicyGradientConfig, TopKLossConfig
+from mopd.config.losses import KLLossConfig, TopKLossConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.image_processing import sees_images
@@ -40,7 +40,7 @@ CURES = {
     "tokenizer_sha256": "their ids mean other tokens; name samples of this student's tokenizer",
     "samples_per_prompt": "set rollout.samples_per_prompt as the run had it",
     "sampling": "a loss of the sampled token needs the log-probs that its tokens were drawn with; set rollout's "
-    "temperature, top_p and top_k as the run had them, or a top-k loss",
+    "temperature, top_p and top_k as the run had them, or a top-k loss without task_reward_weight",
     "task_advantage": "set loss.task_advantage as the run had it, or task_reward_weight: 0",
 }
 """What is compared between stored samples and the recipe -> the cure of a difference."""
@@ -55,13 +55,13 @@ def about_samples(recipe: Recipe, student: Manifest, *, sampling: str | None = N
         )
     rollout, loss = recipe.rollout, recipe.loss
     drawn = f"temperature {rollout.temperature}, top_p {rollout.top_p}, top_k {rollout.top_k}"
-    has_advantage = sampling is None and isinstance(loss, PolicyGradientConfig) and recipe.needs_task_advantage
+    has_advantage = sampling is None and recipe.needs_task_advantage
     return {
         "content": CONTENT,
         "tokenizer_sha256": student.tokenizer_sha256,
         "samples_per_prompt": str(rollout.samples_per_prompt),
         "sampling": drawn if sampling is None else sampling,
-        "task_advantage": loss.task_advantage if has_advantage and isinstance(loss, PolicyGradientConfig) else "none",
+        "task_advantage": loss.task_advantage if has_advantage and not isinstance(loss, KLLossConfig) else "none",
     }
 
 
@@ -118,7 +118,7 @@ class StoredSamples:
         self.num_steps = 0
         self._per_prompt = samples_per_prompt
         self._places: list[tuple[Records, int, int]] = []
-        """Of each prompt: its folder, its step, and the place of its first sample there."""
+        """Each prompt's folder, its step, and the place of its first sample there."""
         self._newest: tuple[Records, int, list[Sample]] | None = None
         """The step that was read last, of which the next prompt mostly is."""
         for folder in folders:
@@ -223,7 +223,8 @@ def open_stored(recipe: Recipe, student: Manifest) -> StoredSamples | None:
     if not recipe.data.scored:
         return None
     compared = ["tokenizer_sha256", "samples_per_prompt"]
-    compared += [] if isinstance(recipe.loss, TopKLossConfig) else ["sampling"]
+    is_dense = isinstance(recipe.loss, TopKLossConfig) and not recipe.needs_task_advantage
+    compared += [] if is_dense else ["sampling"]
     compared += ["task_advantage"] if recipe.needs_task_advantage else []
     stored = StoredSamples(recipe.data.scored, samples_per_prompt=recipe.rollout.samples_per_prompt)
     for shown, about in stored.abouts.items():

@@ -36,6 +36,7 @@ GRADIENT = (
     "loss={type: policy_gradient, task_reward_weight: 1, correction: {type: icepop}}",
     "rollout.samples_per_prompt=2",
 )
+DENSE = ("loss={type: topk_forward_kl, task_reward_weight: 1, correction: {type: icepop}}", GRADIENT[1])
 STORED = ("schedule.on_policy_fraction=0.5",)
 
 
@@ -126,6 +127,12 @@ def test_texts_have_no_logprobs(folder: Path) -> None:
         ),
         ((), GRADIENT, "task_advantage of its samples is 'none', and 'mean' here: set loss.task_advantage"),
         (GRADIENT, (*GRADIENT, "loss.task_advantage=grpo"), "task_advantage of its samples is 'mean', and 'grpo' here"),
+        (DENSE, (*DENSE, "loss.task_advantage=grpo"), "task_advantage of its samples is 'mean', and 'grpo' here"),
+        (
+            (*DENSE, "rollout.temperature=0.5", "loss.temperature=0.5"),
+            DENSE,
+            "sampling of its samples is 'temperature 0.5, top_p 1.0, top_k -1', and 'temperature 1.0",
+        ),
     ],
 )
 def test_samples_of_another_kind_are_refused(
