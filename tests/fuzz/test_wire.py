@@ -36,6 +36,7 @@ from mopd.weights.memory import SharedMemory, open_memory
 from mopd.weights.parts import TensorMeta, from_json, to_json
 from mopd.weights.receiving import check_fit
 from mopd.weights.staging import PART_BYTES, Staging, staged_order
+from tests.fixtures import updates
 from tests.fuzz.harness import fuzz
 
 SLOTS = {"a.weight": torch.zeros(3, 4, dtype=torch.bfloat16), "b": torch.zeros(()), "c": torch.zeros(2, 2, 2)}
@@ -198,7 +199,7 @@ def test_weight_push() -> None:
         both(f"wire {message.kind}", message, lambda message: None)
 
     staged = stage_updates(SLOTS.items(), 1, bucket_bytes=50)
-    both("wire staged weight_join", replace(staged, bucket_bytes=PART_BYTES).join(), open_and_check)
+    both("wire staged weight_join", updates.join(replace(staged, bucket_bytes=PART_BYTES)), open_and_check)
     parts = [decode(body, WeightPart) for body in staged.bodies]
 
     def stage(part: WeightPart) -> None:

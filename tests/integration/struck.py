@@ -27,8 +27,8 @@ from torch import Tensor
 
 from mopd.launch import orchestrator
 from mopd.orchestrator import process
+from mopd.orchestrator.weights.meeting import GroupTransfer
 from mopd.orchestrator.weights.targets import TransferTargets
-from mopd.orchestrator.weights.transfer import Transfer
 from mopd.student.sending import WeightSender
 from mopd.student.worker import StudentWorker
 from mopd.weights.carrying import TravellingParts
@@ -155,30 +155,26 @@ def strike_and_keep() -> None:
 
 
 def _strike_orders(striker: _Striker) -> None:
-    publish, published = Transfer.publish, TransferTargets.published
+    publish = GroupTransfer.publish
 
-    async def watched_publish(self: Transfer, *args: Any, **options: Any) -> None:
+    async def watched_publish(self: GroupTransfer, *args: Any, **options: Any) -> None:
         if striker.arm():
             await self.close()
         await publish(self, *args, **options)
-
-    async def watched_published(self: TransferTargets, weight_version: int | None) -> None:
-        await published(self, weight_version)
         await asyncio.to_thread(striker.reach, "after")
 
     def watch(phase: str) -> None:
         call = getattr(TransferTargets, phase)
 
-        async def watched(self: TransferTargets, *args: Any) -> Any:
+        async def watched(self: TransferTargets, *args: Any, **options: Any) -> Any:
             await asyncio.to_thread(striker.reach, phase)
-            return await call(self, *args)
+            return await call(self, *args, **options)
 
         setattr(TransferTargets, phase, watched)
 
     for phase in ("join", "start", "finish"):
         watch(phase)
-    Transfer.publish = watched_publish  # type: ignore[method-assign]
-    TransferTargets.published = watched_published  # type: ignore[method-assign]
+    GroupTransfer.publish = watched_publish  # type: ignore[method-assign]
 
 
 def _strike_sending(striker: _Striker) -> None:

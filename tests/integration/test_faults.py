@@ -166,14 +166,14 @@ def test_a_server_killed_during_an_update_never_serves_half_of_it(
     """It comes back without weights, gets the current ones, which nobody stages once more, and answers for no other
     version."""
     victims: list[tuple[int, str]] = []
-    tell = RemoteEngine.tell
+    post = RemoteEngine.post
 
-    async def tell_or_kill(engine: RemoteEngine, step: str, body: bytes, *answer: Any) -> Any:
-        if step == "finish" and victims and engine.url == victims[0][1]:
+    async def post_or_kill(engine: RemoteEngine, path: str, *args: Any, **options: Any) -> Any:
+        if path == "/v1/weights/finish" and victims and engine.url == victims[0][1]:
             os.kill(victims.pop()[0], signal.SIGKILL)
-        return await tell(engine, step, body, *answer)
+        return await post(engine, path, *args, **options)
 
-    monkeypatch.setattr(RemoteEngine, "tell", tell_or_kill)
+    monkeypatch.setattr(RemoteEngine, "post", post_or_kill)
     group = {"max_response_length": 4, "placement": LOCAL, "replicas": replicas, "routing": ROUTING}
     recipe = make_recipe(models, tmp_path, rollout=group)
     prompts, seeds = [[3, 4, 5 + i] for i in range(8)], list(range(8))

@@ -23,13 +23,13 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
-from mopd.engines.wire.messages import encode
 from mopd.engines.wire.transfer import MIN_PART_BYTES
 from mopd.engines.wire.weights import stage_updates
 from tests.fixtures import warm
 from tests.fixtures.ports import free_port
 from tests.fixtures.servers import engine_file, random_tokens, serve_process
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+from tests.fixtures.updates import join, load, tell
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 
@@ -176,22 +176,22 @@ def test_a_server_killed_during_an_update_and_its_successor(folder: Path, local:
     weights = dict(local.model.named_parameters())
 
     async def die_half_way(engine: RemoteEngine) -> None:
-        await engine.load_weights(weights.items(), 1)
+        await load(engine, weights.items(), 1)
         await engine.generate([[5, 6, 7]], SAMPLING, [1])
         half = {name: tensor * 0 for name, tensor in weights.items()}
         staged = stage_updates(half.items(), 2, bucket_bytes=MIN_PART_BYTES)
-        await engine.tell("join", encode(staged.join()))
+        await tell(engine, "join", join(staged))
         for body in staged.bodies[: len(staged.bodies) // 2]:
-            await engine.tell("part", body)
+            await tell(engine, "part", body)
         os.kill(first.process.pid, signal.SIGKILL)
         with pytest.raises(EngineUnavailable):
-            await engine.tell("part", b"")
+            await tell(engine, "part", b"")
 
     async def go_on(engine: RemoteEngine) -> None:
         engine.weight_version = 1  # what the run believes
         with pytest.raises(StaleWeights, match="no weights yet"):
             await engine.generate([[5, 6, 7]], SAMPLING, [1])
-        await engine.load_weights(weights.items(), 2)
+        await load(engine, weights.items(), 2)
         (theirs,) = await engine.generate([[5, 6, 7]], SAMPLING, [1])
         (ours,) = await local.generate([[5, 6, 7]], SAMPLING, [1])
         assert torch.equal(theirs.tokens, ours.tokens)

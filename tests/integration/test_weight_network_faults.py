@@ -17,16 +17,13 @@ import pytest
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from mopd.config.groups import RoutingConfig, TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig
 from mopd.config.weights import CollectiveConfig
-from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.replicas.interface import Replica
-from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
+from mopd.orchestrator.weights.meeting import CannotJoin, GroupTransfer
 from mopd.orchestrator.weights.targets import TransferTargets
-from mopd.orchestrator.weights.transfer import CannotJoin, Transfer
-from mopd.weights.group import CONNECT_S, VERDICT_MARGIN_S, GroupStore
-from tests.fixtures.linked import Sending
+from mopd.weights.group import CONNECT_S, VERDICT_MARGIN_S, GroupOrder, GroupStore
+from tests.fixtures.linked import GroupSender
 from tests.fixtures.networks import (
     called_within,
     can_make_networks,
@@ -82,36 +79,12 @@ def site(whole_site: Site) -> Iterator[Site]:
         drop_none(network)
 
 
-class Sender:
-    """The orchestrator between a rank with the site's weights and its servers."""
-
-    def __init__(self, site: Site, **way: Any) -> None:
-        self.engines = [
-            RemoteEngine(url, token=TOKEN, timeout_s=30.0, name=f"r{i}") for i, url in enumerate(site.servers.urls)
-        ]
-        members = [Replica(name=engine.name, engine=engine) for engine in self.engines]
-        self.router = Router("rollout", members, RoutingConfig(), kind="rollout")
-        self.targets = TransferTargets(self.router, on_running="finish", drain_s=10.0)
-        student, options = Sending(site.weights), {"type": "collective", "bucket_mib": 1, "timeout_s": DEADLINE_S}
-        self.transfer = Transfer(self.targets, CollectiveConfig(**{**options, **way}), student.ask, **student.announced)
-
-    @property
-    def versions(self) -> list[int]:
-        """Of the servers' weights."""
-        return [engine.weight_version for engine in self.engines]
-
-    async def close(self) -> None:
-        await self.transfer.close()
-        await self.router.close()
-        for engine in self.engines:
-            await engine.close()
-
-
-def sent(site: Site, action: Callable[[Sender], Awaitable[None]], **way: Any) -> float:
+def sent(site: Site, action: Callable[[GroupSender], Awaitable[None]], **way: Any) -> float:
     """Seconds that the action took, in the student's network."""
 
     async def work() -> float:
-        sender, began = Sender(site, **way), time.monotonic()
+        cfg = CollectiveConfig(**{"type": "collective", "bucket_mib": 1, "timeout_s": DEADLINE_S, **way})
+        sender, began = GroupSender(site.servers.urls, site.weights, cfg, token=TOKEN), time.monotonic()
         try:
             await action(sender)
             return time.monotonic() - began
@@ -121,7 +94,7 @@ def sent(site: Site, action: Callable[[Sender], Awaitable[None]], **way: Any) ->
     return called_within(site.near, lambda: asyncio.run(work()))
 
 
-async def cannot_join(sender: Sender) -> None:
+async def cannot_join(sender: GroupSender) -> None:
     with pytest.raises(CannotJoin) as caught:
         await sender.transfer.publish(1)
     line = str(caught.value)
@@ -139,19 +112,19 @@ def test_a_firewall_that_lets_the_store_through(site: Site, monkeypatch: pytest.
     """All meet, and cannot connect to one another."""
     drop_all_but(site.far, *site.servers.ports)
     drop_all_but(site.near)
-    opened = Transfer._open_store
+    opened = GroupTransfer._open_store
 
-    def open_store(self: Transfer, timeout_s: float) -> GroupStore:
+    def open_store(self: GroupTransfer, timeout_s: float) -> GroupStore:
         store = opened(self, timeout_s)
         let_in(site.near, store.port)
         return store
 
-    monkeypatch.setattr(Transfer, "_open_store", open_store)
+    monkeypatch.setattr(GroupTransfer, "_open_store", open_store)
     assert sent(site, cannot_join) < LONGEST_S
 
 
 def test_an_interface_that_nobody_has(site: Site) -> None:
-    async def refused(sender: Sender) -> None:
+    async def refused(sender: GroupSender) -> None:
         with pytest.raises(CannotJoin, match=f"'nowhere0'.*set it to one of.*{site.near}.*weight_sync.type: http"):
             await sender.transfer.publish(1)
 
@@ -166,7 +139,7 @@ def test_an_interface_that_the_servers_do_not_have(site: Site, caplog: pytest.Lo
 def test_a_server_that_stands_still_costs_one_deadline(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     still = site.servers.living["rollout.1"]
 
-    async def without_it(sender: Sender) -> None:
+    async def without_it(sender: GroupSender) -> None:
         still.send_signal(signal.SIGSTOP)
         try:
             began = time.monotonic()
@@ -190,17 +163,17 @@ def test_a_stranger_in_the_store(
     """One that comes once costs an attempt; with one in every store nobody can join."""
     join, spoiled = TransferTargets.join, list[str]()
 
-    async def join_spoiled(self: Any, workers: Any, order: Any, tensors: bytes) -> Any:
+    async def join_spoiled(self: Any, workers: Any, order: GroupOrder, tensors: bytes) -> Any:
         if len(spoiled) < how_often:
-            spoiled.append(f"{order['group_id']}/verdict")
+            spoiled.append(f"{order.group_id}/verdict")
 
             def write() -> None:
-                TCPStore(order["host"], order["port"], is_master=False).set(spoiled[-1], "go")
+                TCPStore(order.host, order.port, is_master=False).set(spoiled[-1], "go")
 
             await asyncio.to_thread(called_within, site.far, write)
         return await join(self, workers, order, tensors)
 
-    async def goes_on(sender: Sender) -> None:
+    async def goes_on(sender: GroupSender) -> None:
         await sender.transfer.publish(3)
         assert sender.versions == [3, 3]
 

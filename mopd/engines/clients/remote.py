@@ -7,9 +7,8 @@ the answer is corrupt. Whether scores are possible is checked by the router, as 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -28,7 +27,6 @@ from mopd.engines.interface import (
     EngineRejected,
     Generation,
     Images,
-    OnRunning,
     ResponseCallback,
     SamplingParams,
     Scores,
@@ -49,11 +47,8 @@ from mopd.engines.wire.messages import (
     WireError,
     decode_aside,
     decode_one_of,
-    encode,
     encode_aside,
 )
-from mopd.engines.wire.transfer import WeightReceived, WeightVersion
-from mopd.engines.wire.weights import StagedWeights, stage_updates
 
 ANSWER_HEAD_BYTES = 4096
 """Bytes that an answer, or one response, may have beside its arrays."""
@@ -81,7 +76,6 @@ class RemoteEngine:
         )
         self._weights_http = HttpClient(url, token=token, timeout_s=timeout_s, name=name, content_type=CONTENT_TYPE)
         """Connections of its own for weight updates: neither waits for the other's."""
-        self._timeout_s = timeout_s
         self._images = ImageSender(self._send_images, self._http.name)
         self.url = url
         self.name = self._http.name
@@ -168,18 +162,6 @@ class RemoteEngine:
                 self.bytes_received += responses.num_bytes
         return responses.all()
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """Push the weights to this server alone."""
-        (error,) = await push_staged([self], stage_updates(weights, weight_version), on_running="finish")
-        if error is not None:
-            raise error
-
-    async def tell(self, step: str, body: bytes, answer: type[Any] = WeightVersion) -> Any:
-        """Send one message of a weight push, as ``push_staged`` does, and return the answer."""
-        # at the start the server waits for running requests, each with a call's time; at the end it loads
-        timeout_s = self._timeout_s * (2 if step in ("start", "finish") else 1)
-        return await self.post(f"/v1/weights/{step}", body, answer, MAX_SMALL_BYTES, timeout_s=timeout_s)
-
     def allow(self, weight_version: int) -> None:
         """Accept answers with this version from now on. Call before the server starts an update: it may answer with the
         new weights before we learn that they serve."""
@@ -233,34 +215,6 @@ class RemoteEngine:
             return await decode_aside(given, answer)
         except WireError as error:
             raise self._http.corrupt(error) from error
-
-
-async def push_staged(
-    targets: Sequence[RemoteEngine], staged: StagedWeights, *, on_running: OnRunning
-) -> list[Exception | None]:
-    """Send the weights to every target, each at its own pace. A target that fails does not stop the others.
-
-    Returns each target's error, ``None`` if it now serves ``staged.weight_version``. A failed target keeps its old
-    weights, or has none, until a later push reaches it.
-    """
-
-    async def push_to(target: RemoteEngine) -> None:
-        await target.tell("join", encode(staged.join()))
-        for body in staged.bodies:
-            await target.tell("part", body)
-        # before the start: running responses may continue under the new weights and name them in their answers
-        target.allow(staged.weight_version)
-        await target.tell("start", encode(staged.start(on_running)))
-        given = await target.tell("finish", encode(staged.finish()), WeightReceived)
-        if given.weight_version != staged.weight_version:
-            raise RuntimeError(f"{target.name}: has weights {given.weight_version} after {staged.weight_version}")
-        target.weight_version = staged.weight_version
-
-    outcomes = await asyncio.gather(*map(push_to, targets), return_exceptions=True)
-    for outcome in outcomes:
-        if outcome is not None and not isinstance(outcome, Exception):
-            raise outcome  # a cancellation
-    return [outcome if isinstance(outcome, Exception) else None for outcome in outcomes]
 
 
 class _Responses:

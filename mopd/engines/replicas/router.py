@@ -123,6 +123,11 @@ class Router:
         self._pool.look_again()
 
     @property
+    def request_timeout_s(self) -> float:
+        """Seconds that a request may take (``routing.request_timeout_s``)."""
+        return self._routing.request_timeout_s
+
+    @property
     def needs_weights(self) -> tuple[str, ...]:
         """Names of replicas that do not serve ``weight_version``; they get no work until it has been pushed to them."""
         return self.lacking(self.weight_version)

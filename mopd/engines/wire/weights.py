@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mopd.base.files.json_text import parse_json
-from mopd.engines.interface import OnRunning
 from mopd.engines.wire.messages import decode, encode
-from mopd.engines.wire.transfer import MAX_TIMEOUT_S, WeightFinish, WeightJoin, WeightPart, WeightStart
+from mopd.engines.wire.transfer import WeightPart
 from mopd.weights.carrying import TravellingParts
+from mopd.weights.group import GroupOrder
 from mopd.weights.parts import TensorMeta, from_json, to_json
 from mopd.weights.receiving import Receiver
 from mopd.weights.sending import send
@@ -52,33 +52,15 @@ class StagedWeights:
             weight_version=weight_version, group_id=group_id, tensors=tensors, bucket_bytes=bucket_bytes, bodies=bodies
         )
 
-    def join(self) -> WeightJoin:
-        """Return the message before the parts."""
-        return WeightJoin(
-            **asdict(staged_order(self.group_id, bucket_bytes=self.bucket_bytes)),
-            first_rank=1,
-            tensors=np.frombuffer(self.tensors, dtype=np.uint8),
-        )
-
-    def start(self, on_running: OnRunning) -> WeightStart:
-        """Return the message after the parts."""
-        return WeightStart(
-            group_id=self.group_id,
-            weight_version=self.weight_version,
-            verify=False,  # each part was compared when it came
-            on_running=on_running,
-            patience_s=MAX_TIMEOUT_S,  # no part is waited for
-        )
-
-    def finish(self) -> WeightFinish:
-        """Return the last message."""
-        return WeightFinish(group_id=self.group_id, weight_version=self.weight_version)
+    @property
+    def order(self) -> GroupOrder:
+        """The order of which the parts are."""
+        return staged_order(self.group_id, bucket_bytes=self.bucket_bytes)
 
     def collected(self, *, num_receivers: int = 1) -> tuple[Staging, list[TensorMeta]]:
         """Return what a server has once all parts have come, and the tensors' metas."""
         metas = from_json(parse_json(self.tensors))
-        order = staged_order(self.group_id, num_receivers=num_receivers, bucket_bytes=self.bucket_bytes)
-        staging = Staging(order, metas)
+        staging = Staging(replace(self.order, num_receivers=num_receivers), metas)
         for body in self.bodies:
             part = decode(body, WeightPart)
             staging.add(part.index, part.digest, torch.from_numpy(part.data))

@@ -2,9 +2,9 @@
 
 ::
 
-    stage ─┬─ by a group:      ranks ── parts (``Transfer``) ──> engines' workers           nothing is left to send
-           ├─ by HTTP:         ranks ── parts ──> host memory here ─┬─ send_staged ──> every replica without them
-           └─ in_process:      ranks ── parts ──> host memory here ─┘                  or the engines here
+    stage ─┬─ by a group:      ranks ── parts (``GroupTransfer``) ──> engines' workers           nothing is left to send
+           ├─ by HTTP:         ranks ── parts ──> host memory here ─┬─ send_staged: ``HttpTransfer`` ──> every replica
+           └─ in_process:      ranks ── parts ──> host memory here ─┘                                or the engines here
     then the router asks for them; ``Repair`` sends them again, by the same way, to replicas that lack them
 """
 
@@ -13,52 +13,51 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
 
-from mopd.base.text import one_line
-from mopd.base.types import UserError
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, CollectiveConfig
-from mopd.engines.clients.remote import RemoteEngine, push_staged
-from mopd.engines.interface import EngineRejected, EngineUnavailable, EngineUnreachable, OnRunning, TakesWeights
+from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.interface import OnRunning, TakesWeights
 from mopd.engines.replicas.router import Router
 from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.launch.failure import rank_0_host
 from mopd.orchestrator.ranks import Ranks
+from mopd.orchestrator.weights.meeting import CannotJoin, GroupTransfer
 from mopd.orchestrator.weights.targets import TransferTargets
-from mopd.orchestrator.weights.transfer import CannotJoin, Transfer
+from mopd.orchestrator.weights.transfer import HttpTransfer
 from mopd.placement.interface import KeptAwake
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.2
 LONGEST_PAUSE_S = 30.0
-AWAY_PAUSE_S, HEALTH_TIMEOUT_S = 5.0, 10.0
-"""Between pushes to a server that takes no requests, and for it to say whether it does."""
+AWAY_PAUSE_S = 5.0
+"""Between two looks for a server that takes no requests."""
 MAX_PUSHES = 4
 """To one replica in a row, as many as a request gets attempts."""
 
 
 class GroupWeightSync:
-    """Gives versions of the weights to every replica that is up and has older ones, at once, by the way that the recipe
-    names. Replicas in this process are loaded directly; servers get what was staged, or what a group brings.
+    """Gives versions of the weights to every replica that is up and has older ones, by the way that the recipe names.
+    Replicas in this process are loaded directly; servers get what was staged, or what a group brings.
 
     A server that fails gets no work until a repair reaches it (``Repair``). That every one fails is then no error of
-    the push: the requests that follow wait for the repair, and fail with its reason if there is none.
+    the update: the requests that follow wait for the repair, and fail with its reason if there is none.
     """
 
     def __init__(self, router: Router, *, on_running: OnRunning = "finish") -> None:
         """``on_running``: what becomes of responses that are under way (``rollout.on_new_weights``)."""
-        self._router, self._on_running = router, on_running
+        self._router = router
+        self.targets = TransferTargets(router, on_running=on_running)
+        self._transfer: GroupTransfer | HttpTransfer = HttpTransfer(self.targets)
         self._ranks: Ranks | None = None
         self._tensors = ""
         """JSON of what the ranks send."""
-        self._transfer: Transfer | None = None
-        """Way of the weights by a group of ranks and engines; ``None``: they go by HTTP, or into this process."""
         self._or_http = self._takes_turns = False
         self._newest: Callable[[], int] = lambda: -1
         self._rest: Callable[[], Awaitable[None]] | None = None
@@ -67,8 +66,6 @@ class GroupWeightSync:
         self.kept_awake: KeptAwake = contextlib.nullcontext
         """Context that is held while weights are sent."""
         self._is_stopped = False
-        self._sent: StagedWeights | None = None
-        """Weights that the router asks for."""
 
     def attach(
         self,
@@ -89,9 +86,7 @@ class GroupWeightSync:
         self._ranks, self._takes_turns, self._newest = ranks, takes_turns, newest
         cfg, self._tensors = recipe.weight_sync, announced["tensors"]
         if isinstance(cfg, BucketsConfig):
-            drain_s = recipe.rollout.routing.request_timeout_s
-            targets = TransferTargets(self._router, on_running=self._on_running, drain_s=drain_s)
-            self._transfer = Transfer(targets, cfg, ranks.ask, host=rank_0_host() or "", **announced)
+            self._transfer = GroupTransfer(self.targets, cfg, ranks.ask, host=rank_0_host() or "", **announced)
             self._or_http = isinstance(cfg, CollectiveConfig) and cfg.or_http
 
     async def stage(self, weight_version: int) -> None:
@@ -99,12 +94,20 @@ class GroupWeightSync:
         given theirs when they wake. The student is free then. Raises as ``Transfer.publish``."""
         assert self._ranks is not None
         async with self._ranks.turn:
-            if self._transfer is None:
-                await self._take_over(self._ranks, weight_version)
-            elif self._takes_turns:
-                self._rest = partial(self._ask_for, weight_version)
-            else:
-                await self._send_by_group(self._ranks, self._transfer, weight_version)
+            if isinstance(self._transfer, GroupTransfer):
+                if self._takes_turns:
+                    self._rest = partial(self._ask_for, weight_version)
+                    return
+                try:
+                    return await self._transfer.publish(weight_version)
+                except CannotJoin as error:
+                    if not self._or_http:
+                        raise
+                    logger.warning("the weights go by HTTP, which is slower, from now on: %s", error)
+                    self._transfer = HttpTransfer(self.targets)
+            # the parts become messages when the student is free
+            tensors, frames = await self._ranks.ask_for_frames("weights", tensors=self._tensors)
+        self._rest = partial(self._pack_and_send, weight_version, tensors, frames)
 
     async def send_staged(self) -> None:
         """Return when every replica that can has what was staged. The student may work meanwhile."""
@@ -114,47 +117,56 @@ class GroupWeightSync:
 
     def send_constants(self) -> None:
         """Send what no step changes with the next update too: it may be something else now."""
-        if self._transfer is not None:
+        if isinstance(self._transfer, GroupTransfer):
             self._transfer.send_constants()
 
     def take_numbers(self) -> dict[str, float]:
         """Return the metrics of the last update by a group since the last call."""
-        return {} if self._transfer is None else self._transfer.take_numbers()
+        return self._transfer.take_numbers()
 
     async def close(self) -> None:
         """Have the ranks leave the group."""
-        if self._transfer is not None:
-            await self._transfer.close()
+        await self._transfer.close()
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """``stage_updates`` and ``send``."""
         await self.send(stage_updates(weights, weight_version))
 
     async def send(self, staged: StagedWeights) -> None:
-        """Returns when every replica that can answer has these weights; until then the others answer with theirs.
-
-        Raises a server's refusal (names, shapes, values) as ``UserError``.
-        """
-        if not all(isinstance(replica.engine, RemoteEngine) for replica in self._router.replicas):
+        """Send by HTTP, or load here. Returns when every replica that can answer has these weights; until then the
+        others answer with theirs. Raises as ``Transfer.publish``."""
+        if not all(isinstance(engine, RemoteEngine) for engine in self.targets.engines.values()):
             await self._load(staged)
             return
+        transfer = self._transfer
+        assert isinstance(transfer, HttpTransfer)
         async with self._turn:
-            self._sent = staged  # first: those before it are the size of a model
+            transfer.staged = staged  # first: those before it are the size of a model
         async with self.kept_awake(), self._turn:
-            await self._push(staged, self._router.lacking(staged.weight_version))
+            await transfer.publish(staged.weight_version)
 
     async def send_again(self) -> Sequence[str]:
-        """Send the weights that the router asks for to replicas without them; returns whom. Raises as ``send``."""
+        """Send the weights of the moment to replicas without those that the router asks for; return whom, without
+        those that are away (``TransferTargets.away``). Raises as ``Transfer.publish``."""
         async with self._turn:
-            if self._is_stopped:
-                return ()
-            if self._transfer is not None:
-                return await self._send_again_by_group(self._transfer)
-            lacking = self._router.needs_weights
-            if self._sent is None or not lacking:
-                return ()
-            await self._push(self._sent, lacking)
-            return lacking
+            return () if self._is_stopped else await self._repair()
+
+    async def stop(self) -> None:
+        """Send no weights from now on: the replicas sleep, and lose theirs."""
+        async with self._turn:
+            self._is_stopped = True
+
+    async def go_on(self) -> int | None:
+        """The replicas are awake, and are sent what was sent last, or the student has; the version that is asked for,
+        if there is one. Raises as ``Transfer.publish``."""
+        async with self._turn:
+            self._is_stopped = False
+            await self._repair()
+            return self._router.weight_version if self._router.weight_version >= 0 else None
+
+    def watch(self, give_up: Callable[..., None], *, patience_s: float) -> Repair:
+        """Begin to watch the group; see ``Repair``."""
+        return Repair(self._router, self, give_up, patience_s=patience_s)
 
     async def _ask_for(self, weight_version: int) -> None:
         """Have requests ask for these weights, which the student has and replicas that wake are given. Returns when
@@ -164,89 +176,40 @@ class GroupWeightSync:
         async with self.kept_awake():
             await self.send_again()
 
-    async def stop(self) -> None:
-        """Send no weights from now on: the replicas sleep, and lose theirs."""
-        async with self._turn:
-            self._is_stopped = True
+    async def _pack_and_send(self, weight_version: int, tensors: str, frames: list[bytes]) -> None:
+        await self.send(await asyncio.to_thread(StagedWeights.pack, weight_version, tensors.encode(), frames))
 
-    async def go_on(self) -> int | None:
-        """The replicas are awake, and are sent what was sent last, or the student has; the version that is asked for,
-        if there is one. Raises as ``send``."""
-        async with self._turn:
-            self._is_stopped = False
-            if self._transfer is not None:
-                await self._send_again_by_group(self._transfer)
-                return self._router.weight_version if self._router.weight_version >= 0 else None
-            if self._sent is None:
-                return None
-            await self._push(self._sent, self._router.lacking(self._sent.weight_version))
-            return self._sent.weight_version
+    def _offer(self) -> tuple[int, int]:
+        """Return the version that can be sent now, and the oldest one that a replica needs not be sent it for."""
+        if isinstance(self._transfer, HttpTransfer):
+            staged = self._transfer.staged
+            return (-1, -1) if staged is None else (staged.weight_version, staged.weight_version)
+        return self._newest(), self._router.weight_version
 
-    def watch(self, give_up: Callable[..., None], *, patience_s: float) -> Repair:
-        """Begin to watch the group; see ``Repair``."""
-        return Repair(self._router, self, give_up, patience_s=patience_s)
-
-    async def _take_over(self, ranks: Ranks, weight_version: int) -> None:
-        """Take the parts over that rank 0 hands on. They become messages when the student is free."""
-        tensors, frames = await ranks.ask_for_frames("weights", tensors=self._tensors)
-
-        async def pack_and_send() -> None:
-            await self.send(await asyncio.to_thread(StagedWeights.pack, weight_version, tensors.encode(), frames))
-
-        self._rest = pack_and_send
-
-    async def _send_by_group(self, ranks: Ranks, transfer: Transfer, weight_version: int) -> None:
-        """Send by the group; where nobody can come into it and the recipe allows it, by HTTP from now on."""
-        try:
-            await transfer.publish(weight_version)
-        except CannotJoin as error:
-            if not self._or_http:
-                raise
-            logger.warning("the weights go by HTTP, about 0.5 GB/s, from now on: %s", error)
-            self._transfer = None
-            await self._take_over(ranks, weight_version)
-
-    async def _send_again_by_group(self, transfer: Transfer) -> Sequence[str]:
-        """Send the student's weights of the moment to replicas without those that are asked for; return whom."""
-        assert self._ranks is not None
-        lacking = await transfer.missing()
-        if lacking:
-            async with self._ranks.turn:
-                if self._transfer is transfer:  # else the weights go by HTTP since, and the next look sends them
-                    await transfer.publish(self._newest(), only_missing=True)
+    async def _repair(self) -> Sequence[str]:
+        """Send what there is to replicas that need it, between two of the student's commands where its ranks send;
+        return whom."""
+        await self.targets.hear()
+        if not self.targets.lacking(self._offer()[1]):
+            return ()
+        transfer, ranks = self._transfer, self._ranks
+        async with contextlib.nullcontext() if ranks is None or isinstance(transfer, HttpTransfer) else ranks.turn:
+            version, asked = self._offer()
+            # where the weights go by another way since, the next look sends them
+            lacking = self.targets.lacking(asked) if self._transfer is transfer else ()
+            if lacking:
+                await transfer.publish(version, asked=asked)
         return lacking
 
     async def _load(self, staged: StagedWeights) -> None:
         """Into engines of this process, without a message."""
-        engines = [cast(TakesWeights, replica.engine) for replica in self._router.replicas]
+        engines = [cast(TakesWeights, engine) for engine in self.targets.engines.values()]
         # Each holds the whole set before it replaces a weight; several share one, which is unpacked once.
         stream = staged.unpacked() if staged.bodies else ()
         weights = stream if len(engines) == 1 else list(stream)
         for engine in engines:
             await engine.load_weights(weights, staged.weight_version)
-            if engine.weight_version != staged.weight_version:
-                raise RuntimeError(
-                    f"a rollout replica answers with weights {engine.weight_version} after {staged.weight_version} was "
-                    "sent"
-                )
         self._router.set_weight_version(staged.weight_version)
-
-    async def _push(self, staged: StagedWeights, names: Sequence[str]) -> None:
-        """Send to replicas, log those that fail, and have the router ask for these weights from now on."""
-        replicas: list[Any] = [replica.engine for replica in self._router.replicas if replica.name in names]
-        errors = await push_staged(replicas, staged, on_running=self._on_running)
-        version = staged.weight_version
-        for replica, error in zip(replicas, errors, strict=True):
-            if error is not None:
-                logger.warning("rollout replica %s did not take weights %d: %s", replica.name, version, error)
-        if errors and all(errors):
-            logger.warning("no rollout replica took weights %d", version)
-        for error in errors:
-            if isinstance(error, EngineRejected):
-                raise UserError(f"weights {version} of the student were refused: {error}") from error
-            if error is not None and not isinstance(error, EngineUnavailable):
-                raise error
-        self._router.set_weight_version(version)
 
 
 class Repair:
@@ -261,7 +224,7 @@ class Repair:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Stop. Servers forget a push that does not end."""
+        """Stop. Servers forget an update that does not end."""
         self._task.cancel()
         (outcome,) = await asyncio.gather(self._task, return_exceptions=True)
         if isinstance(outcome, Exception):
@@ -273,49 +236,37 @@ class Repair:
         pause_s = LOOK_EVERY_S
         while True:
             await asyncio.sleep(pause_s)
-            lacking = self._lacking()
+            pause_s, lacking = LOOK_EVERY_S, self._lacking()
             failures = {name: failures.get(name, 0) for name in lacking}
-            pause_s = LOOK_EVERY_S
             if not lacking:
                 away_since = {}
                 continue
             try:
-                tried = set(await self._sync.send_again())
+                tried = await self._sync.send_again()
             except Exception as error:
                 for name in lacking:
                     self._give_up(name, reason=f"the weights could not be sent again: {error}")
                 raise
-            now, away = asyncio.get_running_loop().time(), await self._away(tried & set(self._lacking()))
+            self._report(tried)
+            lacking, now = self._lacking(), asyncio.get_running_loop().time()
+            away = {name: reason for name, reason in self._sync.targets.away.items() if name in lacking}
             away_since = {name: away_since.get(name, now) for name in away}
-            for name in tried & set(self._lacking()):
-                if name in away:
-                    if now - away_since[name] >= self._patience_s:
-                        self._give_up(name, reason=f"{away[name]}, for {self._patience_s:g} s")
-                    pause_s = max(pause_s, AWAY_PAUSE_S)
-                    continue
+            for name, reason in away.items():
+                pause_s = max(pause_s, AWAY_PAUSE_S)
+                if now - away_since[name] >= self._patience_s:
+                    self._give_up(name, reason=f"{reason}, for {self._patience_s:g} s")
+            for name in set(tried) & set(lacking):
                 failures[name] = failures.get(name, 0) + 1
+                pause_s = max(pause_s, min(2.0 ** failures[name] * LOOK_EVERY_S, LONGEST_PAUSE_S))
                 if failures[name] >= MAX_PUSHES:
                     self._give_up(name, reason=f"{failures[name]} pushes of the weights did not reach it")
-                pause_s = max(pause_s, min(2.0 ** failures[name] * LOOK_EVERY_S, LONGEST_PAUSE_S))
-            for replica in self._router.replicas:
-                engine: Any = replica.engine
-                if replica.name in tried and engine.weight_version == self._router.weight_version:
-                    logger.warning("%s has weights %d again", replica.name, engine.weight_version)
 
-    async def _away(self, names: Collection[str]) -> dict[str, str]:
-        """Return those of ``names`` that take no requests now, with their reasons."""
-        found: dict[str, str] = {}
-
-        async def look(name: str, engine: Any) -> None:
-            try:
-                await engine.health(timeout_s=HEALTH_TIMEOUT_S)
-            except EngineUnreachable as error:
-                found[name] = one_line(error)
-            except EngineUnavailable:
-                pass  # a push says more
-
-        await asyncio.gather(*(look(one.name, one.engine) for one in self._router.replicas if one.name in names))
-        return found
+    def _report(self, tried: Sequence[str]) -> None:
+        """Name the replicas that have got the weights."""
+        version, engines = self._router.weight_version, self._sync.targets.engines
+        for name in tried:
+            if name in engines and engines[name].weight_version == version:
+                logger.warning("%s has weights %d again", name, version)
 
     def _lacking(self) -> tuple[str, ...]:
         return self._router.needs_weights if self._router.weight_version >= 0 else ()

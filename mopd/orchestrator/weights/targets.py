@@ -1,15 +1,13 @@
-"""The rollout's replicas as receivers of a process group: which of them lack weights, and the messages to each.
-
-Handles names, numbers and texts only: the ranks, which have the weights, are other processes.
-"""
+"""The rollout's replicas as receivers of weight updates: which of them lack weights, and the messages to each
+(``mopd.engines.wire.transfer``), whatever carries the tensors."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,8 +18,16 @@ from mopd.base.types import UserError
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineError, EngineRejected, OnRunning, StaleWeights
 from mopd.engines.replicas.router import Router
-from mopd.engines.wire.messages import Message, MessageT, encode
-from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightReceived, WeightStart, WeightVersion
+from mopd.engines.wire.messages import MessageT, encode
+from mopd.engines.wire.transfer import (
+    MAX_TIMEOUT_S,
+    WeightFinish,
+    WeightJoin,
+    WeightReceived,
+    WeightStart,
+    WeightVersion,
+)
+from mopd.weights.group import GroupOrder
 
 logger = logging.getLogger(__name__)
 
@@ -37,39 +43,47 @@ Failures = dict[str, str]
 class TransferTargets:
     """Receivers of weight updates. Belongs to the router's event loop."""
 
-    def __init__(self, router: Router, *, on_running: OnRunning, drain_s: float) -> None:
-        """Set up. ``drain_s``: longest time that running responses may take."""
-        self._router, self._on_running = router, on_running
-        self._drain_s = drain_s if on_running == "finish" else 0.0
-        self.is_updating = False
-        """Whether an update is in progress: replicas without weights are about to get them."""
-        self._silent: set[RemoteEngine] = set()
-        """Replicas lost in an update that have not answered since: each would cost the student a deadline again."""
+    def __init__(self, router: Router, *, on_running: OnRunning) -> None:
+        """Set up. ``on_running``: what becomes of responses that are under way (``rollout.on_new_weights``)."""
+        self.router, self._on_running = router, on_running
+        self.away: dict[str, str] = {}
+        """Lost replicas that did not answer in the last ``hear``, each with the reason."""
+        self._silent: set[Any] = set()
+        """Engines lost in an update that have not answered since: each would cost the others a deadline again."""
 
-    async def lacking(self, weight_version: int | None) -> list[str]:
-        """Return the replicas with weights older than these (``None``: than those the router requires), except those
-        that are being restarted and those that were lost and not ``heard`` again. Replicas of one machine are
-        neighbours, so that a chain through all enters each machine once."""
-        names = self._router.needs_weights if weight_version is None else self._router.lacking(weight_version)
-        engines = {replica.name: replica.engine for replica in self._router.replicas}
-        known = [name for name in names if engines[name] not in self._silent]
+    @property
+    def engines(self) -> dict[str, Any]:
+        """Clients of all replicas that are not gone, by name."""
+        return {replica.name: replica.engine for replica in self.router.replicas}
+
+    def lacking(self, weight_version: int) -> list[str]:
+        """Return the replicas with weights older than these, except those that are being restarted and those that were
+        lost and not ``heard`` again. Replicas of one machine are neighbours, so that a chain through all enters each
+        machine once."""
+        engines = self.engines
+        known = [name for name in self.router.lacking(weight_version) if engines[name] not in self._silent]
         return sorted(known, key=lambda name: host_of(engines[name]))
 
     async def hear(self) -> None:
         """Ask lost replicas whether they are there again."""
-        self._silent.intersection_update(self._engines([replica.name for replica in self._router.replicas]))
+        silent = {name: engine for name, engine in self.engines.items() if engine in self._silent}
+        self._silent = set(silent.values())
 
-        async def ask(engine: RemoteEngine) -> None:
-            with contextlib.suppress(EngineError):  # still silent
+        async def ask(engine: RemoteEngine) -> str:
+            try:
                 await engine.health(timeout_s=HEAR_S)
-                self._silent.discard(engine)
+            except EngineError as error:
+                return one_line(error) or "no answer"
+            self._silent.discard(engine)
+            return ""
 
-        await asyncio.gather(*map(ask, tuple(self._silent)))
+        reasons = await asyncio.gather(*map(ask, silent.values()))
+        self.away = {name: reason for name, reason in zip(silent, reasons, strict=True) if reason}
 
     async def workers(self, names: Sequence[str], *, timeout_s: float) -> dict[str, int]:
         """Return the number of members that each of these replicas will be, in their order, without those that do not
         say so in time."""
-        engines: dict[str, Any] = {replica.name: replica.engine for replica in self._router.replicas}
+        engines = self.engines
 
         async def ask(engine: RemoteEngine) -> int:
             try:
@@ -84,90 +98,73 @@ class TransferTargets:
         counts = await asyncio.gather(*(ask(engines[name]) for name in there))
         return {name: count for name, count in zip(there, counts, strict=True) if count}
 
-    async def join(self, workers: Mapping[str, int], order: Mapping[str, Any], tensors: bytes) -> Failures:
-        """Let replicas into the group, in the order of ``workers`` behind the senders. ``order``: fields of
-        ``WeightJoin``.
+    async def join(self, workers: Mapping[str, int], order: GroupOrder, tensors: bytes) -> Failures:
+        """Announce ``tensors`` to replicas, which enter the group in the order of ``workers`` behind the senders.
 
         Raises:
             UserError: a replica's model has other weights than ``tensors`` says.
         """
-        self.is_updating = True
         array = np.frombuffer(tensors, dtype=np.uint8)
-        before = [0, *itertools.accumulate(workers.values())]
+        ranks = itertools.accumulate(workers.values(), initial=order.num_senders)
+        bodies = {
+            name: encode(WeightJoin(first_rank=rank, tensors=array, **asdict(order)))
+            for name, rank in zip(workers, ranks, strict=False)
+        }
+        return (await self.tell("join", bodies, WeightVersion, order.timeout_s))[0]
 
-        def message(place: int) -> WeightJoin:
-            return WeightJoin(first_rank=order["num_senders"] + before[place], tensors=array, **order)
-
-        failures, _ = await self._tell([*workers], "join", message, WeightVersion, order["timeout_s"])
-        return failures
-
-    async def start(self, names: Sequence[str], order: Mapping[str, Any]) -> Failures:
-        """Stop these replicas and return when all that can wait for the first bucket. ``order``: ``group_id``,
-        ``weight_version``, ``verify``, ``timeout_s``."""
-        self.is_updating = True
-        patience_s = self._drain_s + order["timeout_s"]
+    async def start(self, names: Sequence[str], order: GroupOrder, weight_version: int, *, verify: bool) -> Failures:
+        """Stop these replicas and return when all that can wait for the first part. From then on the router gives them
+        no work until they have the new weights."""
+        drain_s = self.router.request_timeout_s if self._on_running == "finish" else 0.0
+        patience_s = min(drain_s + order.timeout_s, MAX_TIMEOUT_S)
         message = WeightStart(
-            group_id=order["group_id"],
-            weight_version=order["weight_version"],
-            verify=order["verify"],
+            group_id=order.group_id,
+            weight_version=weight_version,
+            verify=verify,
             on_running=self._on_running,
             patience_s=patience_s,
         )
-        for engine in self._engines(names):
-            engine.allow(message.weight_version)
-            engine.weight_version = -1  # the router gives it no work until it has the new ones
-        failures, _ = await self._tell(names, "start", lambda place: message, WeightVersion, patience_s)
-        return failures
+        engines = self.engines
+        for name in engines.keys() & set(names):
+            engines[name].allow(weight_version)
+            engines[name].weight_version = -1
+        return (await self.tell("start", dict.fromkeys(names, encode(message)), WeightVersion, patience_s))[0]
 
-    async def finish(self, names: Sequence[str], order: Mapping[str, Any]) -> tuple[Failures, float]:
-        """Ask, after the last bucket, which replicas have the weights; those answer with them from now on.
-
-        Returns the failures, and the longest time in seconds that a replica took to load. ``order``: ``group_id``,
-        ``weight_version``, ``timeout_s``.
-        """
-        version = order["weight_version"]
-        message = WeightFinish(group_id=order["group_id"], weight_version=version)
-        failures, received = await self._tell(
-            names, "finish", lambda place: message, WeightReceived, order["timeout_s"]
-        )
-        for engine in self._engines(received):
-            engine.weight_version = version
+    async def finish(self, names: Sequence[str], order: GroupOrder, weight_version: int) -> tuple[Failures, float]:
+        """Ask, after the last part, which replicas have the weights; those answer with them from now on. Returns the
+        failures, and the longest time in seconds that a replica took to load."""
+        message = encode(WeightFinish(group_id=order.group_id, weight_version=weight_version))
+        failures, received = await self.tell("finish", dict.fromkeys(names, message), WeightReceived, order.timeout_s)
+        engines = self.engines
+        for name in engines.keys() & received.keys():
+            engines[name].weight_version = weight_version
         return failures, max((answer.load_s for answer in received.values()), default=0.0)
-
-    async def published(self, weight_version: int | None) -> None:
-        """End the update: requests now require these weights (``None``: those of before, which more replicas have)."""
-        self.is_updating = False
-        self._router.set_weight_version(self._router.weight_version if weight_version is None else weight_version)
 
     def hosts(self) -> list[str]:
         """Return the names or addresses of the replicas' machines, as their URLs say them."""
-        return sorted({host_of(replica.engine) for replica in self._router.replicas})
+        return sorted(set(map(host_of, self.engines.values())))
 
-    def _engines(self, names: Sequence[str] | Mapping[str, Any]) -> list[RemoteEngine]:
-        engines: list[Any] = [replica.engine for replica in self._router.replicas if replica.name in names]
-        return engines
-
-    async def _tell(
-        self,
-        names: Sequence[str],
-        step: str,
-        message: Callable[[int], Message],
-        answer: type[MessageT],
-        timeout_s: float,
+    async def tell(
+        self, step: str, bodies: Mapping[str, bytes], answer: type[MessageT], timeout_s: float
     ) -> tuple[Failures, dict[str, MessageT]]:
-        """Send one message to each replica at the same time; a replica that is gone by now counts as lost."""
-        engines: dict[str, Any] = {replica.name: replica.engine for replica in self._router.replicas}
-        there = [(place, name) for place, name in enumerate(names) if name in engines]
+        """Send each replica its message of one step, all at the same time; return those that failed, and what the
+        others answered. A replica that is gone by now counts as lost.
+
+        Raises:
+            UserError: a replica refuses the weights as such.
+        """
+        engines = self.engines
+        there = [name for name in bodies if name in engines]
         calls = [
             engines[name].post(
-                f"/v1/weights/{step}", encode(message(place)), answer, ANSWER_BYTES, timeout_s=timeout_s + MARGIN_S
+                f"/v1/weights/{step}", bodies[name], answer, ANSWER_BYTES, timeout_s=timeout_s + MARGIN_S
             )
-            for place, name in there
+            for name in there
         ]
         outcomes = await (_until_one_fails(calls) if step == "join" else asyncio.gather(*calls, return_exceptions=True))
-        failures: Failures = dict.fromkeys(set(names) - engines.keys(), "lost")
+        failures: Failures = dict.fromkeys(bodies.keys() - engines.keys(), "lost")
         received: dict[str, MessageT] = {}
-        for (_, name), outcome in zip(there, outcomes, strict=True):
+        for name, outcome in zip(there, outcomes, strict=True):
             if isinstance(outcome, EngineRejected):
                 raise UserError(f"the student's weights were refused: {outcome}") from outcome
             if isinstance(outcome, EngineError):

@@ -206,7 +206,7 @@ def test_replicas_wake_with_the_weights_that_the_student_has(
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("fails_at", ["sleep", "weights", "tell", "cache"])
+@pytest.mark.parametrize("fails_at", ["sleep", "weights", "post", "cache"])
 def test_a_replica_that_does_not_follow_is_ended(
     servers: list[RunningServer],
     source: TorchEngine,
@@ -228,7 +228,7 @@ def test_a_replica_that_does_not_follow_is_ended(
                 return await RemoteEngine.wake_up(broken, weights_only=True)
             raise EngineUnavailable("connection reset")
 
-        monkeypatch.setattr(broken, fails_at if fails_at in ("sleep", "tell") else "wake_up", lost)
+        monkeypatch.setattr(broken, fails_at if fails_at in ("sleep", "post") else "wake_up", lost)
         await shared.memory.give_back()
         await shared.memory.take()
         assert [process.exit_code for process in shared.launched.processes] == [-9, None]

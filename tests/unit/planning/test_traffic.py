@@ -19,6 +19,7 @@ from mopd.planning.workload import Workload, sample_bytes
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.servers import running_server
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+from tests.fixtures.updates import load
 
 PROMPTS, RESPONSES = (5, 9, 16, 30), (40, 12, 25, 3)
 TOP_K = 16
@@ -62,7 +63,7 @@ def test_responses_weigh_what_is_planned(engine: TorchEngine) -> None:
 
     async def work(url: str) -> tuple[int, tuple[int, ...]]:
         client = RemoteEngine(url, timeout_s=30)
-        await client.load_weights([(name, slot.clone()) for name, slot in engine.weight_slots.items()], 0)
+        await load(client, [(name, slot.clone()) for name, slot in engine.weight_slots.items()], 0)
         before = client.bytes_sent + client.bytes_received
         drawn = await client.generate(prompts, SamplingParams(max_new_tokens=60), [1, 2, 3, 4])
         await client.close()

@@ -31,6 +31,7 @@ from mopd.weights.group import GroupOrder, GroupStore, TransferGroup
 from mopd.weights.parts import TensorMeta, to_json
 from mopd.weights.sending import send
 from tests.fixtures.servers import RunningServer, running_server, wait_until
+from tests.fixtures.updates import load
 from tests.unit.serving.test_limits import TOKEN, post
 from tests.unit.serving.test_updates import Weights, assert_serves, run
 
@@ -147,7 +148,7 @@ def test_any_values_leave_the_weights(
 ) -> None:
     """No group was met: nothing that is sent changes what the server answers."""
     monkeypatch.setattr(transfer_group, "CONNECT_S", 0.05)  # for stores that are not there
-    run(rollout, lambda remote: remote.load_weights(weights.items(), 1))
+    run(rollout, lambda remote: load(remote, weights.items(), 1))
     right = to_json(metas_of(weights))
     messages = st.one_of(
         st.builds(

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from mopd.config.groups import TorchEngineConfig
-from mopd.engines.clients.remote import RemoteEngine, push_staged
+from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, Images, ResponseCallback, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import stage_updates
 from tests.fixtures.servers import WAIT_S, RunningServer, running_server
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model
+from tests.fixtures.updates import load, push
 from tests.unit.serving import test_updates as updates
 from tests.unit.serving.test_updates import until
 
@@ -64,7 +65,7 @@ def rollout(models: list[TorchEngine]) -> Iterator[RunningServer]:
 
 def run(rollout: RunningServer, models: list[TorchEngine], action: Callable[[RemoteEngine], Awaitable[None]]) -> None:
     async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(models[0].model.named_parameters(), 1)
+        await load(remote, models[0].model.named_parameters(), 1)
         await action(remote)
 
     updates.run(rollout, work)
@@ -116,10 +117,10 @@ def test_what_runs_is_handed_back_and_goes_on_under_the_new_weights(
         waiting = asyncio.create_task(remote.generate([[9, 9]], SAMPLING, [7]))
         await until(lambda: rollout.server.admission.num_running == 2)
         staged = stage_updates(models[1].model.named_parameters(), 2)
-        push = asyncio.create_task(push_staged([remote], staged, on_running="continue"))
+        pushing = asyncio.create_task(push(remote, staged, "continue"))
         await until(rollout.engine._interrupted.is_set)
         rollout.engine.go_on.set()
-        assert await push == [None]
+        await pushing
         drawn.extend(await task)
         assert (await waiting)[0].token_versions.unique().tolist() == [2]  # it had not begun
         for i, given in enumerate(drawn):

@@ -14,6 +14,7 @@ from mopd.engines.interface import EngineRejected, SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import VERSION
 from tests.fixtures.servers import RunningServer, random_tokens, running_server
+from tests.fixtures.updates import load
 from tests.unit.serving.test_updates import run
 
 LENGTHS, PROMPTS = (40, 7, 12, 5), (20, 3, 12, 1)
@@ -60,7 +61,7 @@ def test_a_rollout_server_answers_with_the_version_that_is_asked_for(folder: Any
     async def work(remote: RemoteEngine) -> None:
         with pytest.raises(StaleWeights, match="no weights yet"):
             await remote.generate(prompts, SAMPLING, seeds)
-        await remote.load_weights(local.model.named_parameters(), 3)
+        await load(remote, local.model.named_parameters(), 3)
         assert remote.weight_version == 3
         given = await remote.generate(prompts, SAMPLING, seeds)
         for theirs, ours in zip(given, await local.generate(prompts, SAMPLING, seeds), strict=True):

@@ -11,9 +11,9 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineUnavailable, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
-from mopd.engines.wire.messages import encode
 from mopd.engines.wire.weights import stage_updates
 from tests.fixtures.servers import running_server
+from tests.fixtures.updates import join, load, tell
 from tests.unit.serving.test_updates import Weights, assert_serves, draw, run
 
 
@@ -64,7 +64,7 @@ def test_a_rollout_that_slept_answers_after_new_weights_only(
         return sum(parameter.untyped_storage().nbytes() for parameter in engine.model.parameters())
 
     async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(weights.items(), 1)
+        await load(remote, weights.items(), 1)
         await assert_serves(remote, local, 1)
         held = num_bytes()
         for version in (2, 3):
@@ -72,13 +72,13 @@ def test_a_rollout_that_slept_answers_after_new_weights_only(
                 await remote.sleep()
                 assert num_bytes() == 0 and remote.weight_version == -1 == (await remote.info()).weight_version
                 with pytest.raises(EngineUnavailable, match="503: the engine is asleep"):
-                    await remote.load_weights(weights.items(), version)
+                    await load(remote, weights.items(), version)
             for _ in range(2):
                 await remote.wake_up(weights_only=True)
                 assert num_bytes() == held
             with pytest.raises(EngineUnavailable, match="503: the engine is asleep"):
                 await draw(remote)
-            await remote.load_weights(weights.items(), version)
+            await load(remote, weights.items(), version)
             with pytest.raises(EngineUnavailable, match="503: the engine is asleep"):
                 await draw(remote)
             await remote.wake_up()
@@ -87,7 +87,7 @@ def test_a_rollout_that_slept_answers_after_new_weights_only(
         await remote.wake_up()
         with pytest.raises(StaleWeights, match="has no weights yet"):
             await draw(remote)
-        await remote.load_weights(weights.items(), 4)
+        await load(remote, weights.items(), 4)
         await assert_serves(remote, local, 4)
 
     with running_server(engine, "rollout") as running:
@@ -98,10 +98,10 @@ def test_sleep_and_updates_exclude_one_another(folder: Path, weights: Weights) -
     engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
 
     async def work(remote: RemoteEngine) -> None:
-        await remote.tell("join", encode(stage_updates(weights.items(), 1).join()))
+        await tell(remote, "join", join(stage_updates(weights.items(), 1)))
         with pytest.raises(StaleWeights, match="a weight update is on its way"):
             await remote.sleep()
-        await remote.load_weights(weights.items(), 1)
+        await load(remote, weights.items(), 1)
         await draw(remote)
 
     with running_server(engine, "rollout") as running:

@@ -25,11 +25,11 @@ from mopd.engines.interface import (
     StaleWeights,
 )
 from mopd.engines.torch.engine import TorchEngine
-from mopd.engines.wire.messages import encode
 from mopd.engines.wire.transfer import MIN_PART_BYTES, WeightReceived
 from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.serving.host import ThreadHost
 from tests.fixtures.servers import WAIT_S, GatedEngine, RunningServer, running_server
+from tests.fixtures.updates import bring, finish, join, load, start, tell
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 Weights = dict[str, Tensor]
@@ -87,13 +87,6 @@ async def assert_serves(remote: RemoteEngine, local: TorchEngine, version: int) 
     assert torch.equal(theirs.tokens, ours.tokens) and torch.equal(theirs.logprobs, ours.logprobs)
 
 
-async def bring(remote: RemoteEngine, staged: StagedWeights) -> None:
-    """All that comes before the start."""
-    await remote.tell("join", encode(staged.join()))
-    for body in staged.bodies:
-        await remote.tell("part", body)
-
-
 def cut(weights: Weights, version: int) -> StagedWeights:
     """Into several messages."""
     staged = stage_updates(weights.items(), version, bucket_bytes=MIN_PART_BYTES)
@@ -105,16 +98,16 @@ def test_until_the_start_the_old_weights_answer(
     rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
 ) -> None:
     async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(weights.items(), 1)
+        await load(remote, weights.items(), 1)
         staged = cut(other_weights, 2)
-        await remote.tell("join", encode(staged.join()))
+        await tell(remote, "join", join(staged))
         for body in staged.bodies:
             await assert_serves(remote, local, 1)
-            assert (await remote.tell("part", body)).weight_version == 1
+            assert (await tell(remote, "part", body)).weight_version == 1
         await assert_serves(remote, local, 1)
         remote.allow(2)
-        await remote.tell("start", encode(staged.start("finish")))
-        assert (await remote.tell("finish", encode(staged.finish()), WeightReceived)).weight_version == 2
+        await tell(remote, "start", start(staged))
+        assert (await tell(remote, "finish", finish(staged), WeightReceived)).weight_version == 2
         assert (await draw(remote)).token_versions.unique().tolist() == [2]  # at least 1 was asked for
         with pytest.raises(StaleWeights, match="has weights 2, not 1"):
             await remote.score([torch.tensor([1, 2])], [1], top_k=1, temperature=1.0)
@@ -129,20 +122,20 @@ def test_a_silent_update_leaves_the_old_weights(
     rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
 ) -> None:
     async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(weights.items(), 1)
+        await load(remote, weights.items(), 1)
         staged = cut(other_weights, 2)
         await bring(remote, replace(staged, bodies=staged.bodies[:-1]))
         with pytest.raises(EngineRejected, match=f"{len(staged.bodies) - 1} parts of the update came: send all"):
-            await remote.tell("start", encode(staged.start("finish")))
+            await tell(remote, "start", start(staged))
         admission, updates = rollout.server.admission, rollout.server.updates
         assert updates.is_running
         admission.limits = replace(admission.limits, update_timeout_s=0.3)
-        await remote.tell("part", staged.bodies[-1])
+        await tell(remote, "part", staged.bodies[-1])
         await until(lambda: not updates.is_running)
         with pytest.raises(StaleWeights, match="not in this group"):
-            await remote.tell("start", encode(staged.start("finish")))
+            await tell(remote, "start", start(staged))
         with pytest.raises(StaleWeights, match="silent for too long"):
-            await remote.tell("part", staged.bodies[0])
+            await tell(remote, "part", staged.bodies[0])
         await assert_serves(remote, local, 1)
 
     run(rollout, work)
@@ -152,13 +145,13 @@ def test_a_part_out_of_turn_ends_the_update(
     rollout: RunningServer, weights: Weights, other_weights: Weights, local: TorchEngine
 ) -> None:
     async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(weights.items(), 1)
+        await load(remote, weights.items(), 1)
         staged = cut(other_weights, 2)
         await bring(remote, replace(staged, bodies=staged.bodies[:1]))
         with pytest.raises(EngineRejected, match=r"400: part 0 came when 1 of \d+ was due"):
-            await remote.tell("part", staged.bodies[0])
+            await tell(remote, "part", staged.bodies[0])
         with pytest.raises(StaleWeights, match="no such weight update"):
-            await remote.tell("part", staged.bodies[1])
+            await tell(remote, "part", staged.bodies[1])
         await assert_serves(remote, local, 1)
 
     run(rollout, work)
@@ -170,10 +163,10 @@ def test_a_new_update_replaces_the_one_whose_sender_died(
     async def work(remote: RemoteEngine) -> None:
         staged = cut(other_weights, 2)
         await bring(remote, replace(staged, bodies=staged.bodies[:1]))
-        await remote.load_weights(weights.items(), 2)
-        for step, body in (("part", staged.bodies[1]), ("start", encode(staged.start("finish")))):
+        await load(remote, weights.items(), 2)
+        for step, message in (("part", staged.bodies[1]), ("start", start(staged))):
             with pytest.raises(StaleWeights, match=r"no such weight update|not in this group"):
-                await remote.tell(step, body)
+                await tell(remote, step, message)
         await assert_serves(remote, local, 2)
 
     run(rollout, work)
@@ -199,14 +192,14 @@ def test_wrong_weights_leave_the_old_ones(
     damage(wrong)
 
     async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(weights.items(), 1)
+        await load(remote, weights.items(), 1)
         with pytest.raises(EngineRejected, match=problem) as refused:
-            await remote.load_weights(wrong.items(), 2)
+            await load(remote, wrong.items(), 2)
         assert "HTTP 400" in str(refused.value) and "\n" not in str(refused.value)
         assert remote.weight_version == 1
         await remote.health(timeout_s=5.0)
         await assert_serves(remote, local, 1)
-        await remote.load_weights(weights.items(), 3)
+        await load(remote, weights.items(), 3)
         await assert_serves(remote, local, 3)
 
     run(rollout, work)
@@ -219,14 +212,14 @@ def test_a_load_that_fails_half_way_leaves_no_weights_until_the_next_update(
         raise RuntimeError("device lost")
 
     async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(weights.items(), 1)
+        await load(remote, weights.items(), 1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rollout.engine, "swap_weights", fail)
             with pytest.raises(EngineUnavailable, match="HTTP 500"):
-                await remote.load_weights(weights.items(), 2)
+                await load(remote, weights.items(), 2)
         with pytest.raises(StaleWeights, match="no weights yet"):
             await draw(remote)
-        await remote.load_weights(weights.items(), 3)
+        await load(remote, weights.items(), 3)
         await assert_serves(remote, local, 3)
 
     run(rollout, work)
@@ -239,7 +232,7 @@ def test_weights_wait_for_no_connection_of_requests(
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 1)
 
     async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(weights.items(), 1)
+        await load(remote, weights.items(), 1)
         rollout.engine.gate.clear()
         running = asyncio.create_task(draw(remote))
         await until(lambda: bool(rollout.engine.num_samples))
@@ -267,7 +260,7 @@ def test_what_runs_ends_with_the_old_weights_and_what_waits_is_answered_with_the
     """``finish`` waits for the call that runs, not for the queue behind it."""
 
     async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(weights.items(), 1)
+        await load(remote, weights.items(), 1)
         engine = rollout.engine
         engine.gate.clear()
         running = asyncio.create_task(draw(remote))
@@ -277,7 +270,7 @@ def test_what_runs_ends_with_the_old_weights_and_what_waits_is_answered_with_the
         early = asyncio.create_task(draw(waiting))
         host = rollout.server.served.host
         await until(lambda: len(host._waiting) == 1)
-        update = asyncio.create_task(other.load_weights(other_weights.items(), 2))
+        update = asyncio.create_task(load(other, other_weights.items(), 2))
         await until(lambda: len(host._waiting) == 2)
         waiting.allow(2)
         late = asyncio.create_task(draw(other))
@@ -305,13 +298,13 @@ def test_an_engine_with_a_queue_of_its_own_gets_nothing_until_it_is_idle(
     monkeypatch.setattr(ThreadHost, "swaps_between_calls", False)
 
     async def work(remote: RemoteEngine) -> None:
-        await remote.load_weights(weights.items(), 1)
+        await load(remote, weights.items(), 1)
         engine = rollout.engine
         engine.gate.clear()
         running = asyncio.create_task(draw(remote))
         await until(lambda: bool(engine.num_samples))
         other = RemoteEngine(rollout.url, timeout_s=30.0)
-        update = asyncio.create_task(other.load_weights(other_weights.items(), 2))
+        update = asyncio.create_task(load(other, other_weights.items(), 2))
         await until(lambda: rollout.server.admission._is_paused)
         assert not update.done()
         with pytest.raises(EngineBusy, match="weights 2 wait for what runs") as busy:
@@ -329,7 +322,7 @@ def test_an_engine_with_a_queue_of_its_own_gets_nothing_until_it_is_idle(
 def test_a_teachers_weights_are_fixed(teacher: RunningServer, weights: Weights) -> None:
     async def work(remote: RemoteEngine) -> None:
         with pytest.raises(EngineRejected, match="403: this server's weights are fixed"):
-            await remote.load_weights(weights.items(), 1)
+            await load(remote, weights.items(), 1)
         assert remote.weight_version == -1
         with pytest.raises(EngineRejected, match="cannot sleep"):
             await remote.sleep()

@@ -30,6 +30,7 @@ from mopd.engines.wire.messages import (
 )
 from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
 from mopd.engines.wire.weights import stage_updates
+from tests.fixtures import updates
 
 
 def ints(*values: int) -> np.ndarray:
@@ -128,7 +129,7 @@ MESSAGES = [
     generate_answer(finish_reason="handed_back", **NOTHING),
     FAILURE,
     JOIN,
-    dataclasses.replace(stage_updates([], 3), group_id="g").join(),
+    updates.join(dataclasses.replace(stage_updates([], 3), group_id="g")),
     WeightPart(group_id="g", index=0, digest=-(2**63), data=np.arange(8, dtype=np.uint8)),
     WeightStart(group_id="g", weight_version=3, verify=True, on_running="finish", patience_s=2.5),
     WeightFinish(group_id="g", weight_version=3),

@@ -18,6 +18,7 @@ from mopd.engines.wire.transfer import MIN_PART_BYTES, WeightJoin, WeightPart
 from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.weights.parts import TensorMeta, digest
 from mopd.weights.staging import PART_BYTES, Staging, staged_order
+from tests.fixtures.updates import join
 
 
 def weights() -> dict[str, Tensor]:
@@ -111,6 +112,6 @@ def test_more_parts_than_there_are() -> None:
 @pytest.mark.parametrize("part_bytes", [0, -1, MIN_PART_BYTES - 1, PART_BYTES + 1])
 def test_parts_of_an_impossible_size(part_bytes: int) -> None:
     """A server lists them all before the first one comes."""
-    message = replace(stage_updates([], 1), group_id="g", bucket_bytes=part_bytes).join()
+    message = join(replace(stage_updates([], 1), group_id="g", bucket_bytes=part_bytes))
     with pytest.raises(WireError, match="bucket_bytes is"):
         decode(encode(message), WeightJoin)

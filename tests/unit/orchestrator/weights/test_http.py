@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mopd.base.types import UserError
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
-from mopd.engines.clients.remote import RemoteEngine, push_staged
-from mopd.engines.interface import EngineRejected, EngineUnavailable, OnRunning, SamplingParams, StaleWeights
+from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.interface import EngineUnavailable, OnRunning, SamplingParams, StaleWeights
 from mopd.engines.replicas.interface import LIMITS, Replica, RouterLimits
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
@@ -30,14 +31,14 @@ SAMPLING = SamplingParams(max_new_tokens=8)
 
 
 class DyingEngine(RemoteEngine):
-    """Loses its server at one step of a push."""
+    """Loses its server at one step of an update."""
 
     dies_at: str | None = None
 
-    async def tell(self, step: str, body: bytes, *answer: Any) -> Any:
-        if step == self.dies_at:
+    async def post(self, path: str, *args: Any, **options: Any) -> Any:
+        if path == f"/v1/weights/{self.dies_at}":
             raise EngineUnavailable(f"{self.name}: connection reset")
-        return await super().tell(step, body, *answer)
+        return await super().post(path, *args, **options)
 
 
 async def publish(replicas: list[DyingEngine], weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -69,8 +70,7 @@ def test_one_stream_reaches_every_replica(servers: list[RunningServer], source: 
     """In several chunks, read once; tensors may be of another dtype than the engine's."""
 
     async def work(replicas: list[DyingEngine]) -> None:
-        staged = stage_updates(iter(list(source.model.named_parameters())), 4)
-        assert await push_staged(replicas, staged, on_running="finish") == [None, None]
+        await publish(replicas, iter(list(source.model.named_parameters())), 4)
         for replica in replicas:
             assert replica.weight_version == 4 == (await replica.info()).weight_version
             await assert_serves(replica, source)
@@ -100,8 +100,10 @@ def test_a_replica_that_dies_is_left_behind(
         replicas[0].dies_at = step
         await publish(replicas, stream(), 2)
         assert read == [name for name, _ in source.model.named_parameters()]
-        assert "rollout replica r0 did not take weights 2" in caplog.text and "r1 did" not in caplog.text
-        assert [replica.weight_version for replica in replicas] == [1, 2]
+        assert (
+            f"weights to rollout replica r0, {step}: " in caplog.text and "weights 2 did not reach r0\n" in caplog.text
+        )
+        assert [replica.weight_version for replica in replicas] == [-1 if step == "start" else 1, 2]
         await assert_serves(replicas[1], source)
         assert (await replicas[0].info()).weight_version == 1
         replicas[0].weight_version = 2
@@ -116,14 +118,20 @@ def test_a_replica_that_dies_is_left_behind(
 
 
 def test_a_server_that_is_away_is_waited_for(
-    folder: Path, source: TorchEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path, source: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends before a push and comes back at its address without weights, after more refused pushes and requests than
-    any fault is allowed: it is sent the weights, and answers what was asked meanwhile."""
+    """It ends before an update and comes back at its address without weights, after more looks and refused requests
+    than any fault is allowed: it is sent the weights, and answers what was asked meanwhile."""
     monkeypatch.setattr(syncing, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(syncing, "AWAY_PAUSE_S", 0.01)
     port = free_port()
-    weights = list(source.model.named_parameters())
+    weights, looks, health = list(source.model.named_parameters()), list[float](), RemoteEngine.health
+
+    async def counted(engine: RemoteEngine, *, timeout_s: float) -> None:
+        looks.append(timeout_s)
+        await health(engine, timeout_s=timeout_s)
+
+    monkeypatch.setattr(RemoteEngine, "health", counted)
 
     def serving() -> contextlib.AbstractContextManager[RunningServer]:
         return running_server(TorchEngine.empty(folder, TorchEngineConfig(dtype="float32")), "rollout", port=port)
@@ -143,7 +151,7 @@ def test_a_server_that_is_away_is_waited_for(
             await asyncio.sleep(0.01)
         await sync.publish(weights, 2)
         later = asyncio.create_task(router.generate([[5, 6, 7]], SAMPLING, [1]))
-        while caplog.text.count("rollout.0 did not take weights 2") < 2 * syncing.MAX_PUSHES:
+        while len(looks) < 2 * syncing.MAX_PUSHES:
             await asyncio.sleep(0.01)
         with serving():
             (ours,) = await source.generate([[5, 6, 7]], SAMPLING, [1])
@@ -159,7 +167,7 @@ def test_a_server_that_is_away_is_waited_for(
 def test_no_replica_left_is_told_after_the_stream(
     servers: list[RunningServer], source: TorchEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No error of the push: a repair may reach the servers."""
+    """No error of the update: a repair may reach the servers."""
     count = 0
 
     def stream() -> Iterator[tuple[str, Tensor]]:
@@ -171,10 +179,8 @@ def test_no_replica_left_is_told_after_the_stream(
     async def work(replicas: list[DyingEngine]) -> None:
         for replica in replicas:
             replica.dies_at = "join"
-        errors = await push_staged(replicas, stage_updates(stream(), 1), on_running="finish")
-        assert [str(error) for error in errors] == ["r0: connection reset", "r1: connection reset"]
-        await publish(replicas, [], 1)
-        assert "no rollout replica took weights 1" in caplog.text
+        await publish(replicas, stream(), 1)
+        assert "weights 1 did not reach r0, r1" in caplog.text
         assert count == len(list(source.model.named_parameters()))
 
     run(servers, work)
@@ -198,7 +204,7 @@ def test_of_a_stream_that_breaks_nothing_is_sent(servers: list[RunningServer], s
 
 
 @pytest.mark.parametrize("on_running", ["finish", "continue"])
-def test_old_replicas_work_on_while_a_push_runs(
+def test_old_replicas_work_on_until_the_start(
     servers: list[RunningServer], source: TorchEngine, on_running: OnRunning
 ) -> None:
     """The router asks for the new weights when everyone has them; what the recipe says becomes of running responses
@@ -206,12 +212,13 @@ def test_old_replicas_work_on_while_a_push_runs(
     held, reached = asyncio.Event(), asyncio.Event()
 
     class HeldEngine(DyingEngine):
-        async def tell(self, step: str, body: bytes, *answer: Any) -> Any:
-            if step == "start" and self.weight_version == 1:
-                assert decode(body, WeightStart).on_running == on_running
+        async def post(self, path: str, body: bytes, *args: Any, **options: Any) -> Any:
+            if path == "/v1/weights/part" and self.weight_version == 1:
                 reached.set()
                 await held.wait()
-            return await super().tell(step, body, *answer)
+            if path == "/v1/weights/start":
+                assert decode(body, WeightStart).on_running == on_running
+            return await super().post(path, body, *args, **options)
 
     async def work(_: list[DyingEngine]) -> None:
         replicas = [HeldEngine(server.url, timeout_s=30.0, name=f"r{i}") for i, server in enumerate(servers)]
@@ -239,8 +246,7 @@ def test_old_replicas_work_on_while_a_push_runs(
 
 def test_weights_that_do_not_fit_the_model(servers: list[RunningServer], source: TorchEngine) -> None:
     async def work(replicas: list[DyingEngine]) -> None:
-        staged = stage_updates(list(source.model.named_parameters())[:-1], 1)
-        errors = await push_staged(replicas, staged, on_running="continue")
-        assert all(isinstance(error, EngineRejected) and "are missing" in str(error) for error in errors)
+        with pytest.raises(UserError, match=r"^the student's weights were refused: r[01]: .* are missing"):
+            await publish(replicas, list(source.model.named_parameters())[:-1], 1)
 
     run(servers, work)

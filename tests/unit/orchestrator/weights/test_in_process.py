@@ -16,12 +16,6 @@ from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.weights.sync import GroupWeightSync
-from tests.fixtures.tiny_models import make_hf_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hf_model(tmp_path_factory.mktemp("model"))
 
 
 def publish(engines: list[TorchEngine], weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -35,8 +29,7 @@ def publish(engines: list[TorchEngine], weights: Iterable[tuple[str, Tensor]], v
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
-def test_a_stream_reaches_every_engine(folder: Path, num_engines: int) -> None:
-    source = TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
+def test_a_stream_reaches_every_engine(folder: Path, source: TorchEngine, num_engines: int) -> None:
     engines = [TorchEngine.empty(folder, TorchEngineConfig(dtype="float32")) for _ in range(num_engines)]
 
     def stream() -> Iterator[tuple[str, Tensor]]:
