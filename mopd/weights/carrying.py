@@ -9,12 +9,13 @@ Parts in memory that is mapped (``MappedParts``), of which only signals travel::
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mopd.weights.group import GivenUp, GroupOrder, Pending, TransferGroup
+from mopd.weights.group import GroupOrder, Pending, TransferGroup
 from mopd.weights.memory import open_memory
 from mopd.weights.parts import TensorMeta, cut_parts
 from mopd.weights.staging import StagedParts
@@ -99,7 +100,7 @@ Parts = TravellingParts | MappedParts | StagedParts
 
 
 def enter_as_receiver(
-    order: GroupOrder, rank: int, metas: Sequence[TensorMeta], device: torch.device, given_up: GivenUp | None
+    order: GroupOrder, rank: int, metas: Sequence[TensorMeta], device: torch.device, given_up: threading.Event | None
 ) -> Parts:
     """Join the group; blocks until it has met.
 

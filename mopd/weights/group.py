@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,14 +83,6 @@ class GroupOrder:
         return self.port == 0
 
 
-class GivenUp(Protocol):
-    """A flag that ends a wait: ``threading.Event``, or another object with its ``is_set``."""
-
-    def is_set(self) -> bool:
-        """Return whether waiting any longer is of no use."""
-        ...
-
-
 class GroupStore:
     """The store in which members meet. Its owner, who need not be a member, decides whether all are there."""
 
@@ -110,7 +102,7 @@ class GroupStore:
             master_listen_fd=listener.detach(),
         )
 
-    def decide(self, order: GroupOrder, given_up: GivenUp | None = None) -> bool:
+    def decide(self, order: GroupOrder, given_up: threading.Event | None = None) -> bool:
         """Block until all members are there, ``given_up`` is set or the time is over; tell the members which."""
         signed = SignedStore(self.store, order.secret)  # held: see there
         store = PrefixStore(order.group_id, signed)
@@ -139,7 +131,12 @@ class TransferGroup:
     can instead of at their deadline."""
 
     def __init__(
-        self, order: GroupOrder, rank: int, *, given_up: GivenUp | None = None, device: torch.device | None = None
+        self,
+        order: GroupOrder,
+        rank: int,
+        *,
+        given_up: threading.Event | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Join, and block until all are there, or ``given_up`` is set. ``TransferFailed`` if not all come in time."""
         self.order, self.rank = order, rank
@@ -334,7 +331,7 @@ def _listening_address(order: GroupOrder) -> str:
     return interface_address(order.interface) if order.interface else address_towards(order.host, order.port)
 
 
-def _enter(store: PrefixStore, order: GroupOrder, rank: int, given_up: GivenUp, kind: str) -> None:
+def _enter(store: PrefixStore, order: GroupOrder, rank: int, given_up: threading.Event, kind: str) -> None:
     """Say that this member is there, with its kind of device, and wait for the verdict: members that connect before
     would wait for missing ones."""
     deadline = time.monotonic() + order.timeout_s + VERDICT_MARGIN_S

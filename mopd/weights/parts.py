@@ -67,10 +67,6 @@ class Bucket:
         for meta, start in self.parts:
             yield meta.name, buffer[start : start + meta.num_bytes].view(meta.dtype).view(meta.shape)
 
-    def digest(self, buffer: Tensor) -> Tensor:
-        """Return the digest of its bytes in ``buffer``."""
-        return digest(buffer[: self.num_bytes])
-
 
 def digest(data: Tensor) -> Tensor:
     """Return the digest of [n] uint8 as [] int64 on its device: n and the sum of words of 8 bytes times odd numbers,
@@ -164,10 +160,6 @@ class Segment:
         """Return whether it can leave from, or arrive in, the memory of this contiguous tensor."""
         return tensor.dtype == self.meta.dtype and tensor.device == device
 
-    def digest(self, buffer: Tensor) -> Tensor:
-        """Return the digest of its bytes in ``buffer``."""
-        return digest(buffer)
-
 
 Part = Bucket | Segment
 
@@ -185,11 +177,3 @@ def cut_parts(metas: Sequence[TensorMeta], bucket_bytes: int, large_bytes: int) 
             total = meta.num_bytes // meta.dtype.itemsize
             parts += (Segment(meta, first, min(step, total - first)) for first in range(0, total, step))
     return parts
-
-
-def parts_of_senders(parts: Sequence[Part]) -> dict[int, int]:
-    """Return the number of parts of each sender that has some, in the order in which their digests travel."""
-    counts: dict[int, int] = {}
-    for part in parts:
-        counts[part.sender] = counts.get(part.sender, 0) + 1
-    return counts

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mopd.weights.carrying import enter_as_receiver
-from mopd.weights.group import GivenUp, GroupOrder, Pending, TransferFailed
-from mopd.weights.parts import Bucket, Part, Segment, TensorMeta, cut_parts, parts_of_senders
+from mopd.weights.group import GroupOrder, Pending, TransferFailed
+from mopd.weights.parts import Bucket, Part, Segment, TensorMeta, cut_parts, digest
 from mopd.weights.sending import require_finite
 
 
@@ -84,7 +85,7 @@ class Receiver:
         keeps_views: bool,
         slots: Mapping[str, Tensor] | None = None,
         device: torch.device | None = None,
-        given_up: GivenUp | None = None,
+        given_up: threading.Event | None = None,
     ) -> None:
         """Join the group and block until it has met.
 
@@ -137,7 +138,7 @@ class Receiver:
             digests = []
             for part, buffer in self._arrivals(parts):
                 if verify:
-                    digests.append(part.digest(buffer))
+                    digests.append(digest(buffer))
                 yield from self._take(part, buffer)
             if verify:
                 self._compare(parts, digests)
@@ -172,7 +173,7 @@ class Receiver:
     def _compare(self, parts: Sequence[Part], digests: Sequence[Tensor]) -> None:
         """Compare what arrived with each sender's own digests."""
         group = self._carrier.group
-        for sender, count in parts_of_senders(parts).items():
+        for sender, count in Counter(part.sender for part in parts).items():
             sums = torch.zeros(count, dtype=torch.int64, device=group.device)
             pending = group.carry(sums.view(torch.uint8), sender)
             pending.wait()

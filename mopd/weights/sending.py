@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from torch import Tensor
 from mopd.base.types import NonFiniteError
 from mopd.weights.carrying import Parts
 from mopd.weights.group import Pending, TransferGroup
-from mopd.weights.parts import Bucket, Part, Segment, TensorMeta, cut_parts, parts_of_senders
+from mopd.weights.parts import Bucket, Part, Segment, TensorMeta, cut_parts, digest
 
 Stream = Iterable[tuple[str, Tensor | None]]
 """All tensors by name, in order; ``None`` in the place of those that another sender has."""
@@ -102,7 +102,8 @@ def _send(
     on_part: Callable[[int], None],
 ) -> Sent:
     group, clock = carrier.group, time.perf_counter
-    counts = parts_of_senders(parts) if verify else {}
+    # digests travel in the order in which senders have their first parts
+    counts = Counter(part.sender for part in parts) if verify else Counter[int]()
     # at the end the first sender, who answers for all, hears that all is sent
     turns = _Turns(group, [*(part.sender for part in parts), *counts, 0], longest_turn_s)
     flying, digests = deque[tuple[Pending, Tensor]](), list[Tensor]()
@@ -118,7 +119,7 @@ def _send(
         free = clock()
         buffer = filler.fill(number, part) if is_own else carrier.room(number, part.num_bytes)
         if verify and is_own:
-            digests.append(part.digest(buffer))
+            digests.append(digest(buffer))
         gather_s += clock() - free
         turns.take(i)
         on_part(i)
@@ -226,7 +227,7 @@ class _Filler:
 
 def require_all_finite(weights: Mapping[str, Tensor]) -> None:
     """Apply ``require_finite`` to each weight, with one wait for the device."""
-    sums = [values.sum().double() for values in weights.values() if values.is_floating_point()]
+    sums = [_summable(values).sum().double() for values in weights.values() if values.is_floating_point()]
     if sums and not torch.stack(sums).isfinite().all():
         for name, values in weights.items():
             require_finite(name, values)
@@ -234,10 +235,16 @@ def require_all_finite(weights: Mapping[str, Tensor]) -> None:
 
 def require_finite(name: str, values: Tensor) -> None:
     """Raise ``NonFiniteError`` unless every value of this weight is finite. Reads them once."""
-    if not values.is_floating_point() or values.numel() == 0 or values.sum().isfinite():
+    if not values.is_floating_point() or values.numel() == 0 or _summable(values).sum().isfinite():
         return  # a sum keeps any NaN or infinite value
-    if not all(bound.isfinite() for bound in torch.aminmax(values)):  # the sum may have overflowed; NaN is both bounds
+    # the sum may have overflowed; NaN is both bounds
+    if not all(bound.isfinite() for bound in torch.aminmax(_summable(values))):
         raise NonFiniteError(
             f"weight {name!r} of the student has values that are NaN or infinite in {str(values.dtype)[6:]}: the "
             "rollout does not get them; go back to a checkpoint before the damage and lower the learning rate"
         )
+
+
+def _summable(values: Tensor) -> Tensor:
+    """Return floats of one byte in fp32, as torch sums no such dtype; all others as they are."""
+    return values.float() if values.dtype.itemsize == 1 else values

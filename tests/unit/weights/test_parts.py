@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from mopd.weights.parts import Segment, TensorMeta, cut_parts, digest, from_json, parts_of_senders, to_json
+from mopd.weights.parts import Segment, TensorMeta, cut_parts, digest, from_json, to_json
 from tests.unit.weights.members import BUCKET, LARGE, metas_of
 
 SHAPES = {"norm": (5,), "large": (3, 701), "a": (7, 3), "empty": (0, 4), "b": (1,), "q": (16, 64), "end": (9,)}
@@ -21,7 +21,6 @@ def test_small_neighbours_of_one_sender_share_a_bucket_and_large_ones_are_cut() 
     assert names == [["norm"], "large", "large", "large", ["a", "empty"], ["b"], "q", ["end", "steps"]]
     assert [part.sender for part in parts] == [0] * 5 + [1] * 3
     assert all(part.num_bytes <= BUCKET for part in parts)
-    assert list(parts_of_senders(parts).items()) == [(0, 5), (1, 3)]
     large = [part for part in parts if isinstance(part, Segment) and part.meta.name == "large"]
     assert torch.equal(torch.cat([part.of(weights["large"]) for part in large]), weights["large"].view(-1))
     assert [part.is_last for part in large] == [False, False, True]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import _TYPES
 from torch import Tensor
 
 from mopd.base.types import NonFiniteError
@@ -19,6 +20,9 @@ from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.weights.parts import TensorMeta, digest
 from mopd.weights.staging import PART_BYTES, Staging, staged_order
 from tests.fixtures.updates import join
+
+DTYPES = sorted({*_TYPES.values(), torch.float8_e8m0fnu}, key=str)
+"""Those that safetensors knows, and the scales of small floats."""
 
 
 def weights() -> dict[str, Tensor]:
@@ -66,6 +70,21 @@ def test_bodies_stay_within_the_limit() -> None:
     staged = stage_updates({"large": torch.zeros(2**24 + 99)}.items(), 1)
     assert len(staged.bodies) == 2 and max(map(len, staged.bodies)) <= MAX_CHUNK_BYTES
     assert PART_BYTES + MAX_HEAD_BYTES < MAX_CHUNK_BYTES
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_of_a_checkpoint_travels(dtype: torch.dtype) -> None:
+    """In a bucket and in segments, bit for bit; NaN is seen in every float."""
+    sizes = {"small": 5, "large": MIN_PART_BYTES + 3}
+    given = {name: torch.ones(size).to(dtype) for name, size in sizes.items()}
+    staged = stage_updates(given.items(), 1, bucket_bytes=MIN_PART_BYTES)
+    for name, tensor in staged.unpacked():
+        assert tensor.dtype == dtype and torch.equal(tensor.view(torch.uint8), given[name].view(torch.uint8))
+    if dtype.is_floating_point:
+        for name, size in sizes.items():
+            broken = torch.full((size,), float("nan")).to(dtype)
+            with pytest.raises(NonFiniteError, match=f"weight '{name}' .* infinite in {str(dtype)[6:]}"):
+                stage_updates((given | {name: broken}).items(), 1)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
