@@ -107,7 +107,9 @@ class UnpackedWeights(GroupWeightSync):
         """Return when the engines draw with them."""
         if staged.bodies:
             await asyncio.to_thread(self._unpack, staged)
-        await super().send(stage_updates([], staged.weight_version))
+        for engine in self.targets.engines.values():
+            await engine.load_weights(staged.weight_version)
+        self.targets.router.set_weight_version(staged.weight_version)
 
     def _unpack(self, staged: StagedWeights) -> None:
         staging, metas = staged.collected()

@@ -66,7 +66,7 @@ class SleepingGenerator:
         self._swapped_at = -math.inf
         self.weight_version = -1
 
-    async def load_weights(self, weights: Any, weight_version: int, **_: Any) -> None:
+    async def load_weights(self, weight_version: int) -> None:
         """Stand still as an engine that takes weights does; there are none."""
         self._works.clear()
         await asyncio.sleep(self._swap_s)

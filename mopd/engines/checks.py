@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 def check_weights(has_weights: bool, *, name: str) -> None:
     """Raise ``WeightsLost`` for an engine without weights."""
     if not has_weights:
-        raise WeightsLost(f"the engine of {name} has no weights: call load_weights first")
+        raise WeightsLost(f"the engine of {name} has no weights: send it some first")
 
 
 def check_scoring(tokens: Sequence[Tensor], prompt_lengths: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ Shapes: R response tokens of one sample, K = top-k.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -187,7 +187,7 @@ class Generator(Protocol):
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that answer now; -1 before the first ``TakesWeights.load_weights``."""
+        """Version of the weights that answer now; -1 before the first that came from a student."""
         ...
 
     async def generate(
@@ -207,24 +207,6 @@ class Generator(Protocol):
 
         A prompt holds one placeholder for each token of its ``images``. ``EngineRejected`` for images that the engine
         cannot see. Placeholders and other tokens that only an image may stand for are never drawn.
-        """
-        ...
-
-
-class TakesWeights(Protocol):
-    """An engine whose weights can be replaced."""
-
-    weight_version: int
-    """Version given to the last ``load_weights``."""
-
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """Replace all weights by ``(hf_name, tensor)`` pairs.
-
-        All checks precede the first replacement; after an error the old weights answer on.
-
-        Raises:
-            ValueError: a name or shape does not match, or a weight is missing.
-            NonFiniteError: a value is NaN or infinite, also if only in the engine's dtype.
         """
         ...
 
@@ -292,4 +274,21 @@ class Described(Protocol):
 
     async def info(self) -> EngineInfo:
         """Return model, versions and limits as they are now; ``EngineUnavailable`` if the engine does not answer."""
+        ...
+
+
+class TakesWeights(Described, Protocol):
+    """An engine whose weights can be replaced."""
+
+    name: str
+    """Checkpoint, for messages."""
+
+    @property
+    def incoming(self) -> Incoming:
+        """Its receiver of weights."""
+        ...
+
+    @property
+    def weight_slots(self) -> Mapping[str, Tensor]:
+        """Places of the weights by ``hf_name``, for their shapes and dtypes."""
         ...

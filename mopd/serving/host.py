@@ -7,7 +7,7 @@ import asyncio
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -16,15 +16,14 @@ from torch import Tensor
 
 from mopd.engines.images import Item, join, split
 from mopd.engines.interface import (
-    Described,
     Generation,
     Generator,
     Images,
-    Incoming,
     ResponseCallback,
     SamplingParams,
     Scorer,
     Scores,
+    TakesWeights,
 )
 from mopd.engines.vision import EngineVision
 
@@ -35,22 +34,13 @@ class Work(Scorer, Generator, Protocol):
     """What requests ask for: scores and responses."""
 
 
-class HostedEngine(Work, Described, Protocol):
+class HostedEngine(Work, TakesWeights, Protocol):
     """The interface of an engine that a server needs."""
 
-    name: str
-    """Checkpoint, for messages."""
     sight: EngineVision | None
     """Vision side of its model; ``None`` for a text model."""
-    incoming: Incoming
-    """Its receiver of weights."""
     can_sleep: bool
     """Whether it was started so that it can release its memory for a while."""
-
-    @property
-    def weight_slots(self) -> Mapping[str, Tensor]:
-        """Places of the weights by ``hf_name``, for their shapes and dtypes."""
-        ...
 
     async def check_health(self) -> None:
         """Raise ``EngineUnavailable`` if the engine is dead."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,63 +13,24 @@ from torch import Tensor
 from mopd.weights.carrying import enter_as_receiver
 from mopd.weights.group import GroupOrder, Pending, TransferFailed
 from mopd.weights.parts import Bucket, Part, Segment, TensorMeta, cut_parts, digest
-from mopd.weights.sending import require_finite
-
-
-class Fit:
-    """Checks, one by one as they come, that tensors are the weights of a model, each once."""
-
-    def __init__(self, slots: Mapping[str, Tensor], *, name: str) -> None:
-        """Start with the model's weights and its name, for messages."""
-        self._slots, self._name = slots, name
-        self.missing = set(slots)
-        """Names of weights that have not come."""
-
-    def take(self, weight: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        """Raise ``ValueError`` for a tensor that is no weight of the model, has come, or has another shape or dtype."""
-        if weight not in self.missing:
-            fault = "arrives twice for" if weight in self._slots else "does not exist in"
-            raise ValueError(f"weight {weight!r} {fault} {self._name}")
-        slot = self._slots[weight]
-        if tuple(shape) != tuple(slot.shape):
-            raise ValueError(f"weight {weight!r} has shape {list(shape)}, {self._name} needs {list(slot.shape)}")
-        if dtype.is_floating_point != slot.dtype.is_floating_point:
-            raise ValueError(f"weight {weight!r} has dtype {str(dtype)[6:]}, {self._name} needs another kind")
-        self.missing.remove(weight)
-
-    def require_all(self) -> None:
-        """Raise ``ValueError`` if a weight has not come."""
-        if self.missing:
-            raise ValueError(
-                f"{len(self.missing)} weights of {self._name} are missing, among them {min(self.missing)!r}"
-            )
 
 
 def check_fit(metas: Sequence[TensorMeta], slots: Mapping[str, Tensor], *, name: str) -> None:
-    """Raise ``ValueError`` unless ``metas`` are the weights of ``slots`` in their shapes; ``name``: the model's."""
-    fit = Fit(slots, name=name)
+    """Raise ``ValueError`` unless ``metas`` are the weights of ``slots``, each once, in their shapes and kinds of
+    dtype; ``name``: the model's."""
+    missing = set(slots)
     for meta in metas:
-        fit.take(meta.name, meta.dtype, meta.shape)
-    fit.require_all()
-
-
-def hold_weights(
-    weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, Tensor], *, name: str
-) -> list[tuple[str, Tensor]]:
-    """Return the weights in the dtypes of ``slots`` once all have come; those of a stream in memory of their own, since
-    its sender may reuse its memory.
-
-    Raises:
-        ValueError: they are not exactly the weights of ``slots``; ``name``: the model's.
-        NonFiniteError: a value is NaN or infinite, or becomes so in the slot's dtype.
-    """
-    fit, held, is_stream = Fit(slots, name=name), list[tuple[str, Tensor]](), not isinstance(weights, Collection)
-    for weight, tensor in weights:
-        fit.take(weight, tensor.dtype, tensor.shape)
-        held.append((weight, tensor.detach().to(slots[weight].dtype, copy=is_stream)))
-        require_finite(*held[-1])
-    fit.require_all()
-    return held
+        if meta.name not in missing:
+            fault = "arrives twice for" if meta.name in slots else "does not exist in"
+            raise ValueError(f"weight {meta.name!r} {fault} {name}")
+        slot = slots[meta.name]
+        if meta.shape != tuple(slot.shape):
+            raise ValueError(f"weight {meta.name!r} has shape {list(meta.shape)}, {name} needs {list(slot.shape)}")
+        if meta.dtype.is_floating_point != slot.dtype.is_floating_point:
+            raise ValueError(f"weight {meta.name!r} has dtype {str(meta.dtype)[6:]}, {name} needs another kind")
+        missing.remove(meta.name)
+    if missing:
+        raise ValueError(f"{len(missing)} weights of {name} are missing, among them {min(missing)!r}")
 
 
 class Receiver:

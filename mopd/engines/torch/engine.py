@@ -37,10 +37,11 @@ from mopd.engines.interface import (
 from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineVision, check_images, read_vision
+from mopd.engines.wire.weights import load_staged, stage_updates
 from mopd.losses.teacher_topk import chunked_topk_logprobs
 from mopd.weights.group import GroupOrder, TransferFailed
 from mopd.weights.parts import TensorMeta
-from mopd.weights.receiving import Receiver, hold_weights
+from mopd.weights.receiving import Receiver
 
 if TYPE_CHECKING:
     from mopd.engines.torch.sight import VisionFeatures
@@ -233,8 +234,14 @@ class TorchEngine:
         return weight_slots(self.model, None if self.sight is None else self.sight.dims.naming)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """Replace the weights. Tied weights arrive once; a stream is held whole before it is loaded."""
-        await self.swap_weights(hold_weights(weights, self.weight_slots, name=self.name), weight_version)
+        """Replace all weights by ``(hf_name, tensor)`` pairs; tied weights arrive once. After an error the old weights
+        answer on.
+
+        Raises:
+            ValueError: a name or shape does not match, or a weight is missing.
+            NonFiniteError: a value is NaN or infinite, also if only in the engine's dtype.
+        """
+        await load_staged(self, stage_updates(weights, weight_version, into=self.weight_slots))
 
     async def swap_weights(self, prepared: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         """Copy prepared weights into the model and answer with them. A failure leaves the engine without weights."""

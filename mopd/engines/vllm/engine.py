@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +36,6 @@ from mopd.engines.interface import (
 )
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineVision, check_images, read_vision
-from mopd.engines.vllm.incoming import VllmIncoming
 from mopd.engines.vllm.prompts import (
     drawing_params,
     last_output,
@@ -65,9 +63,7 @@ from mopd.engines.vllm.start import (
     start_llm,
     stop_llm,
 )
-from mopd.engines.vllm.weights import VllmWorkers
-from mopd.engines.wire.weights import stage_updates
-from mopd.weights.receiving import check_fit
+from mopd.engines.vllm.weights import VllmIncoming, VllmWorkers
 
 T = TypeVar("T")
 
@@ -148,7 +144,7 @@ class VllmEngine:
         max_pixels: int | None = None,
         enable_sleep_mode: bool = False,
     ) -> VllmEngine:
-        """Start an engine with the architecture of ``folder`` that refuses requests until ``load_weights``.
+        """Start an engine with the architecture of ``folder`` that refuses requests until weights arrive.
 
         ``sampling`` is that of most requests: it decides which log-probs vLLM reports (``generate``).
         """
@@ -315,23 +311,6 @@ class VllmEngine:
 
         return await all_or_none(generate_one(i, *item) for i, item in enumerate(join(prompts, seeds, images)))
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """Replace the weights: all are checked and staged, then swapped in at once. No request may run. Tied weights
-        arrive once."""
-        if self._fixed:
-            raise RuntimeError(f"the engine of {self.name} is a teacher's: its weights are fixed")
-        self._require_idle("load_weights")
-        self._num_running += 1  # counts as a running call: `sleep` refuses meanwhile
-        try:
-            staged = await asyncio.to_thread(stage_updates, weights, weight_version)
-            staging, metas = staged.collected(num_receivers=self._cfg.tensor_parallel_size)
-            with closing(staging):
-                check_fit(metas, self.weight_slots, name=self.name)
-                await self.incoming.join(staging.order, 1, metas)
-                await self.incoming.receive(weight_version, verify=False, patience_s=0.0, ready=lambda: None)
-        finally:
-            self._num_running -= 1
-
     async def replace_weights(self, work: Coroutine[Any, Any, T], weight_version: int) -> T:
         """Run ``work``, which gives the workers these weights, and return its result.
 
@@ -395,5 +374,5 @@ class VllmEngine:
         self.require_alive()
         if self._num_running:
             raise RuntimeError(f"{action} while {self._num_running} calls run in the engine of {self.name}")
-        if action != "load_weights" and not self.can_sleep:
+        if not self.can_sleep:
             raise RuntimeError(f"the engine of {self.name} was started without enable_sleep_mode")

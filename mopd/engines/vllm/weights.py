@@ -1,8 +1,19 @@
-"""Commands to vLLM's worker processes that change their weights."""
+"""Commands to vLLM's worker processes that change their weights, and reception of weights by vLLM's weight-transfer
+protocol (its other side: ``mopd.engines.vllm.worker``)."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from mopd.engines.interface import Reception, WeightsLost
+from mopd.weights.group import GroupOrder
+from mopd.weights.parts import TensorMeta, to_json
+
+if TYPE_CHECKING:
+    from mopd.engines.vllm.engine import VllmEngine
 
 
 class VllmWorkers:
@@ -45,3 +56,50 @@ class VllmWorkers:
         await self._llm.update_weight_version(label)
         if not self.is_asleep:
             await self._llm.resume_generation()
+
+
+class VllmIncoming:
+    """Implements ``Incoming`` (``mopd.engines.interface``) for ``VllmEngine``."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+
+    async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
+        """Let the workers enter a new group. Running requests wait until the group has met."""
+        self._engine.require_alive()
+        told = {"order": dataclasses.asdict(order), "first_rank": first_rank, "tensors": json.loads(to_json(metas))}
+        await self._engine.workers.tell("init_weight_transfer_engine", init_info=told)
+        await self._outcomes()
+
+    async def receive(
+        self, weight_version: int, *, verify: bool, patience_s: float, ready: Callable[[], object]
+    ) -> Reception:
+        """Replace all weights by what the group sends. Running requests are frozen; after a failure they stay frozen
+        until weights arrive."""
+        self._engine.require_alive()
+        work = self._receive(weight_version, {"verify": verify, "patience_s": patience_s}, ready)
+        return await self._engine.replace_weights(work, weight_version)
+
+    async def leave(self) -> None:
+        """Do nothing: workers that wait hear no call, and leave the group when vLLM's processes end."""
+
+    async def _receive(self, weight_version: int, told: dict[str, Any], ready: Callable[[], object]) -> Reception:
+        engine = self._engine
+        await engine.workers.halt()
+        # vLLM's protocol: start, update, finish. A worker's error is read afterwards, see
+        # `mopd.engines.vllm.worker`.
+        await engine.workers.tell("start_weight_update")
+        ready()
+        await engine.workers.tell("update_weights", update_info=told)
+        await engine.workers.tell("finish_weight_update")
+        receptions = await self._outcomes()
+        await engine.workers.go_on(str(weight_version))
+        return max(receptions, key=lambda reception: reception.load_s)
+
+    async def _outcomes(self) -> list[Reception]:
+        """Return the durations of the last update; ``WeightsLost`` if it or a ``join`` failed in a worker."""
+        outcomes = await self._engine.workers.tell("mopd_outcome")
+        for failure in (outcome.pop("failure") for outcome in outcomes):
+            if failure:
+                raise WeightsLost(f"{self._engine.name}: {failure}")
+        return [Reception(**outcome) for outcome in outcomes]

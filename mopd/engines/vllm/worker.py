@@ -125,12 +125,25 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         with quiet_reload() if self.receiver.num_skipped else nullcontext():
             finalize_layerwise_reload(self.model, self.model_config)
+        self._refresh_tied_head()
 
     def shutdown(self) -> None:
         """Leave the group."""
         receiver, self.receiver = self.receiver, None
         if receiver is not None:
             receiver.close()
+
+    def _refresh_tied_head(self) -> None:
+        """Recompute what vLLM derived from a tied output matrix.
+
+        Such a matrix receives no tensor of its own, so vLLM's reload keeps what it derived from the old one (on a CPU a
+        packed copy, from which it would go on computing logits).
+        """
+        model: Any = getattr(
+            self.model, "language_model", self.model
+        )  # a model that sees images wraps the language model
+        if model.config.get_text_config().tie_word_embeddings:
+            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
     def _abandon(self) -> None:
         """Leave the group and restore the old tensors of incomplete layers, so that a full update can begin."""
@@ -171,8 +184,6 @@ class WorkerExtension:
 
     parallel_config: Any
     """Attribute of vLLM's worker: its place among all."""
-    model_runner: Any
-    """Attribute of vLLM's worker: holds the model."""
     weight_transfer_engine: Any
     """The ``GroupTransferEngine`` that vLLM makes by the name ``BACKEND``."""
 
@@ -188,26 +199,11 @@ class WorkerExtension:
         descriptor = os.pidfd_open(owner_pid)
         threading.Thread(target=_kill_after, args=(descriptor, core_pid), daemon=True, name="mopd-watch").start()
 
-    def mopd_transfer_failure(self) -> str | None:
-        """Return why this worker's last ``init_weight_transfer_engine`` or ``update_weights`` failed, if it did."""
-        failure: str | None = self.weight_transfer_engine.failure
-        return failure
-
-    def mopd_received(self) -> dict[str, float]:
-        """Finish a reception and return its durations, the fields of ``Reception``."""
-        self._refresh_tied_head()
-        return dataclasses.asdict(self.weight_transfer_engine.reception)
-
-    def _refresh_tied_head(self) -> None:
-        """Recompute what vLLM derived from a tied output matrix.
-
-        Such a matrix receives no tensor of its own, so vLLM's reload keeps what it derived from the old one (on a CPU a
-        packed copy, from which it would go on computing logits).
-        """
-        model = self.model_runner.get_model()
-        model = getattr(model, "language_model", model)  # a model that sees images wraps the language model
-        if model.config.get_text_config().tie_word_embeddings:
-            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    def mopd_outcome(self) -> dict[str, Any]:
+        """Return why this worker's last ``init_weight_transfer_engine`` or update failed (``failure``), if it did, and
+        the durations of its last update, the fields of ``Reception``."""
+        engine = self.weight_transfer_engine
+        return {"failure": engine.failure, **dataclasses.asdict(engine.reception)}
 
 
 def _kill_after(owner_descriptor: int, core_pid: int) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mopd.base.files.json_text import parse_json
+from mopd.engines.interface import TakesWeights
 from mopd.engines.wire.messages import decode, encode
 from mopd.engines.wire.transfer import WeightPart
 from mopd.weights.carrying import TravellingParts
 from mopd.weights.group import GroupOrder
 from mopd.weights.parts import TensorMeta, from_json, to_json
-from mopd.weights.receiving import Receiver
+from mopd.weights.receiving import check_fit
 from mopd.weights.sending import send
 from mopd.weights.staging import PART_BYTES, LocalGroup, Staging, staged_order
 
@@ -66,24 +69,38 @@ class StagedWeights:
             staging.add(part.index, part.digest, torch.from_numpy(part.data))
         return staging, metas
 
-    def unpacked(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, each in memory of its own."""
-        staging, metas = self.collected()
-        receiver = Receiver(staging.order, 1, metas, keeps_views=True)
-        yield from receiver.tensors(verify=False, patience_s=0.0)
-        staging.close()
-
 
 def stage_updates(
-    weights: Iterable[tuple[str, Tensor]], weight_version: int, *, bucket_bytes: int = PART_BYTES
+    weights: Iterable[tuple[str, Tensor]],
+    weight_version: int,
+    *,
+    bucket_bytes: int = PART_BYTES,
+    into: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> StagedWeights:
-    """Read the stream to its end, into host memory. Raises ``NonFiniteError`` as ``mopd.weights.sending.send``."""
+    """Read the stream to its end, into host memory, floats in the dtypes of ``into`` where it has them. Raises
+    ``NonFiniteError`` as ``mopd.weights.sending.send``."""
     if not isinstance(weights, Collection):  # a stream may reuse its memory
         weights = [(name, tensor.detach().clone()) for name, tensor in weights]
-    metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights]
+
+    def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
+        slot = into.get(name, tensor)
+        is_cast = slot.is_floating_point() and tensor.is_floating_point()
+        return slot.dtype if is_cast else tensor.dtype
+
+    metas = [TensorMeta(name, dtype_of(name, tensor), tuple(tensor.shape)) for name, tensor in weights]
     frames: list[bytes] = []
     group = LocalGroup(
         staged_order(bucket_bytes=bucket_bytes), 0, lambda buffer: frames.append(buffer.numpy().tobytes())
     )
     send(TravellingParts(group), metas, ((name, tensor.detach()) for name, tensor in weights), verify=True)
     return StagedWeights.pack(weight_version, to_json(metas), frames, bucket_bytes=bucket_bytes)
+
+
+async def load_staged(engine: TakesWeights, staged: StagedWeights) -> None:
+    """Give an engine of this process these weights, as a server does once it has all parts. ``ValueError`` if they are
+    not its model's; the old ones answer on."""
+    staging, metas = staged.collected(num_receivers=(await engine.info()).num_workers)
+    with closing(staging):
+        check_fit(metas, engine.weight_slots, name=engine.name)
+        await engine.incoming.join(staging.order, 1, metas)
+        await engine.incoming.receive(staged.weight_version, verify=False, patience_s=0.0, ready=lambda: None)

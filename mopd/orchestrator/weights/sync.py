@@ -15,16 +15,16 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, CollectiveConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import OnRunning, TakesWeights
+from mopd.engines.interface import OnRunning
 from mopd.engines.replicas.router import Router
-from mopd.engines.wire.weights import StagedWeights, stage_updates
+from mopd.engines.wire.weights import StagedWeights, load_staged, stage_updates
 from mopd.launch.failure import rank_0_host
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.weights.meeting import CannotJoin, GroupTransfer
@@ -136,7 +136,9 @@ class GroupWeightSync:
         """Send by HTTP, or load here. Returns when every replica that can answer has these weights; until then the
         others answer with theirs. Raises as ``Transfer.publish``."""
         if not all(isinstance(engine, RemoteEngine) for engine in self.targets.engines.values()):
-            await self._load(staged)
+            for engine in self.targets.engines.values():
+                await load_staged(engine, staged)
+            self._router.set_weight_version(staged.weight_version)
             return
         transfer = self._transfer
         assert isinstance(transfer, HttpTransfer)
@@ -200,16 +202,6 @@ class GroupWeightSync:
             if lacking:
                 await transfer.publish(version, asked=asked)
         return lacking
-
-    async def _load(self, staged: StagedWeights) -> None:
-        """Into engines of this process, without a message."""
-        engines = [cast(TakesWeights, engine) for engine in self.targets.engines.values()]
-        # Each holds the whole set before it replaces a weight; several share one, which is unpacked once.
-        stream = staged.unpacked() if staged.bodies else ()
-        weights = stream if len(engines) == 1 else list(stream)
-        for engine in engines:
-            await engine.load_weights(weights, staged.weight_version)
-        self._router.set_weight_version(staged.weight_version)
 
 
 class Repair:

@@ -62,7 +62,7 @@ class TransferTargets:
         machine once."""
         engines = self.engines
         known = [name for name in self.router.lacking(weight_version) if engines[name] not in self._silent]
-        return sorted(known, key=lambda name: host_of(engines[name]))
+        return sorted(known, key=lambda name: _host_of(engines[name]))
 
     async def hear(self) -> None:
         """Ask lost replicas whether they are there again."""
@@ -142,7 +142,7 @@ class TransferTargets:
 
     def hosts(self) -> list[str]:
         """Return the names or addresses of the replicas' machines, as their URLs say them."""
-        return sorted(set(map(host_of, self.engines.values())))
+        return sorted(set(map(_host_of, self.engines.values())))
 
     async def tell(
         self, step: str, bodies: Mapping[str, bytes], answer: type[MessageT], timeout_s: float
@@ -181,7 +181,7 @@ class TransferTargets:
         return failures, received
 
 
-def host_of(engine: Any) -> str:
+def _host_of(engine: Any) -> str:
     """Return the host in a remote engine's URL."""
     return urlsplit(engine.url).hostname or ""
 

@@ -36,6 +36,7 @@ from mopd.orchestrator.student import StudentGroup
 from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.student.worker import StudentWorker
 from tests.fixtures.servers import RunningServer, running_server
+from tests.fixtures.updates import unpacked
 
 WAYS = (
     CollectiveConfig(type="collective", bucket_mib=1, timeout_s=30.0),
@@ -147,7 +148,7 @@ class Sender:
                 version += 1
                 if here:
                     tensors, frames = await ranks.ask_for_frames("weights", tensors=exact)
-                    own = list(StagedWeights.pack(version, tensors.encode(), frames).unpacked())
+                    own = list(unpacked(StagedWeights.pack(version, tensors.encode(), frames)))
                     found["is_student"] &= _hold(own, [one.weight_slots for one in here])
                 if sends.get("sees"):
                     found["num_skipped"].append([one.incoming._receiver.num_skipped for one in here])

@@ -23,6 +23,7 @@ from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.vllm.engine import VllmEngine
+from mopd.engines.wire.weights import load_staged, stage_updates
 from tests.fixtures.tiny_models import EOS_ID, VOCAB_SIZE, make_hf_model
 
 pytestmark = pytest.mark.vllm
@@ -167,8 +168,6 @@ def test_a_bad_request_is_refused_and_the_engine_lives(teacher: VllmEngine, loop
     refuse(ValueError, "outside the vocabulary", tokens=torch.tensor([4, -1, 5]))
     refuse(ValueError, "prompt length 0", start=0)
     refuse(UserError, "257 tokens > max_model_len 256.*engine.max_model_len", tokens=torch.full((257,), 5))
-    with pytest.raises(RuntimeError, match="weights are fixed"):
-        loop.run_until_complete(teacher.load_weights([], 1))
     with pytest.raises(RuntimeError, match="without enable_sleep_mode"):
         loop.run_until_complete(teacher.sleep())
     assert len(loop.run_until_complete(teacher.score([good], [2], top_k=2, temperature=1.0))) == 1
@@ -186,7 +185,7 @@ def test_cancelling_reaches_vllm(teacher: VllmEngine, loop: asyncio.AbstractEven
     assert teacher._llm.get_num_unfinished_requests() == 0 and teacher._num_running == 0
 
 
-def test_the_student_arrives_by_load_weights_alone(
+def test_the_students_weights_are_all_that_it_has(
     rollout: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop
 ) -> None:
     assert rollout.weight_version == -1
@@ -194,13 +193,13 @@ def test_the_student_arrives_by_load_weights_alone(
         sample_all(loop, rollout, [[5]], [0])
     good = weights_of(folders["student"])
     name, tensor = good[3]
-    loop.run_until_complete(rollout.load_weights(good, 1))
+    loop.run_until_complete(load_staged(rollout, stage_updates(good, 1)))
     with pytest.raises(ValueError, match=f"are missing, among them {name!r}"):
-        loop.run_until_complete(rollout.load_weights([*good[:3], *good[4:]], 2))
+        loop.run_until_complete(load_staged(rollout, stage_updates([*good[:3], *good[4:]], 2)))
     assert rollout.weight_version == 1
     broken = [*good[:3], (name, torch.full_like(tensor, float("inf"))), *good[4:]]
     with pytest.raises(NonFiniteError, match=f"weight {name!r} of .* infinite"):
-        loop.run_until_complete(rollout.load_weights(broken, 2))
+        loop.run_until_complete(load_staged(rollout, stage_updates(broken, 2)))
     assert_answers_like(loop, rollout, folders["student"], PROMPTS)
 
 
@@ -210,7 +209,7 @@ def test_new_weights_answer_at_once_and_old_caches_do_not(
     shared = [6 + i % 17 for i in range(140)]  # longer than one block of the prefix cache
     prompts = [*PROMPTS, shared, [*shared, 9], [*shared, 4, 4]]
     for version, name in enumerate(["student", "newer", "student"], start=3):
-        loop.run_until_complete(rollout.load_weights(weights_of(folders[name]), version))
+        loop.run_until_complete(load_staged(rollout, stage_updates(weights_of(folders[name]), version)))
         assert rollout.weight_version == version
         assert_answers_like(loop, rollout, folders[name], prompts)
 
@@ -227,7 +226,7 @@ def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
     assert engine._llm.model_config.seed == 7
     names = [process.name() for process in psutil.Process().children(recursive=True)]
     assert sum("Worker_TP" in name for name in names) == 2
-    loop.run_until_complete(engine.load_weights(weights_of(folders["biased_newer"]), 1))
+    loop.run_until_complete(load_staged(engine, stage_updates(weights_of(folders["biased_newer"]), 1)))
     assert_answers_like(loop, engine, folders["biased_newer"], PROMPTS)
     # set up for cuts at temperature 1, it reports log-probs before them
     for prompt, given in zip(PROMPTS, sample_all(loop, engine, PROMPTS, SEEDS, top_p=0.5), strict=True):
@@ -246,7 +245,7 @@ def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
         loop.run_until_complete(engine.replace_weights(fail(), 2))
     with pytest.raises(EngineUnavailable, match="gone: a weight update failed"):  # frozen by the swap, not for ever
         loop.run_until_complete(asyncio.wait_for(task, 10))
-    for work in (engine.generate([[5]], params, [0]), engine.load_weights([], 2)):
+    for work in (engine.generate([[5]], params, [0]), load_staged(engine, stage_updates([], 2))):
         with pytest.raises(EngineUnavailable, match="gone: a weight update failed"):
             loop.run_until_complete(work)
     loop.run_until_complete(engine.close())
@@ -256,7 +255,7 @@ def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
 def test_logprobs_of_drawn_tokens_are_those_of_the_tempered_distribution(
     rollout: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop, temperature: float
 ) -> None:
-    loop.run_until_complete(rollout.load_weights(weights_of(folders["newer"]), 9))
+    loop.run_until_complete(load_staged(rollout, stage_updates(weights_of(folders["newer"]), 9)))
     generations = sample_all(loop, rollout, PROMPTS, SEEDS, temperature=temperature, max_new_tokens=5)
     assert {g.finish_reason for g in generations} == {"stop", "length"}
     for prompt, given in zip(PROMPTS, generations, strict=True):
@@ -296,15 +295,6 @@ def test_sampling_whose_logprobs_vllm_cannot_report_is_refused(
     start = VllmEngine.start_rollout(folders["student"], CFG, sampling=cut, startup_timeout_s=STARTUP_S)
     with pytest.raises(UserError, match=r"temperature 0\.7 with top_p 0\.9"):
         loop.run_until_complete(start)
-
-
-def test_weights_do_not_change_under_a_running_request(rollout: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
-    params = SamplingParams(max_new_tokens=200, temperature=1.0)
-    task = run_while(loop, rollout, rollout.generate([[5]] * 64, params, list(range(64))))
-    version = rollout.weight_version
-    with pytest.raises(RuntimeError, match=r"load_weights while \d+ calls run"):
-        loop.run_until_complete(rollout.load_weights([], version + 1))
-    assert len(loop.run_until_complete(task)) == 64 and rollout.weight_version == version
 
 
 @pytest.mark.parametrize(
@@ -368,6 +358,6 @@ def test_a_killed_engine_is_unavailable_for_good(rollout: VllmEngine, loop: asyn
     os.kill(core, signal.SIGKILL)
     with pytest.raises(EngineUnavailable):
         loop.run_until_complete(asyncio.wait_for(task, 30))
-    for work in (rollout.info(), rollout.generate([[5]], params, [0]), rollout.load_weights([], 99)):
+    for work in (rollout.info(), rollout.generate([[5]], params, [0]), load_staged(rollout, stage_updates([], 99))):
         with pytest.raises(EngineUnavailable, match="gone"):
             loop.run_until_complete(work)

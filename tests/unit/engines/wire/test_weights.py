@@ -19,7 +19,7 @@ from mopd.engines.wire.transfer import MIN_PART_BYTES, WeightJoin, WeightPart
 from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.weights.parts import TensorMeta, digest
 from mopd.weights.staging import PART_BYTES, Staging, staged_order
-from tests.fixtures.updates import join
+from tests.fixtures.updates import join, unpacked
 
 DTYPES = sorted({*_TYPES.values(), torch.float8_e8m0fnu}, key=str)
 """Those that safetensors knows, and the scales of small floats."""
@@ -45,7 +45,7 @@ def test_cut_and_put_together(part_bytes: int, least: int) -> None:
     staged = stage_updates(weights().items(), 1, bucket_bytes=part_bytes)
     assert len(staged.bodies) >= least
     assert max(len(decode(body, WeightPart).data) for body in staged.bodies) <= part_bytes
-    back = dict(staged.unpacked())
+    back = dict(unpacked(staged))
     assert list(back) == list(weights())
     for name, tensor in weights().items():
         assert back[name].dtype == tensor.dtype and back[name].shape == tensor.shape
@@ -62,7 +62,7 @@ def test_what_is_staged_is_memory_of_its_own() -> None:
             yield f"w{number}", buffer
 
     staged = stage_updates(stream(), 1)
-    assert [tensor.tolist() for _, tensor in staged.unpacked()] == [[0] * 4, [1] * 4, [2] * 4]
+    assert [tensor.tolist() for _, tensor in unpacked(staged)] == [[0] * 4, [1] * 4, [2] * 4]
 
 
 def test_bodies_stay_within_the_limit() -> None:
@@ -78,7 +78,7 @@ def test_every_dtype_of_a_checkpoint_travels(dtype: torch.dtype) -> None:
     sizes = {"small": 5, "large": MIN_PART_BYTES + 3}
     given = {name: torch.ones(size).to(dtype) for name, size in sizes.items()}
     staged = stage_updates(given.items(), 1, bucket_bytes=MIN_PART_BYTES)
-    for name, tensor in staged.unpacked():
+    for name, tensor in unpacked(staged):
         assert tensor.dtype == dtype and torch.equal(tensor.view(torch.uint8), given[name].view(torch.uint8))
     if dtype.is_floating_point:
         for name, size in sizes.items():
@@ -115,7 +115,7 @@ def changed(staged: StagedWeights, index: int, /, **fields: Any) -> StagedWeight
 def test_a_wrong_part(index: int, fields: dict[str, Any], problem: str) -> None:
     staged = changed(stage_updates(weights().items(), 1, bucket_bytes=997), index, **fields)
     with pytest.raises(ValueError, match=problem):
-        list(staged.unpacked())
+        list(unpacked(staged))
 
 
 def test_more_parts_than_there_are() -> None:
