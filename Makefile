@@ -96,8 +96,7 @@ lint: $(STAMP)  ## ruff, mypy, import contracts, Dockerfiles, scripts of jobs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.gpu
-	$(BIN)/shellcheck docker/*.sh
-	$(BIN)/shellcheck --exclude=SC2016 tests/unit/launch/slurm/scripts/*.sh  # names of recipes may have dollars
+	$(BIN)/shellcheck docker/*.sh tests/unit/launch/slurm/scripts/*.sh
 
 clean:  ## the environment; runs are left alone
 	rm -rf $(VENV)
