@@ -67,7 +67,7 @@ class StudentGroup:
         answer = await self._ask("optim_step")
         self.weight_version = answer["weight_version"]
         if self._turns is not None:
-            self._turns.end()
+            self._turns.end("student")
         values: dict[str, float] = answer["values"]
         return values if self._weights is None else values | self._weights.take_numbers()
 
@@ -142,5 +142,5 @@ class StudentGroup:
     @asynccontextmanager
     async def _own_turn(self) -> AsyncIterator[None]:
         """Keep the student's memory on shared GPUs, and other commands from coming between."""
-        async with nullcontext() if self._turns is None else self._turns.held("student"), self._ranks.turn:
+        async with nullcontext() if self._turns is None else self._turns.kept_awake("student"), self._ranks.turn:
             yield

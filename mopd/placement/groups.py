@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -13,33 +14,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mopd.base.files.temporary import TemporaryFolder
+from mopd.base.types import UserError
 from mopd.config.groups import VllmEngineConfig
 from mopd.config.machine.places import engine_groups
 from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig, RayConfig, RegisteredConfig
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import all_or_none
+from mopd.engines.interface import EngineError, EngineInfo, EngineRejected, EngineUnavailable
 from mopd.engines.replicas.identity import Needs
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
+from mopd.engines.torch.loading import read_config
 from mopd.placement.engine_file import rollout_file, teacher_file
 from mopd.placement.engine_loading import load_engine
-from mopd.placement.external import ExternalGroup
 from mopd.placement.gpus import places_here
 from mopd.placement.interface import ROLLOUT, GroupPlan, Placement, WeightSource, WeightWatch
-from mopd.placement.local import LocalLauncher
 from mopd.placement.registered import RegisteredGroup
-from mopd.placement.server_group import ServerGroup
+from mopd.placement.server_group import LocalLauncher, ServerGroup
 from mopd.placement.sharing.pool import SharedPool
 from mopd.placement.sharing.rollout import RolloutMemory
 from mopd.placement.sharing.turns import GpuTurns, MemoryHolder
 from mopd.report.run_files import RunFiles
+from mopd.serving.address import read_token_file
 
 if TYPE_CHECKING:
     from mopd.placement.ray.cluster import RayCluster
 
 HEAD_START_S = 0.05
 """Loading blocks the event loop: groups with processes of their own start these first."""
+PAUSE_S = 0.5
+PROBE_TIMEOUT_S = 10.0
 
 
 def plan_groups(recipe: Recipe, only: Sequence[str] | None = None) -> dict[str, GroupPlan]:
@@ -116,14 +121,10 @@ class Groups:
         """The replicas that ``start`` brought up."""
         return list(self._replicas[key])
 
-    def placement(self, key: str) -> Placement:
-        """Return the placement of a group."""
-        return self._placements[key]
-
     def kept_awake(self, key: str) -> AbstractAsyncContextManager[None]:
         """To be held while a group's router works: the group is awake within (``shared_pool``, ``share_gpus_with``)."""
         if key == ROLLOUT and self.turns is not None:
-            return self.turns.held("rollout")
+            return self.turns.kept_awake(ROLLOUT)
         placement = self.plans[key].group.placement
         if isinstance(placement, RayConfig) and placement.shared_pool is not None:
             return self._pools[placement.shared_pool].kept_awake(key)
@@ -239,13 +240,29 @@ class Groups:
         return placement.engines
 
 
-class InProcessGroup:
+class _Unwatched:
+    """Engines that nothing here restarts."""
+
+    def __init__(self, plan: GroupPlan) -> None:
+        self.plan = plan
+        self._engines: list[Any] = []
+
+    def watch(self, router: Router) -> None:
+        """Do nothing."""
+
+    async def close(self) -> None:
+        """Close the engines of this process, or the connections to servers, which go on."""
+        engines, self._engines = self._engines, []
+        for engine in engines:
+            await engine.close()
+
+
+class InProcessGroup(_Unwatched):
     """Implements ``Placement`` in this process. Nothing to watch: these engines end with the run."""
 
     def __init__(self, plan: GroupPlan, device: torch.device) -> None:
-        self.plan = plan
+        super().__init__(plan)
         self._device = device
-        self._engines: list[Any] = []
 
     async def start(self) -> list[Replica]:
         """Load every engine. ``UserError`` from one that cannot load its model."""
@@ -258,10 +275,62 @@ class InProcessGroup:
             for i, engine in enumerate(self._engines)
         ]
 
-    def watch(self, router: Router) -> None:
-        """Do nothing: these engines end with the run."""
 
-    async def close(self) -> None:
-        engines, self._engines = self._engines, []
-        for engine in engines:
-            await engine.close()
+class ExternalGroup(_Unwatched):
+    """Implements ``Placement`` for URLs of servers that the run does not start. They are asked whether they are there,
+    then left to the router's breakers, and watched where they were started."""
+
+    def __init__(self, plan: GroupPlan) -> None:
+        super().__init__(plan)
+        assert isinstance(plan.group.placement, ExternalConfig)
+        self.cfg = plan.group.placement
+
+    async def start(self) -> list[Replica]:
+        """Connect to every server, and wait for those that are still loading."""
+        token = None if self.cfg.token_file is None else read_token_file(Path(self.cfg.token_file))
+        self._engines = [self._connect(i, url, token) for i, url in enumerate(self.cfg.urls)]
+        infos = await all_or_none(map(self._wait_for, self._engines))
+        return [
+            Replica(name=self.plan.replica_name(i), engine=engine, limits=info.limits)
+            for i, (engine, info) in enumerate(zip(self._engines, infos, strict=True))
+        ]
+
+    def _connect(self, index: int, url: str, token: str | None) -> Any:
+        routing = self.plan.group.routing
+        name = self.plan.replica_name(index)
+        if self.cfg.protocol == "mopd":
+            return RemoteEngine(url, token=token, timeout_s=routing.request_timeout_s, name=name)
+        from mopd.engines.clients.openai import OpenAIScorer
+
+        config = read_config(Path(self.plan.model)).get_text_config()
+        return OpenAIScorer(
+            url,
+            served_model_name=self.cfg.served_model_name,
+            vocab_size=int(config.vocab_size),
+            max_positions=int(config.max_position_embeddings),
+            token=token,
+            timeout_s=routing.request_timeout_s,
+            name=name,
+        )
+
+    async def _wait_for(self, engine: Any) -> EngineInfo:
+        """Wait until the server is healthy, and return what it says of itself."""
+        timeout_s = self.cfg.startup_timeout_s
+        deadline = time.monotonic() + timeout_s
+        where = f"{self.plan.key}.placement.urls: {engine.url}"
+        while True:
+            try:
+                await engine.health(timeout_s=min(PROBE_TIMEOUT_S, timeout_s))
+                info: EngineInfo = await engine.info()
+                return info
+            except EngineRejected as error:
+                raise UserError(f"{where} answers, but refuses: {error}: check the URL and token_file") from error
+            except EngineUnavailable as error:
+                if time.monotonic() + PAUSE_S > deadline:
+                    raise UserError(
+                        f"{where} is not healthy after {timeout_s:g} s: {error}: start the server, correct the URL, or "
+                        "raise placement.startup_timeout_s"
+                    ) from error
+            except EngineError as error:
+                raise UserError(f"{where}: {error}") from error
+            await asyncio.sleep(PAUSE_S)

@@ -16,10 +16,7 @@ from mopd.data_plane.transfer_queue import end_actors, start_actors
 from mopd.placement.gpus import places_here
 from mopd.placement.groups import plan_groups
 from mopd.placement.ray.cluster import wanted_cpus
-from mopd.placement.ray.connection import connect, disconnect
-
-RELEASE_S = 10.0
-"""Seconds for a cluster to notice that resources that it shows as taken were given back by a run that just ended."""
+from mopd.placement.ray.connection import RELEASE_S, connect, disconnect
 
 
 def open_storage(recipe: Recipe, *, host: str | None) -> LocalDataPlane | QueuePlane:

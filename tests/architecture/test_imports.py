@@ -19,6 +19,7 @@ LIGHT = (
     "mopd.config.load",
     "mopd.config.document",
     "mopd.orchestrator.controller",
+    "mopd.placement.ending",
     "mopd.cli.main",
 )
 

@@ -143,7 +143,7 @@ async def until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> No
 
 def server_group(groups: Groups, key: str) -> ServerGroup:
     """A group's placement, when it is one with processes of its own."""
-    placement = groups.placement(key)
+    placement = groups._placements[key]
     assert isinstance(placement, ServerGroup)
     return placement
 

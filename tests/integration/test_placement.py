@@ -188,7 +188,7 @@ async def main():
     recipe = prepare(load_recipe(sys.argv[1])).recipe
     async with Groups(recipe, log_dir=None, device=torch.device("cpu"), only=["teachers.left"]) as groups:
         if sys.argv[2] == "while ready":
-            print(*groups.placement("teachers.left").pids, flush=True)
+            print(*groups._placements["teachers.left"].pids, flush=True)
             await asyncio.sleep(300)
 
 if sys.argv[2] == "while starting":

@@ -29,7 +29,7 @@ from mopd.placement.ending import LAST_CALL_TIMEOUT_S
 from mopd.placement.interface import GroupPlan
 from mopd.placement.process import ServerCommand, ServerState
 from mopd.placement.ray.agent import Agent
-from mopd.placement.ray.connection import connect, disconnect
+from mopd.placement.ray.connection import RELEASE_S, connect, disconnect
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,6 @@ CALL_TIMEOUT_S = 30.0
 """Deadline of a call to an agent, whose methods return at once."""
 CALLS = 2
 """Calls without an answer after which an agent is lost: one may be late because a training step blocks our own loop."""
-RELEASE_S = 10.0
-"""Seconds for a cluster to notice that resources that it shows as taken were given back by a run that just ended."""
 LAUNCHES = 2
 """Tries to start a server: the second one with a new agent, in the same bundle."""
 LOST_CODE = 255

@@ -13,6 +13,8 @@ from mopd.base.text import last_line
 from mopd.base.types import UserError
 from mopd.placement.gpus import visible_gpus
 
+RELEASE_S = 10.0
+"""Seconds for a cluster to notice that resources that it shows as taken were given back by a run that just ended."""
 _address: str | None = None
 """Address of the connected cluster; ``None`` also for a cluster of this machine alone."""
 _num_holders = 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -28,7 +28,9 @@ seconds: a tenth of such a turn; and all others wait for as long."""
 
 
 @dataclass(slots=True)
-class _Sharer:
+class Sharer:
+    """A group that shares the pool, and its state."""
+
     key: str
     share: float
     sleep: Callable[[], Awaitable[None]]
@@ -44,9 +46,11 @@ class _Sharer:
 class SharedPool:
     """Memory 1.0 that groups take shares of while they are awake. Used on one event loop."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._sharers: dict[str, _Sharer] = {}
+    def __init__(self, name: str = "", *, turn_s: float = TURN_S) -> None:
+        """``name`` stands in the log of changes, which is kept where there is one."""
+        self.name, self._turn_s = name, turn_s
+        self._sharers: dict[str, Sharer] = {}
+        self._expected: str | None = None
         self._change: asyncio.Task[None] | None = None
         self._num_events = 0
 
@@ -58,7 +62,7 @@ class SharedPool:
         ``wake`` is called for a group that is not awake and has work (for its first work too, with nothing to wake
         yet), ``sleep`` when another group needs the room.
         """
-        self._sharers[key] = _Sharer(key=key, share=share, sleep=sleep, wake=wake)
+        self._sharers[key] = Sharer(key=key, share=share, sleep=sleep, wake=wake)
 
     @asynccontextmanager
     async def kept_awake(self, key: str) -> AsyncIterator[None]:
@@ -67,6 +71,14 @@ class SharedPool:
         Has no deadline of its own: blocks end with requests, which have theirs. An error of ``wake``, or of another
         group's ``sleep``, is raised to all that wait for it.
         """
+        await self.begin(key)
+        try:
+            yield
+        finally:
+            self.end(key)
+
+    async def begin(self, key: str) -> None:
+        """Begin a ``kept_awake`` block; ``end`` is to follow, unless it raises."""
         sharer = self._sharers[key]
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not sharer.waiting:
@@ -80,66 +92,89 @@ class SharedPool:
                 sharer.waiting.pop(turn, None)
                 self._go_on()  # the line may be another one now
             elif turn.exception() is None:  # it came at the last moment
-                self._leave(sharer)
+                self.end(key)
             raise
-        try:
-            yield
-        finally:
-            self._leave(sharer)
+
+    def end(self, key: str) -> None:
+        """End a block of a group that is awake."""
+        sharer = self._sharers[key]
+        sharer.num_working -= 1
+        sharer.last_used = self._next_event()
+        self._go_on()
+
+    def expect(self, key: str) -> None:
+        """The group will have work soon: it wakes as soon as the others are idle, and sleeps again if another one has
+        work first."""
+        self._expected = key
+        self._go_on()
 
     def _go_on(self) -> None:
         """Let in all groups that may work, and wake the next in line when there can be room. Call after every
         change."""
-        line = [sharer for sharer in self._sharers.values() if sharer.waiting and not sharer.is_awake]
+        line = [
+            sharer
+            for sharer in self._sharers.values()
+            if (sharer.waiting or sharer.key == self._expected) and not sharer.is_awake
+        ]
         for sharer in self._sharers.values():
-            if sharer.is_awake and (not line or asyncio.get_running_loop().time() - sharer.woke_at < TURN_S):
+            if sharer.is_awake and (not line or asyncio.get_running_loop().time() - sharer.woke_at < self._turn_s):
                 self._let_in(sharer)
         if line and self._change is None:
             first = min(line, key=lambda sharer: sharer.waits_since)
             working = sum(sharer.share for sharer in self._awake() if sharer.num_working)
             if working + first.share <= 1 + ROUNDING:
-                self._change = asyncio.get_running_loop().create_task(self._make_room_and_wake(first))
+                # who sleeps is settled now: work that comes before the task's first step would find them awake
+                change = self._make_room_and_wake(first, self._tire(first))
+                self._change, self._expected = asyncio.get_running_loop().create_task(change), None
 
-    def _let_in(self, sharer: _Sharer) -> None:
+    def _let_in(self, sharer: Sharer) -> None:
         turns, sharer.waiting = sharer.waiting, {}
         for turn in turns:
             if not turn.done():
+                self._expected = None
                 sharer.num_working += 1
                 sharer.last_used = self._next_event()
                 turn.set_result(None)
 
-    async def _make_room_and_wake(self, sharer: _Sharer) -> None:
+    def _tire(self, sharer: Sharer) -> list[Sharer]:
+        """Choose idle groups that leave room for ``sharer``, the least recently used first. They get no more work."""
         taken, tired = sum(other.share for other in self._awake()), []
         for other in self._awake():
             if other.num_working == 0 and taken + sharer.share > 1 + ROUNDING:
                 taken -= other.share
-                other.is_awake = False  # it gets no more work
+                other.is_awake = False
                 tired.append(other)
+        return tired
+
+    async def _make_room_and_wake(self, sharer: Sharer, tired: list[Sharer]) -> None:
         try:
             while tired:
-                logger.info("pool %s: %s sleeps, %s wakes", self.name, tired[0].key, sharer.key)
+                if self.name:
+                    logger.info("pool %s: %s sleeps, %s wakes", self.name, tired[0].key, sharer.key)
                 await tired[0].sleep()
                 tired.pop(0)
             await sharer.wake()
             sharer.is_awake, sharer.woke_at = True, asyncio.get_running_loop().time()
             self._let_in(sharer)
         except Exception as error:
-            for other in tired:
-                other.is_awake = True
-            turns, sharer.waiting = sharer.waiting, {}
-            for turn in turns:
-                if not turn.done():
-                    turn.set_exception(error)
+            self._fail(sharer, tired, error)
         finally:
             self._change = None
         self._go_on()
 
-    def _leave(self, sharer: _Sharer) -> None:
-        sharer.num_working -= 1
-        sharer.last_used = self._next_event()
-        self._go_on()
+    def _fail(self, sharer: Sharer, tired: Sequence[Sharer], error: Exception) -> None:
+        """Undo a change to ``sharer`` that failed before the ``tired`` slept."""
+        for other in tired:
+            other.is_awake = True
+        self._refuse(sharer, error)
 
-    def _awake(self) -> list[_Sharer]:
+    def _refuse(self, sharer: Sharer, error: Exception) -> None:
+        turns, sharer.waiting = sharer.waiting, {}
+        for turn in turns:
+            if not turn.done():
+                turn.set_exception(error)
+
+    def _awake(self) -> list[Sharer]:
         """Return the groups that hold memory now, the least recently used first."""
         return sorted((s for s in self._sharers.values() if s.is_awake), key=lambda s: s.last_used)
 

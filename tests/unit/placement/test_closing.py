@@ -12,14 +12,14 @@ import torch
 from mopd.base.types import UserError
 from mopd.config.load import load_recipe
 from mopd.config.schema import Recipe
-from mopd.placement.external import ExternalGroup
-from mopd.placement.groups import Groups, plan_groups
+from mopd.placement.groups import ExternalGroup, Groups, plan_groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.process import ServerState
 from mopd.placement.ray.cluster import RayCluster
-from mopd.placement.server_group import Server, ServerGroup
+from mopd.placement.server_group import ServerGroup
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.tiny_models import make_hf_model
+from tests.unit.placement.launched import Launched
 
 DEADLINE_S = 120.0
 LOCAL = [
@@ -50,22 +50,6 @@ class SlowToDie:
         await self.may_die.wait()
 
 
-class Launches:
-    """Implements ``Launcher`` with one server."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-
-    async def prepare(self) -> None:
-        """Nothing is to be."""
-
-    async def launch(self, index: int, token: str) -> Server:
-        return self.server
-
-    async def close(self) -> None:
-        """Nothing was."""
-
-
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
     path = tmp_path / "recipe.yaml"
@@ -81,7 +65,7 @@ def test_a_start_that_is_cancelled_twice(recipe: Recipe) -> None:
 
     async def work() -> None:
         before, server = asyncio.all_tasks(), SlowToDie()
-        group = ServerGroup(plan, Launches(server))
+        group = ServerGroup(plan, Launched([server]))
         life = asyncio.create_task(group._bring_up(0))
         await server.is_asked.wait()
         life.cancel()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mopd.placement.sharing.turns import GpuTurns, Side
+from mopd.placement.sharing.turns import GpuTurns
 from tests.fixtures.token_clock import run_on_token_clock
 
-SIDES: tuple[Side, ...] = ("student", "rollout")
+SIDES = ("student", "rollout")
 
 
 class Memory:
@@ -37,8 +37,8 @@ class Memory:
             await asyncio.sleep(self.seconds)
             self.owner = side
 
-    async def work(self, side: Side, seconds: float = 0.0) -> None:
-        async with self.turns.held(side):
+    async def work(self, side: str, seconds: float = 0.0) -> None:
+        async with self.turns.kept_awake(side):
             assert self.owner == side
             await asyncio.sleep(seconds)
             assert self.owner == side
@@ -113,7 +113,7 @@ def test_a_side_that_works_is_not_interrupted() -> None:
 def test_a_wait_that_is_given_up_moves_nothing_afterwards() -> None:
     async def work() -> None:
         memory = Memory(seconds=1.0)
-        async with memory.turns.held("student"):
+        async with memory.turns.kept_awake("student"):
             waiting = asyncio.create_task(memory.work("rollout"))
             await asyncio.sleep(1.0)
             waiting.cancel()
@@ -145,6 +145,8 @@ def test_after_a_failed_change_nobody_works(fails_at: int) -> None:
             with pytest.raises(ConnectionError) as later:
                 await memory.work(side)
             assert later.value is failed.value
+            memory.turns.expect(side)
+            await asyncio.sleep(1.0)
         assert len(memory.log) == fails_at
 
     run(work())
@@ -186,7 +188,7 @@ def test_any_mixture_of_work_hints_and_cancellations_ends(seed: int) -> None:
     async def work() -> None:
         chance, memory = random.Random(seed), Memory(seconds=2.0)
 
-        async def one(side: Side) -> None:
+        async def one(side: str) -> None:
             await asyncio.sleep(chance.uniform(0.0, 60.0))
             await memory.work(side, chance.uniform(0.0, 4.0))
 

@@ -10,7 +10,7 @@ import torch
 
 from mopd.config.load import load_recipe
 from mopd.placement.groups import Groups
-from mopd.placement.local import LocalLauncher
+from mopd.placement.server_group import LocalLauncher
 from tests.fixtures.tiny_models import make_hf_model
 
 RECIPE = """\

@@ -25,13 +25,14 @@ from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.placement import server_group
 from mopd.placement.groups import plan_groups
 from mopd.placement.process import ServerState
-from mopd.placement.server_group import Server, ServerGroup
+from mopd.placement.server_group import ServerGroup
 from mopd.placement.sharing.rollout import RolloutMemory, TurnsGenerator
 from mopd.placement.sharing.turns import GpuTurns
 from tests.fixtures.linked import Sending
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.tiny_models import make_hf_model
+from tests.unit.placement.launched import Launched
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 SHARED = (
@@ -77,40 +78,19 @@ class Process:
         self.exit_code = None if self.is_stuck else -9
 
 
-class Launched:
-    """Implements ``Launcher`` with servers that run already."""
-
-    def __init__(self, servers: list[RunningServer]) -> None:
-        self.processes = [Process(server.url) for server in servers]
-
-    async def prepare(self) -> None:
-        """Nothing is to be."""
-
-    async def launch(self, index: int, token: str) -> Server:
-        return self.processes[index]
-
-    async def close(self) -> None:
-        """Nothing was."""
-
-
 class Shared:
     """Two rollout replicas in their group, with weights."""
 
     def __init__(self, servers: list[RunningServer], source: TorchEngine, tmp_path: Path) -> None:
         recipe_file = tmp_path / "recipe.yaml"
         recipe_file.write_text(RECIPE)
-        model = f"student.model={source.name}"
-        settings = [
-            model,
-            "teachers.math.placement={type: local}",
-            "student.parallel.tensor_model_parallel_size=2",
-            SHARED,
-        ]
-        self.launched = Launched(servers)
+        parallel = "student.parallel.tensor_model_parallel_size=2"
+        settings = [f"student.model={source.name}", "teachers.math.placement={type: local}", parallel, SHARED]
+        self.processes = [Process(server.url) for server in servers]
         self.recipe = load_recipe(recipe_file, settings).recipe
         plan = plan_groups(self.recipe, ["rollout"])["rollout"]
         self.memory = RolloutMemory()
-        self.memory.group = self.group = ServerGroup(plan, self.launched)
+        self.memory.group = self.group = ServerGroup(plan, Launched(self.processes))
 
     async def start(self, source: TorchEngine) -> None:
         self.router = Router("rollout", await self.group.start(), RoutingConfig(), kind="rollout")
@@ -126,12 +106,12 @@ class Shared:
         self.memory.weights = self.sync = GroupWeightSync(self.router)
         self.sync.attach(ranks, recipe, sending.announced, takes_turns=True, newest=lambda: student.version)
         turns = GpuTurns(Lender(), self.memory)
-        self.sync.kept_awake = lambda: turns.held("rollout")
+        self.sync.kept_awake = lambda: turns.kept_awake("rollout")
         return turns
 
     async def close(self) -> None:
         await self.sync.close()
-        for process in self.launched.processes:
+        for process in self.processes:
             process.is_stuck = False
         await self.router.close()
         await self.group.close()
@@ -186,7 +166,7 @@ def test_replicas_wake_with_the_weights_that_the_student_has(
             await turns.begin("student")
             assert version == 1 or [weights_of(server) for server in servers] == [0, 0]
             student.step()
-            turns.end()
+            turns.end("student")
             if is_lost and version == 3:
                 monkeypatch.setattr(shared.group.engines[0], "post", lost)
             await shared.sync.stage(version)
@@ -196,7 +176,7 @@ def test_replicas_wake_with_the_weights_that_the_student_has(
             for server in servers[is_lost and version == 3 :]:
                 slots = server.engine.weight_slots
                 assert all(torch.equal(slots[name], tensor) for name, tensor in student.weights.items())
-        codes = [process.exit_code for process in shared.launched.processes]
+        codes = [process.exit_code for process in shared.processes]
         assert codes == ([-9, None] if is_lost else [None, None])
         await shared.close()
 
@@ -231,7 +211,7 @@ def test_a_replica_that_does_not_follow_is_ended(
         monkeypatch.setattr(broken, fails_at if fails_at in ("sleep", "post") else "wake_up", lost)
         await shared.memory.give_back()
         await shared.memory.take()
-        assert [process.exit_code for process in shared.launched.processes] == [-9, None]
+        assert [process.exit_code for process in shared.processes] == [-9, None]
         assert "is ended" in caplog.text
         other = shared.group.engines[1]
         (response,) = await other.generate([[5, 6, 7]], SAMPLING, [1])
@@ -249,7 +229,7 @@ def test_one_that_does_not_end_either_ends_the_run(
     async def work() -> None:
         shared = Shared(servers, source, tmp_path)
         await shared.start(source)
-        shared.launched.processes[1].is_stuck = True
+        shared.processes[1].is_stuck = True
 
         async def lost() -> None:
             raise EngineUnavailable("connection reset")
@@ -271,7 +251,7 @@ def test_drawing_stops_where_the_student_is_to_save(
         shared = Shared(servers, source, tmp_path)
         await shared.start(source)
         turns = GpuTurns(Lender(), shared.memory)
-        generator = TurnsGenerator(shared.router, lambda: turns.held("rollout"))
+        generator = TurnsGenerator(shared.router, lambda: turns.kept_awake("rollout"))
         never = asyncio.Event()
 
         class Endless:
@@ -281,7 +261,7 @@ def test_drawing_stops_where_the_student_is_to_save(
                 await never.wait()
                 raise AssertionError
 
-        endless = TurnsGenerator(Endless(), lambda: turns.held("rollout"))
+        endless = TurnsGenerator(Endless(), lambda: turns.kept_awake("rollout"))
         assert len(await generator.generate([[5, 6, 7]], SAMPLING, [1])) == 1
         drawing = asyncio.create_task(endless.generate([[5, 6, 7]], SAMPLING, [1]))
         await asyncio.sleep(0.05)
@@ -292,7 +272,7 @@ def test_drawing_stops_where_the_student_is_to_save(
         with pytest.raises(UserError, match="nothing more is drawn"):
             await drawing
         await asyncio.wait_for(saving, 30.0)
-        turns.end()
+        turns.end("student")
         with pytest.raises(UserError, match="nothing more is drawn"):
             await endless.generate([[5, 6, 7]], SAMPLING, [1])
         await shared.close()

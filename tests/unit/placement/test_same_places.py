@@ -29,8 +29,8 @@ from mopd.launch.preparing import settled
 from mopd.launch.slurm.layout import JobLayout, lay_out
 from mopd.placement.gpus import check_gpus
 from mopd.placement.groups import Groups
-from mopd.placement.local import LocalLauncher
 from mopd.placement.ray.cluster import Node, check_room
+from mopd.placement.server_group import LocalLauncher
 from tests.recipes.test_plans import CONFIG
 
 SEED = 20_261_124

@@ -95,6 +95,18 @@ def test_a_working_group_is_not_put_to_sleep() -> None:
     run(work())
 
 
+def test_work_that_comes_in_the_moment_of_a_change_waits_for_the_next() -> None:
+    """Its group is still awake then, and about to sleep."""
+
+    async def work() -> None:
+        pool = Pool(math=0.9, code=0.9)
+        await pool.use("math")
+        await asyncio.gather(pool.use("code"), pool.use("math"))
+        assert pool.log == ["+math", "-math", "+code", "-code", "+math"]
+
+    run(work())
+
+
 def test_a_cancelled_wait_and_a_failed_turn_leave_the_pool_usable() -> None:
     async def work() -> None:
         pool = Pool(math=0.9, code=0.9)

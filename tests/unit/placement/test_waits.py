@@ -4,6 +4,7 @@ that the code uses. The rows "renewed" and "no deadline" have tests of their own
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from mopd.base.tasks import THREAD_END_S
-from mopd.config.rewards import CodeConfig
+from mopd.config.rewards import CodeConfig, ExactMatchConfig
 from mopd.data.templates import rendering
 from mopd.data_plane import transfer_queue
 from mopd.engines.concurrency import CANCEL_GRACE_S
@@ -92,6 +93,23 @@ def test_a_restart_is_declared_for_as_long_as_its_tries_take(startup_s: float) -
 def test_a_batch_of_rewards_is_given_the_time_of_its_responses(num_items: int) -> None:
     reward = JudgedReward(CodeConfig(type="code", timeout_s=9.0), "rewards.code")
     assert reward._timeout_s(num_items) > num_items * (9.0 + judge.GRACE_S)
+
+
+class Ending:
+    """A reward whose end waits for the other one's."""
+
+    def __init__(self, both: threading.Barrier) -> None:
+        self._both = both
+
+    def close(self) -> None:
+        self._both.wait(60)
+
+
+def test_rewards_end_side_by_side() -> None:
+    """The orchestrator's end has the time of one."""
+    both = threading.Barrier(2)
+    rewards: Any = {"math": Ending(both), "code": Ending(both)}
+    judged.DomainRewards(dict.fromkeys(rewards, ExactMatchConfig(type="exact_match")), rewards).close()
 
 
 def test_a_requests_pauses_end_before_a_deadline() -> None:
