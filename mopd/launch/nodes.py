@@ -84,9 +84,8 @@ class Nodes:
     """The launchers of a run, as one of them sees them. A context manager: an error that leaves the block is told to
     the others, and an error of theirs ends this one's waits."""
 
-    def __init__(self, place: Place, poll: Callable[[], None] = lambda: None) -> None:
-        """``poll`` is called inside every wait, and may raise."""
-        self.place, self._poll = place, poll
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self.are_several = place.num_nodes > 1
         self._others = [rank for rank in range(place.num_nodes) if rank != place.node_rank]
         self._store: Store | None = None
@@ -254,7 +253,7 @@ class Nodes:
         _quieten_torch()
         place = self.place
         deadline = time.monotonic() + JOIN_S
-        self._store = held_store(place) if place.is_first else client_store(place, JOIN_S, self._poll)
+        self._store = held_store(place) if place.is_first else client_store(place, JOIN_S)
         if self._store.add(f"claim/{place.node_rank}", 1) > 1:
             raise UserError(f"--node-rank {place.node_rank} is taken by another launcher: give each node its own")
         if place.is_first:
@@ -277,7 +276,6 @@ class Nodes:
         """Wait; ``NodeLostError`` where another node fails, ``UserError`` after the deadline."""
         limit = time.monotonic() + WAIT.total_seconds() if deadline is None else deadline
         while not is_so():
-            self._poll()
             self.check()
             if time.monotonic() > limit:
                 missing = [str(rank) for rank in self._others if not self._has(f"here/{rank}")]
@@ -369,19 +367,17 @@ def held_store(place: Place) -> Store:
     return signed_store(store)
 
 
-def client_store(place: Place, timeout_s: float = SILENT_S, poll: Callable[[], None] = lambda: None) -> Store:
+def client_store(place: Place, timeout_s: float = SILENT_S) -> Store:
     """Connect to node 0's store, which may still have to be opened: torch's own way of trying cannot be interrupted.
 
     Args:
         place: names its address.
         timeout_s: for node 0 to come.
-        poll: called between tries; may raise.
     """
     from torch.distributed import TCPStore  # heavy
 
     deadline = time.monotonic() + timeout_s
     while True:
-        poll()
         try:
             socket.create_connection((place.host, place.port), timeout=POLL_S * 10).close()
             break

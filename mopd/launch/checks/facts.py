@@ -1,24 +1,28 @@
-"""What a node reports of itself: packages, GPUs, the recipe as it reads it, models, and what it cannot find."""
+"""What a node reports of itself: packages, GPUs and their health, the recipe as it reads it, models, and what it cannot
+find."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-from mopd.base.hardware import Hardware, node_name, this_hardware
-from mopd.base.text import one_line
+import torch
+
+from mopd.base.hardware import QUERY_TIMEOUT_S, Hardware, node_name, this_hardware
+from mopd.base.text import first_line, one_line
 from mopd.base.types import UserError
 from mopd.config.load import Loaded, flatten
 from mopd.config.machine.places import engine_groups, path_of, place_on_machine
 from mopd.config.placements import RayConfig, RegisteredConfig
 from mopd.conversion.hf.manifest import make_manifest
 from mopd.data.hub.names import hub_model
-from mopd.launch.checks.gpu_health import gpu_problems
 from mopd.launch.checks.inputs import check_inputs, check_machine, check_model_folder
 from mopd.launch.node import compared_environment, gpus_of_step
 from mopd.launch.preparing import rank_facts, settled, shown, weights_bytes
@@ -27,6 +31,18 @@ from mopd.placement.process import check_interpreter
 from mopd.run.machine import describe_machine, package_versions
 
 SHM = Path("/dev/shm")
+PRODUCT_SIZE = 4096
+"""Rows and columns of the product; each element is ``2 * PRODUCT_SIZE``, which bfloat16 holds exactly."""
+MIN_FREE = 0.9
+"""Share of a GPU's memory that must be free: other processes' leave too little for what was planned."""
+GPU_COUNTERS = {
+    "ecc.errors.uncorrected.volatile.total": "uncorrected memory errors since the driver was loaded",
+    "remapped_rows.pending": "rows of its memory wait for a reset to be remapped",
+    "remapped_rows.failure": "rows of its memory could not be remapped",
+}
+"""nvidia-smi's name -> meaning; those that it does not tell of (``[N/A]``) are passed over."""
+
+RESET_CURE = "reset it (nvidia-smi -r), or leave this node out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,35 +74,22 @@ class NodeFacts:
         Raises:
             UserError: a value of another type.
         """
-        names = [one.name for one in dataclasses.fields(cls)]
-        given: dict[str, Any] = {name: data[name] for name in names if name in data} if isinstance(data, dict) else {}
-        if not isinstance(data, dict) or not all(_fits(value, _SHAPES[name]) for name, value in given.items()):
+        hints = get_type_hints(cls)
+        given: dict[str, Any] = {name: data[name] for name in hints if name in data} if isinstance(data, dict) else {}
+        if not isinstance(data, dict) or not all(_fits(value, hints[name]) for name, value in given.items()):
             raise UserError("what a node told of itself cannot be read: start the same mopd on every node")
         lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         return cls(**{**given, **lists})
 
 
-_SHAPES: dict[str, Any] = {
-    "name": str,
-    "versions": {"": str},
-    "gpus": [str],
-    "recipe": {"": str},
-    "models": {"": {"": str}},
-    "start": {"": {"": str}},
-    "shm_bytes": int,
-    "problems": [str],
-    "is_complete": bool,
-}
-"""Field -> its type. ``[str]`` is a list of texts, ``{"": str}`` an object of texts. Unlike values of a recipe, those
-of a variable may be empty."""
-
-
-def _fits(value: Any, shape: Any) -> bool:
-    if isinstance(shape, type):
-        return type(value) is shape
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(_fits(item, shape[0]) for item in value)
-    return isinstance(value, dict) and all(_fits(item, shape[""]) for item in value.values())
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a JSON value is of a field's type. Unlike texts of a recipe, those of a variable may be empty."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is None:
+        return type(value) is hint
+    if kind is tuple:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
 
 
 def facts_of_this_node(load: Callable[[], Loaded], *, num_nodes: int, node: int) -> tuple[NodeFacts, Loaded | None]:
@@ -207,3 +210,51 @@ def _check_job_gpus(loaded: Loaded, component: JobComponent, hardware: Hardware)
         f"{loaded.where(*key)}: {component.gpus_per_node} are planned, and this node has {min(counts)}: set it to what "
         "the nodes have, or leave this node out"
     )
+
+
+def gpu_problems() -> Iterator[str]:
+    """Yield a line for each GPU that this process sees and that is not well: it must multiply matrices, have its memory
+    free, and have lost no bit."""
+    ids = {}
+    for number in range(torch.cuda.device_count()):
+        try:
+            ids[str(torch.cuda.get_device_properties(number).uuid)] = number
+            yield from _tried(number)
+        except RuntimeError as error:  # CUDA's, of a GPU that has fallen off the bus or that another process blocks
+            yield f"GPU {number}: {first_line(error)}: {RESET_CURE}"
+    if ids:
+        yield from _counted(_query(), ids)
+
+
+def _tried(number: int) -> Iterator[str]:
+    device = torch.device("cuda", number)
+    free, total = torch.cuda.mem_get_info(device)
+    if free < MIN_FREE * total:
+        yield (
+            f"GPU {number}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free: end what else runs there "
+            "(nvidia-smi lists it)"
+        )
+    product = torch.full((PRODUCT_SIZE, PRODUCT_SIZE), 2.0, dtype=torch.bfloat16, device=device) @ torch.ones(
+        (PRODUCT_SIZE, PRODUCT_SIZE), dtype=torch.bfloat16, device=device
+    )
+    wrong = int((product != 2 * PRODUCT_SIZE).sum())
+    if wrong:
+        yield f"GPU {number}: {wrong} of {PRODUCT_SIZE**2} elements of a product are wrong: leave this node out"
+
+
+def _counted(text: str, ids: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each counter above 0 in nvidia-smi's answer, of the GPUs ``ids``: UUID -> number."""
+    for line in text.splitlines():
+        uuid, *values = (part.strip() for part in line.split(","))
+        number = ids.get(uuid.removeprefix("GPU-"))
+        for name, value in zip(GPU_COUNTERS, values, strict=False) if number is not None else ():
+            if re.fullmatch("[1-9][0-9]*|Yes", value):
+                yield f"GPU {number}: {GPU_COUNTERS[name]} ({name} {value}): {RESET_CURE}"
+
+
+def _query() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    command = ["nvidia-smi", f"--query-gpu=uuid,{','.join(GPU_COUNTERS)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, stdin=subprocess.DEVNULL)
+    return done.stdout if done.returncode == 0 else ""

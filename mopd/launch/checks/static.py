@@ -6,14 +6,19 @@ only report the same mistake again.
 
 from __future__ import annotations
 
+import difflib
+import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
+from mopd.base.files.reading import read_bytes, read_text, shown_path
 from mopd.base.hardware import Hardware
 from mopd.base.types import UserError
-from mopd.config.data import DataFileConfig
+from mopd.config.data import DataConfig, DataFileConfig
 from mopd.config.load import Draft
 from mopd.config.machine.places import engine_groups, place_on_machine
 from mopd.config.reading.tree import dotted
@@ -23,20 +28,25 @@ from mopd.data.files import quoted
 from mopd.data.hub.names import hub_data, hub_model
 from mopd.data.image_processing import read_image_processing, sees_images
 from mopd.data.prompts import check_domains_have_teachers, require_vision_student, require_vision_teachers
+from mopd.data.templates.rendering import Renderer
 from mopd.launch.checks.inputs import Check, check_data_file, check_machine, check_model_folder, file_checks
-from mopd.launch.checks.models import refuse_mistyped_name, template_tokens, tokenizer_problem
 from mopd.launch.preparing import check_student_layout, settled
 from mopd.planning.plan import check_models
 from mopd.rewards.domains import build_rewards
 
 MAX_ROWS = 10_000
 """Rows read of each data file: a wrong column shows in the first, another domain among the first."""
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+MAX_TOKENIZER_BYTES = 2**27
+"""Bytes of a tokenizer's file; the largest vocabularies take 35 MB."""
+ALIKE = 0.75
+"""Likeness of two names from which one is taken for the other, mistyped."""
 Path_ = tuple[str, ...]
 
 
 def _check_folder(model: str, where: str) -> None:
     """Check a model's folder; a mistyped one is told the name that is here."""
-    refuse_mistyped_name(model, where)
+    _refuse_mistyped_name(model, where)
     check_model_folder(model, where)
 
 
@@ -90,16 +100,13 @@ class StaticChecks:
             return
         yield from self._try("teachers of the domains", [("data",), *domains], self._routes)
         if self._with_images and not self._no_folder and self._student_sees is not None:
-            models = [("teachers", name, "model") for name in self._recipe.teachers or {}]
-            yield from self._try("images", [("data",), *models, *domains], self._images)
+            yield from self._try("images", [("data",), *self._model_keys[1:], *domains], self._images)
         if self._is_whole(("validation",)) and self._is_whole(("loss",)) and self._recipe.needs_rewards:
             yield from self._try("rewards of the domains", [("data",), ("rewards",)], self._rewards)
 
     def _models(self) -> Iterator[Check]:
-        keys = [("student", "model"), *(("teachers", name, "model") for name in self._recipe.teachers or {})]
-        for key in filter(self._is_whole, keys):
-            model = self._recipe.student.model if len(key) == 2 else self._recipe.teachers[key[1]].model
-            name = dotted(key)
+        for key in filter(self._is_whole, self._model_keys):
+            model, name = self._model(key), dotted(key)
             if hub_model(model) is not None:
                 self._no_folder.add(key)
                 yield from self._hub(name, model, self._loaded.where(*key))
@@ -111,17 +118,21 @@ class StaticChecks:
 
     def _hub(self, title: str, text: str, where: str) -> Iterator[Check]:
         """Yield that a name of the Hub is left for later, or that it is nearly a path that is here."""
-        (found,) = self._try(title, [], lambda: refuse_mistyped_name(text, where))
+        (found,) = self._try(title, [], lambda: _refuse_mistyped_name(text, where))
         later = f"{text} is a name of the Hub, which is fetched when a run needs it"
         yield Check(title, "skipped", later) if found.status == "ok" else found
 
     def _folders(self) -> dict[str, Path]:
         """Return the folders of the models that are here, by ``student`` and ``teachers.NAME``."""
-        keys = [("student", "model"), *(("teachers", name, "model") for name in self._recipe.teachers)]
-        models = {
-            key: self._recipe.student.model if len(key) == 2 else self._recipe.teachers[key[1]].model for key in keys
-        }
-        return {dotted(key[:-1]): Path(model) for key, model in models.items() if key not in self._no_folder}
+        return {dotted(key[:-1]): Path(self._model(key)) for key in self._model_keys if key not in self._no_folder}
+
+    @property
+    def _model_keys(self) -> list[Path_]:
+        """Keys of the models, the student's first."""
+        return [("student", "model"), *(("teachers", name, "model") for name in self._recipe.teachers or {})]
+
+    def _model(self, key: Path_) -> str:
+        return self._recipe.student.model if len(key) == 2 else self._recipe.teachers[key[1]].model
 
     def _lengths(self) -> str:
         """Check that the longest sample has positions in every model that is here, and room in a micro-batch."""
@@ -135,7 +146,7 @@ class StaticChecks:
         """Yield whether the chat template leaves room for a prompt."""
         limit, title = self._recipe.data.max_prompt_length, "chat template"
         try:
-            taken = template_tokens(self._folders()["student"], self._recipe.data)
+            taken = _template_tokens(self._folders()["student"], self._recipe.data)
         except FileNotFoundError as error:
             yield Check(title, "skipped", f"{error}: no such file, so the tokenizer itself is asked")
         except UserError as error:
@@ -155,7 +166,7 @@ class StaticChecks:
         for key, folder in folders.items():
             title = f"tokenizer of {key.removeprefix('teachers.')}"
             try:
-                problem = tokenizer_problem(student, folder, read_dims(student).vocab_size)
+                problem = _tokenizer_problem(student, folder, read_dims(student).vocab_size)
             except FileNotFoundError as error:
                 yield Check(title, "skipped", f"{error}: no such file, so the models themselves are compared")
             except UserError as error:
@@ -243,3 +254,112 @@ class StaticChecks:
     def _is_whole(self, key: Path_) -> bool:
         """Return whether neither the key nor what is above or below it was refused."""
         return not any(key[: len(other)] == other[: len(key)] for other in self._draft.broken)
+
+
+def _meant_path(text: str) -> Path | None:
+    """Return the path that is here and differs from ``text`` by a mistyped folder or last part; ``None`` if there is
+    none."""
+    found = Path("/") if os.path.isabs(text) else Path()
+    for part in Path(text).parts[os.path.isabs(text) :]:
+        if not os.path.lexists(found / part):
+            names = os.listdir(found) if os.path.isdir(found) and os.access(found, os.R_OK) else []
+            near = difflib.get_close_matches(part, names, n=1, cutoff=ALIKE)
+            if not near:
+                return None
+            part = near[0]
+        found /= part
+    return found if found != Path(text) else None
+
+
+def _refuse_mistyped_name(text: str, where: str) -> None:
+    """Refuse a name of the Hub that is nearly a path that is here.
+
+    Raises:
+        UserError: ``where``, both, and how the Hub's is told from it.
+    """
+    near = None if "@" in text else _meant_path(text.partition(":")[0])
+    if near is not None:
+        raise UserError(
+            f"{where}: {shown_path(text)!r} is not here and {shown_path(near)!r} is: correct it, or write "
+            f"{shown_path(text)}@main if a name of the Hub is meant"
+        )
+
+
+def _tokenizer_problem(student: Path, teacher: Path, vocab_size: int) -> str | None:
+    """Return how the ids of two folders' tokenizers differ below ``vocab_size``, ``None`` if they do not.
+
+    Raises:
+        FileNotFoundError: one of them has no ``tokenizer.json``.
+        UserError: it cannot be read.
+    """
+    ours, theirs = (_ids(folder / TOKENIZER_FILE) for folder in (student, teacher))
+    own = {number: token for number, token in ours.items() if number < vocab_size}
+    unlike = sorted(number for number, token in own.items() if theirs.get(number) != token)
+    if not unlike:
+        return None
+    listed = ", ".join(f"{number} is {own[number]!r} / {theirs.get(number)!r}" for number in unlike[:3])
+    return f"{len(unlike)} of {len(own)} ids mean different tokens (student / teacher): {listed}"
+
+
+class _TokenizerFiles:
+    """Everything that a chat template gets of a tokenizer, read from its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name_or_path = str(folder)
+        path, beside, cure = folder / CONFIG_FILE, folder / "chat_template.jinja", "copy the tokenizer's files there"
+        try:
+            config = dict(json.loads(read_bytes(path, cure=cure)))
+            tokens = {name: value for name, value in config.items() if name.endswith("_token") and value is not None}
+            self.special_tokens_map = {
+                name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()
+            }
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UserError(f"{shown_path(path)}: is no configuration of a tokenizer: {cure}") from error
+        self.chat_template = read_text(beside, cure=cure) if beside.is_file() else config.get("chat_template")
+
+    def get_chat_template(self, template: str | None) -> Any:
+        return self.chat_template if template is None else template
+
+
+def _template_tokens(folder: Path, data: DataConfig) -> int:
+    """Return the most tokens that a training prompt has before its first word: the chat template's, and those of a
+    system message; 0 where there is no template.
+
+    Raises:
+        FileNotFoundError: the folder has no ``tokenizer.json`` or ``tokenizer_config.json``.
+        UserError: the template fails.
+    """
+    from tokenizers import Tokenizer  # a fraction of a second
+
+    for name in (TOKENIZER_FILE, CONFIG_FILE):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(folder / name)
+    with Renderer(data, cast(Any, _TokenizerFiles(folder))) as renderer:
+        if not renderer.has_template:
+            return 0
+        for system in {file.system_prompt for file in data.files(data.train)}:
+            said = [] if system is None else [{"role": "system", "content": system}]
+            renderer.put([*said, {"role": "user", "content": ""}], "data.max_prompt_length")
+        texts = renderer.texts()
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{shown_path(folder / TOKENIZER_FILE)}: {error}: copy the tokenizer's files there") from error
+    return max(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
+
+
+def _ids(path: Path) -> dict[int, str]:
+    """Return the token of every id."""
+    cure = "copy a Hugging Face tokenizer.json there"
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    try:
+        content: Any = json.loads(read_bytes(path, cure=cure, max_bytes=MAX_TOKENIZER_BYTES))
+        vocabulary = content["model"]["vocab"]
+        pairs = (
+            vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], i) for i, row in enumerate(vocabulary))
+        )
+        found = {int(number): str(token) for token, number in pairs}
+        return found | {int(row["id"]): str(row["content"]) for row in content.get("added_tokens") or ()}
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise UserError(f"{shown_path(path)}: is no tokenizer of the library tokenizers: {cure}") from error

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mopd.launch.checks import gpu_health
+from mopd.launch.checks import facts
 
 SOUND = "GPU-a, 0, No, No\nGPU-b, 0, No, No\nGPU-z, 5, Yes, Yes\n"
 """The third is another job's."""
@@ -34,13 +34,14 @@ def test_what_is_not_well(
         found[1, 2] += 128 if flipped else 0
         return found
 
-    monkeypatch.setattr(gpu_health, "SIZE", 64)
+    monkeypatch.setattr(facts, "PRODUCT_SIZE", 64)
+    monkeypatch.setattr(facts, "_query", lambda: counters)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid="ab"[number]))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 80 * 2**30))
     monkeypatch.setattr(torch, "device", lambda *_: "cpu")
     monkeypatch.setattr(torch.Tensor, "__matmul__", product)
-    found = list(gpu_health.gpu_problems(lambda: counters))
+    found = list(facts.gpu_problems())
     assert len(found) == len(says)
     for line, pattern in zip(found, says, strict=True):
         assert re.search(pattern, line), line
@@ -52,5 +53,5 @@ def test_one_that_fell_off_the_bus_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lost)
-    (line,) = gpu_health.gpu_problems(lambda: "")
+    (line,) = facts.gpu_problems()
     assert line.startswith("GPU 0: CUDA error: unspecified launch failure: reset it")

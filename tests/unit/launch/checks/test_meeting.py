@@ -77,17 +77,6 @@ def test_a_node_that_does_not_come_is_named(recipe: Path) -> None:
     assert failed.name == "nodes" and "node 1 of 2 (from 0) did not come to 127.0.0.1:" in failed.detail
 
 
-def test_without_node_0_the_endpoint_is_named(recipe: Path) -> None:
-    with pytest.raises(UserError, match=r"--rdzv-endpoint 127\.0\.0\.1:\d+: node 0 does not listen there"):
-        check_nodes(places(2)[1], lambda: load_recipe(recipe), join_s=0.3)
-
-
-def test_an_address_that_is_not_node_0s_is_named() -> None:
-    place = Place(num_nodes=2, node_rank=0, host="192.0.2.1", port=29400)
-    with pytest.raises(UserError, match=r"--rdzv-endpoint 192\.0\.2\.1:29400: cannot be listened on here"):
-        meeting_at(place, 1.0)
-
-
 def test_the_meeting_listens_where_it_is_told_alone() -> None:
     place = places(1)[0]
     meeting = meeting_at(place, DEADLINE_S)
