@@ -17,6 +17,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +70,17 @@ class Cell:
         tree = {k: v for k, v in flatten(self.loaded.recipe).items() if k != "run_dir"}
         made = {part: one["files"] for part, one in json.loads((self.assets / "manifest.json").read_text()).items()}
         return fingerprint(json.loads(json.dumps(tree, default=str)), made, self.contender.untrained)[:16]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """What a command printed and spent."""
+
+    printed: str
+    cpu_s: float
+    """User and system seconds of its process and of all below it, each of which its parent waits for."""
+    process_s: float
+    """Wall seconds from its start to its end."""
 
 
 def main() -> int:
@@ -189,17 +202,25 @@ def _train(cell: Cell, folder: Path) -> dict[str, Any]:
     recipe = cell.loaded.recipe
     if recipe.data.scored:
         _keep_earlier_run(cell, Path(recipe.data.scored[0]).parent)
-    _mopd("train", str(cell.recipe_file), *cell.overrides, f"run_dir={folder}")
+    ended = _mopd("train", str(cell.recipe_file), *cell.overrides, f"run_dir={folder}")
     report = json.loads((folder / "report.json").read_text())
     recovery = {name: one["headroom_recovery"] for name, one in report["domains"].items()}
-    lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()] if recovery else []
+    steps, lines = _lines(folder / "metrics.jsonl"), _lines(folder / "validation.jsonl") if recipe.validation else []
     return {
         "recovery": recovery,
         "domains": report["domains"],
         "wall_s": report["wall_s"],
+        "cpu_s": ended.cpu_s,
+        "process_s": ended.process_s,
         "curve": [(line["step"], line["rewards"]) for line in lines],
+        "steps_s": [sum(one["timing/step_s"] for one in steps if one["step"] <= line["step"]) for line in lines],
+        "validations_s": [line["wall_s"] for line in lines],
         "distance": distances(recipe, folder / "hf"),
     }
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _keep_earlier_run(cell: Cell, kept: Path) -> None:
@@ -224,8 +245,8 @@ def _untrained(cell: Cell, folder: Path) -> dict[str, Any]:
     wall_s = time.monotonic() - started
 
     def rewards(model: str) -> dict[str, float]:
-        told = _mopd("eval", str(cell.recipe_file), *cell.overrides, "--model", model, "--json")
-        found: dict[str, float] = json.loads(told)["rewards"]
+        ended = _mopd("eval", str(cell.recipe_file), *cell.overrides, "--model", model, "--json")
+        found: dict[str, float] = json.loads(ended.printed)["rewards"]
         return found
 
     found = {model: rewards(model) for model in {*models, *teachers.values()}}
@@ -236,11 +257,27 @@ def _untrained(cell: Cell, folder: Path) -> dict[str, Any]:
     return {"recovery": recovery, "wall_s": wall_s}
 
 
-def _mopd(*arguments: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mopd", *arguments]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "cwd": ROOT, "env": environment}
-    return subprocess.run(command, timeout=RUN_TIMEOUT_S, **options).stdout
+def _mopd(*arguments: str) -> Ended:
+    return _run([sys.executable, "-m", "mopd", *arguments])
+
+
+def _run(command: Sequence[str]) -> Ended:
+    """Run a command to its end. ``CalledProcessError`` unless it succeeds within ``RUN_TIMEOUT_S``."""
+    environment, started = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, time.monotonic()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = subprocess.Popen(command, stdout=out, stderr=err, cwd=ROOT, env=environment)
+        deadline = threading.Timer(RUN_TIMEOUT_S, child.kill)
+        deadline.start()
+        # The usage of this child alone: RUSAGE_CHILDREN would add what the other jobs run.
+        _, status, usage = os.wait4(child.pid, 0)
+        deadline.cancel()
+        process_s = time.monotonic() - started
+        child.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        err.seek(0)
+        if child.returncode:
+            raise subprocess.CalledProcessError(child.returncode, command, out.read(), err.read())
+        return Ended(printed=out.read(), cpu_s=usage.ru_utime + usage.ru_stime, process_s=process_s)
 
 
 if __name__ == "__main__":

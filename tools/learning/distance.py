@@ -7,6 +7,7 @@ the first. Shapes: B prompts, S tokens, V words.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from mopd.data.tokenizer import load_tokenizer
 
 NUM_PROMPTS = 64
 """Held-out prompts of a domain, the first ones."""
+NEVER = 1e-4
+"""Probability below which a model would never draw a token."""
 
 
 @torch.no_grad()
 def distances(recipe: Recipe, student: Path) -> dict[str, dict[str, float]]:
-    """Return ``reverse_kl`` and ``forward_kl`` of the Hugging Face folder ``student`` by domain, nats a token."""
+    """Return ``reverse_kl`` and ``forward_kl`` of the Hugging Face folder ``student`` by domain, in nats a token, and
+    ``never_drawn``, the share of the tokens that the student draws which the domain's teacher would never draw."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tokenizer = load_tokenizer(recipe.student.model)
@@ -34,10 +38,9 @@ def distances(recipe: Recipe, student: Path) -> dict[str, dict[str, float]]:
         own = [list(prompts.row(row).tokens) for row in rows[:NUM_PROMPTS]]
         teacher = _load(Path(recipe.teachers[recipe.assignment.teachers_of(domain)[0]].model))
         length = recipe.rollout.max_response_length
-        found[domain] = {
-            "reverse_kl": _kl_along_own_text(model, teacher, own, length, tokenizer),
-            "forward_kl": _kl_along_own_text(teacher, model, own, length, tokenizer),
-        }
+        reverse_kl, never_drawn = _along_own_text(model, teacher, own, length, tokenizer)
+        forward_kl, _ = _along_own_text(teacher, model, own, length, tokenizer)
+        found[domain] = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "never_drawn": never_drawn}
     return found
 
 
@@ -46,8 +49,11 @@ def _load(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def _kl_along_own_text(first: Any, second: Any, prompts: list[list[int]], length: int, tokenizer: Any) -> float:
-    """Return KL(first ‖ second), mean over the tokens of responses that ``first`` draws at temperature 1."""
+def _along_own_text(
+    first: Any, second: Any, prompts: list[list[int]], length: int, tokenizer: Any
+) -> tuple[float, float]:
+    """Return KL(first ‖ second), mean over the tokens of responses that ``first`` draws at temperature 1, and the share
+    of these tokens that ``second`` would never draw."""
     pad, width = tokenizer.pad_token_id, max(map(len, prompts))
     tokens_BS = torch.tensor([[pad] * (width - len(row)) + row for row in prompts])
     visible_BS = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
@@ -59,7 +65,8 @@ def _kl_along_own_text(first: Any, second: Any, prompts: list[list[int]], length
     whole_BS = torch.cat([visible_BS, counts_BS.long()], 1)
     logprobs = [_logprobs(model, drawn_BS, whole_BS)[:, width - 1 : -1] for model in (first, second)]
     kl_BS = (logprobs[0].exp() * (logprobs[0] - logprobs[1])).sum(-1)
-    return float(kl_BS[counts_BS].mean())
+    is_never_BS = logprobs[1].gather(-1, response_BS[..., None])[..., 0] < math.log(NEVER)
+    return float(kl_BS[counts_BS].mean()), float(is_never_BS[counts_BS].double().mean())
 
 
 def _logprobs(model: Any, tokens_BS: Tensor, visible_BS: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from mopd.base.types import UserError
 from tools import measure_learning
 from tools.learning.contenders import CONTENDERS, REFERENCE, TOYS, Contender
-from tools.learning.distance import _kl_along_own_text
+from tools.learning.distance import _along_own_text
 from tools.learning.tables import BEGIN, END, fill
 from tools.toys.grammars import _model
 
@@ -74,7 +76,7 @@ def test_the_distance_is_the_kl_whatever_the_text() -> None:
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
     p, q = (head.double().sum(1).softmax(0) for head in heads)
     for (first, second), expected in (((0, 1), (p * (p / q).log()).sum()), ((1, 0), (q * (q / p).log()).sum())):
-        found = _kl_along_own_text(models[first], models[second], [[2], [3, 4, 2]], 10, tokenizer)
+        found, _ = _along_own_text(models[first], models[second], [[2], [3, 4, 2]], 10, tokenizer)
         assert found == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -85,8 +87,21 @@ def test_tokens_after_the_end_and_before_the_prompt_count_nowhere() -> None:
     embeddings = torch.ones(5, 96)
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
     models = [_model(embeddings, head, None).eval() for head in (ends, unsure)]
-    found = _kl_along_own_text(*models, [[2], [3, 4]], 10, tokenizer)
+    found, never_drawn = _along_own_text(*models, [[2], [3, 4]], 10, tokenizer)
     assert found == pytest.approx(torch.tensor(5.0).log().item(), rel=1e-3)
+    assert never_drawn == 0
+
+
+def test_words_that_the_other_would_never_draw_are_counted_along_the_own_text() -> None:
+    """The first draws five words alike and ends at the second one; the other is sure of one word, and says the four
+    others never."""
+    alike, sure = torch.zeros(5, 96), torch.zeros(5, 96)
+    sure[3] = 1.0
+    models = [_model(torch.ones(5, 96), head, None).eval() for head in (alike, sure)]
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+    _, never_drawn = _along_own_text(*models, [[2]] * 400, 10, tokenizer)
+    assert never_drawn == pytest.approx(0.8, abs=0.03)
+    assert _along_own_text(*reversed(models), [[2]], 10, tokenizer)[1] == 0
 
 
 def result(name: str, toy: str, seed: int, **more: Any) -> dict[str, Any]:
@@ -99,11 +114,63 @@ def test_tables_hold_mean_spread_worst_domain_and_failures() -> None:
         result(REFERENCE, "long", 1, recovery={"walk": 1.0, "hop": 0.8}),
         result("k3", "long", 0, failed="the loss is not finite"),
         result("k2", "stochastic", 0, distance={"calm": {"reverse_kl": 0.5, "forward_kl": 0.25}}),
+        result("jsd", "stochastic", 0, distance={"calm": {"reverse_kl": 1, "forward_kl": 1, "never_drawn": 0.125}}),
     ]
     page = fill(f"before\n{BEGIN}\noutdated\n{END}\nafter\n", results)
     assert page.startswith(f"before\n{BEGIN}\n") and page.endswith(f"{END}\nafter\n") and "outdated" not in page
     assert "| forward_kl | – | – | 0.850 ± 0.071, worst 0.75 (2 × 20 s) | – | – |" in page
     assert "| k3 | – | – | failed: the loss is not finite | – | – |" in page
-    assert "| k2 | – | 0.500 / 0.250 (1 × 20 s) | – | – | – |" in page
+    assert "| k2 | – | 0.500 / 0.250 / – (1 × 20 s) | – | – | – |" in page
+    assert "| jsd | – | 1.000 / 1.000 / 0.125 (1 × 20 s) | – | – | – |" in page
     with pytest.raises(ValueError, match="lacks the lines"):
         fill("no marks", results)
+
+
+def test_at_equal_processor_seconds_each_shows_what_it_had_when_the_fastest_ended() -> None:
+    """Supervised training spends 5 s of a processor on its steps, the other run 10 s (half of a processor's 20 s) and
+    is half way after 5: its best validation until then counts, though a later one is better and an earlier one too
+    good for a domain alone."""
+    domains = {name: {"before": 0.2, "teacher": 1.0, "after": 1.0} for name in ("walk", "hop")}
+
+    def trained(name: str, cpu_s: float, rewards: list[tuple[float, float]], **more: Any) -> dict[str, Any]:
+        curve = [[10 * i, {"walk": walk, "hop": hop}] for i, (walk, hop) in enumerate(rewards)]
+        spent = {"cpu_s": cpu_s, "process_s": 40.0, "steps_s": [0.0, 5.0, 10.0, 20.0], "validations_s": [1.0] * 4}
+        recovery = {"walk": 1.0, "hop": 1.0}
+        return result(name, "long", 0, recovery=recovery, domains=domains, curve=curve, **spent, **more)
+
+    rewards = [(0.2, 0.2), (0.6, 0.6), (1.0, 0.1), (1.0, 1.0)]
+    results = [
+        trained(REFERENCE, 20.0, rewards),
+        trained("sft_on_teacher", 10.0, rewards),
+        result("off_policy_scores", "long", 0, recovery={"walk": 0.5, "hop": 0.7}, domains=domains, curve=[[0, {}]]),
+        result("merge", "long", 0, recovery={"walk": 0.5, "hop": 0.7}),
+    ]
+    table = fill(f"{BEGIN}{END}", results).partition("at equal processor seconds\n\n")[2].splitlines()
+    assert table[:6] == [
+        "|  | long, 5 s |",
+        "| --- | --- |",
+        "| forward_kl | 0.500 (1 × 10 s) |",
+        "| sft_on_teacher | 1.000 (1 × 5 s) |",
+        "| off_policy_scores | – |",
+        "| best single teacher | – |",
+    ]
+    assert table[6] == "| merge | 0.600 (1 × 0 s) |"
+    assert "processor seconds" not in fill(f"{BEGIN}{END}", results[2:])
+
+
+def test_processor_seconds_are_those_of_one_command_and_of_what_it_starts() -> None:
+    busy = "import time\nwhile time.process_time() < 0.5: pass"
+    starting = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    with ThreadPoolExecutor(2) as pool:
+        ended = pool.map(lambda code: measure_learning._run([sys.executable, "-c", code]), [starting, "print(1)"])
+    first, second = ended
+    assert first.cpu_s > 0.5 > second.cpu_s > 0 and second.printed == "1\n"
+
+
+def test_a_command_that_fails_or_outlasts_its_deadline_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        measure_learning._mopd("train", "no-such-recipe.yaml")
+    assert "no-such-recipe.yaml" in failed.value.stderr
+    monkeypatch.setattr(measure_learning, "RUN_TIMEOUT_S", 0.1)
+    with pytest.raises(subprocess.CalledProcessError, match="SIGKILL"):
+        measure_learning._run([sys.executable, "-c", "import time; time.sleep(60)"])
