@@ -26,9 +26,6 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-MAX_FILE_BYTES = 4 * 2**30
-"""Largest file that the function may write: enough for any cache, too little to fill a disk."""
-MAX_OPEN_FILES = 4096
 MAX_REWARD = 1e9
 """Largest absolute reward: larger ones lose digits in fp32, and their squares overflow soon after."""
 MAX_SHOWN = 300
@@ -65,24 +62,16 @@ def serve(
 
 
 def bind(parent_pid: int, max_bytes: int) -> None:
-    """Die with the parent, and take no more than a share of the machine.
+    """Die with the parent, and take no more than so much memory.
 
-    There is no limit of CPU time (it would add up over the whole run; every batch has a deadline) and none of the
-    number of processes (RLIMIT_NPROC counts all of the user's, and does not bind root).
+    There is no limit of CPU time (it would add up over the whole run; every batch has a deadline).
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
-    limits = {
-        resource.RLIMIT_DATA: max_bytes,
-        resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
-        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
-    }
-    for which, most in limits.items():
-        hard = resource.getrlimit(which)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(which, (most, most))
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    most = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def _load(path: str, function: str) -> Callable[..., Any]:

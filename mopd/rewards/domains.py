@@ -36,7 +36,7 @@ from mopd.config.rewards import (
     RewardConfig,
 )
 from mopd.rewards.graders.system_calls import architecture_named
-from mopd.rewards.ground_truths import letter_of, schema_of, tests_of, text_of
+from mopd.rewards.ground_truths import letter_of, schema_of, schema_problem, tests_of, text_of
 from mopd.rewards.interface import Graded, Reward, RewardItem
 from mopd.rewards.process import GIB, RewardProcess, ServedReward
 
@@ -210,14 +210,9 @@ class JudgedReward(ServedReward):
 
 def _checked_schema(path: str, key: str) -> str:
     """Return the absolute path of a JSON schema; ``UserError`` if it is none."""
-    from jsonschema import SchemaError
-    from jsonschema.validators import validator_for
-
     schema = read_json_object(path, cure=f"correct {key}.path")
-    try:
-        validator_for(schema).check_schema(schema)
-    except SchemaError as error:
-        raise UserError(f"{shown_path(path)}: no JSON schema ({error.message[:200]}): correct {key}.path") from error
+    if problem := schema_problem(schema):
+        raise UserError(f"{shown_path(path)}: no JSON schema ({problem}): correct {key}.path")
     return str(Path(path).resolve())
 
 

@@ -46,18 +46,25 @@ def letter_of(item: RewardItem) -> str:
 
 def schema_of(item: RewardItem) -> Any:
     """Return a JSON schema, given as a structure or as its text."""
-    from jsonschema import SchemaError
-    from jsonschema.validators import validator_for
-
     schema = _parsed(item.ground_truth)
     if not isinstance(schema, Mapping):
         raise _refused(item, f"the ground truth is {_kind(schema)}, no JSON schema: set the reward's path, or name it")
     schema = _without_absent(schema)
+    if problem := schema_problem(schema):
+        raise _refused(item, f"the ground truth is no JSON schema ({problem}): correct it")
+    return schema
+
+
+def schema_problem(schema: Mapping[str, Any]) -> str:
+    """Return why a structure is no JSON schema; empty if it is one."""
+    from jsonschema import SchemaError
+    from jsonschema.validators import validator_for
+
     try:
         validator_for(schema).check_schema(schema)
     except SchemaError as error:
-        raise _refused(item, f"the ground truth is no JSON schema ({error.message[:200]}): correct it") from error
-    return schema
+        return error.message[:200]
+    return ""
 
 
 def tests_of(item: RewardItem) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Rewards in processes of their own: started at the first call, asked one batch after the other, ended for good when
 one fails.
 
-A supervisor between the run and the process kills everything in the end (``supervisor.py``); the process answers one
-JSON line for each batch (``child.py``).
+A process answers one JSON line for each batch (``child.py``, ``judge.py``). It dies with the run, and in the end its
+process group is killed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,12 @@ BYTES_PER_VALUE = 2**14
 """Longest value in an answer, of 500 characters extracted and 500 of a problem, escaped; also what may stand beside the
 values."""
 MAX_READ = 65536
+MAX_OUTPUT_BYTES = 4096
+"""Bytes kept of what the process writes; the rest is read and dropped."""
+MAX_SHOWN = 300
+"""Characters of its last line in the reason."""
 END_S = 6.0
-"""Seconds that the supervisor may take to kill everything and end."""
+"""Seconds for a killed process to end."""
 
 
 class RewardFailed(Exception):
@@ -43,10 +49,10 @@ class RewardFailed(Exception):
 
 
 class RewardProcess:
-    """A process and its supervisor, ready or starting. Its calls block; every wait has a deadline."""
+    """A process, ready or starting. Its calls block; every wait has a deadline."""
 
     def __init__(self, program: str, arguments: tuple[str, str], *, max_bytes: int, folder: Path | None = None) -> None:
-        """Start it; ``exchange(None)`` then waits for the import.
+        """Start it; ``exchange(None)`` then waits for the import. It dies with the thread that calls this.
 
         Args:
             program: ``child.py`` or ``judge.py``, of this folder, with its own two ``arguments``.
@@ -57,23 +63,29 @@ class RewardProcess:
             UserError: there is no room for its folder.
             OSError: the system cannot start it.
         """
-        here = Path(__file__).parent
         with contextlib.ExitStack() as held:
             folder = held.enter_context(TemporaryFolder("mopd-reward-")) if folder is None else folder
             self._link, theirs = map(held.enter_context, socket.socketpair())
-            numbers = [str(number) for number in (os.getpid(), theirs.fileno(), max_bytes)]
-            self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", str(here / "supervisor.py"), *numbers, str(here / program), *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=ENVIRONMENT,
-                cwd=folder,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            self._output, output_end = os.pipe()
+            held.callback(os.close, self._output)
+            os.set_blocking(self._output, False)
+            with open(output_end, "wb") as output:
+                path, numbers = Path(__file__).with_name(program), (os.getpid(), theirs.fileno(), max_bytes)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", str(path), *arguments, *map(str, numbers)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=ENVIRONMENT,
+                    cwd=folder,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
             theirs.close()
+            self._end = os.pidfd_open(self._process.pid)
+            held.callback(os.close, self._end)
             self._held = held.pop_all()
+        self._written = b""
         self._in_use = threading.Lock()
 
     def exchange(self, calls: list[str] | None, timeout_s: float) -> dict[str, Any]:
@@ -102,45 +114,66 @@ class RewardProcess:
         return answer
 
     def abandon(self) -> None:
-        """Let the supervisor kill everything; a thread in ``exchange`` then returns soon."""
-        assert self._supervisor.stdin is not None
-        self._supervisor.stdin.close()
+        """Kill the process group; a thread in ``exchange`` then returns soon."""
+        if self._process.returncode is None:  # until it is waited for, no other process can have its number
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill everything and wait for its end, at most a few seconds. May be repeated."""
+        """Kill the process group and wait for the process, at most a few seconds. May be repeated."""
         self.abandon()
-        try:
-            self._supervisor.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()  # its child dies with it
-            self._supervisor.wait()
         with self._in_use:
-            assert self._supervisor.stdout is not None
-            self._supervisor.stdout.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # held inside the kernel, as by a dead disk
+                self._process.wait(END_S)
             self._held.close()
 
     def _talk(self, message: bytes, longest: int, deadline: float) -> bytes:
         """Write the message and return the line that comes back; ``TimeoutError`` at the deadline."""
-        answer = b""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._link.settimeout(_left_s(deadline))
             self._link.sendall(message)
-            while b"\n" not in answer:
-                self._link.settimeout(_left_s(deadline))
-                read = self._link.recv(MAX_READ)
-                if not read:
-                    break
+        answer, watched = b"", {self._link.fileno(), self._output, self._end}
+        while b"\n" not in answer:
+            ready = _ready(watched, deadline)
+            if self._output in ready and not self._keep_output():
+                watched.discard(self._output)
+            if self._link.fileno() in ready:
+                read = b""
+                with contextlib.suppress(ConnectionResetError):
+                    read = self._link.recv(MAX_READ)
                 answer += read
+                if not read:
+                    watched.discard(self._link.fileno())
                 if len(answer) > longest:
                     raise RewardFailed(f"answered with more than {longest} bytes")
-        if b"\n" in answer:
-            return answer.partition(b"\n")[0]
-        assert self._supervisor.stdout is not None
+            elif self._end in ready:  # what it has started may hold its end of the link
+                raise RewardFailed(self._last_words())
+        return answer.partition(b"\n")[0]
+
+    def _keep_output(self) -> bool:
+        """Read what the process has written, keep the end of it, and return whether it may write more."""
         try:
-            self._supervisor.wait(_left_s(deadline))
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError from error
-        raise RewardFailed(self._supervisor.stdout.read().decode() or "ended the process that watches it")
+            read = os.read(self._output, MAX_READ)  # all that a pipe holds
+        except BlockingIOError:
+            return True
+        self._written = (self._written + read)[-MAX_OUTPUT_BYTES:]
+        return bool(read)
+
+    def _last_words(self) -> str:
+        """Return how the process has ended, and the last line that it wrote."""
+        self.abandon()
+        code = self._process.wait()
+        self._keep_output()
+        lines = [line.strip() for line in self._written.decode("utf-8", "replace").splitlines() if line.strip()]
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return f"ended its process ({how}): {lines[-1][-MAX_SHOWN:] if lines else 'it wrote nothing to stderr'}"
+
+
+def _ready(descriptors: Collection[int], deadline: float) -> set[int]:
+    """Wait until some of the descriptors can be read, and return them; ``TimeoutError`` at the deadline."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(1000 * _left_s(deadline))}
 
 
 def _left_s(deadline: float) -> float:

@@ -167,9 +167,6 @@ def test_a_long_response_takes_no_longer_for_each_character(name: str) -> None:
 
 
 SHOWN = {
-    "halves": "\ud800 \udfff",
-    "controls": "".join(map(chr, range(32))) + "\x7f\x80\x9b31m\u2028\u202e\u2066",
-    "tags": "</pre><script>alert(1)</script>{{ 7 * 7 }}",
     "commas": "," * 2_500_000,
     "brackets": "[{" * 1_500_000,
 }
