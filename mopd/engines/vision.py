@@ -16,8 +16,7 @@ from mopd.conversion.models.reading import read_dims
 from mopd.conversion.models.vision_config import VISION_FORMATS
 from mopd.data.image_processing import ImageProcessing, read_image_processing
 from mopd.data.mrope import image_starts
-from mopd.engines.images import refuse_images
-from mopd.engines.interface import Images
+from mopd.engines.interface import Images, refuse_images
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

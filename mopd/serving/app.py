@@ -41,8 +41,9 @@ from mopd.engines.interface import (
 )
 from mopd.engines.wire.images import MAX_BODY_BYTES as MAX_IMAGES_BODY_BYTES
 from mopd.engines.wire.images import ImageFiles, ImagesKept
-from mopd.engines.wire.limits import CONTENT_TYPE, MAX_CHUNK_BYTES
 from mopd.engines.wire.messages import (
+    CONTENT_TYPE,
+    MAX_CHUNK_BYTES,
     VERSION,
     GenerateRequest,
     MessageT,

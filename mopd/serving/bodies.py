@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from mopd.engines.wire.limits import DEADLINE_HEADER
+from mopd.engines.wire.messages import DEADLINE_HEADER
 from mopd.serving.admission import ServerLimits
 from mopd.serving.errors import Refusal, bad_request, busy, too_large
 

@@ -14,16 +14,18 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from mopd.engines.images import Item, join, split
 from mopd.engines.interface import (
     Generation,
     Generator,
     Images,
+    Item,
     ResponseCallback,
     SamplingParams,
     Scorer,
     Scores,
     TakesWeights,
+    join,
+    split,
 )
 from mopd.engines.vision import EngineVision
 

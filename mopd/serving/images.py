@@ -14,8 +14,7 @@ from typing import Any
 
 from mopd.base.text import one_line
 from mopd.base.types import PromptImage, UserError
-from mopd.engines.images import NO_VISION
-from mopd.engines.interface import EngineRejected, Images
+from mopd.engines.interface import NO_VISION, EngineRejected, Images
 from mopd.engines.vision import EngineVision, check_images
 from mopd.engines.wire.image_table import Array, from_table
 from mopd.serving.errors import Refusal, bad_request

@@ -19,9 +19,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mopd.engines.interface import Generation, ResponseCallback
-from mopd.engines.wire.frames import frame
-from mopd.engines.wire.limits import CONTENT_TYPE
-from mopd.engines.wire.messages import GenerateAnswer, GenerateFailure, GenerateRequest, encode
+from mopd.engines.wire.messages import CONTENT_TYPE, GenerateAnswer, GenerateFailure, GenerateRequest, encode, frame
 from mopd.serving.admission import Reservation
 from mopd.serving.bodies import send_slices, working
 from mopd.serving.errors import Refusal

@@ -14,10 +14,10 @@ import torch
 
 from mopd.base.files.json_text import parse_json
 from mopd.engines.interface import EngineInfo, EngineLimits
-from mopd.engines.wire.frames import FrameReader, frame
 from mopd.engines.wire.images import ImageFiles
 from mopd.engines.wire.messages import (
     VERSION,
+    FrameReader,
     GenerateAnswer,
     GenerateFailure,
     GenerateRequest,
@@ -25,8 +25,8 @@ from mopd.engines.wire.messages import (
     ScoreRequest,
     WireError,
     decode,
-    decode_one_of,
     encode,
+    frame,
 )
 from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
 from mopd.engines.wire.weights import stage_updates
@@ -151,7 +151,7 @@ def test_streams_of_answers() -> None:
         reader = FrameReader(max_bytes=1000)
         for start in range(0, len(content), 100):
             for body in reader.feed(content[start : start + 100]):
-                decode_one_of(body, GenerateAnswer, GenerateFailure)
+                decode(body, GenerateAnswer, GenerateFailure)
             assert len(reader._rest) <= 1004
 
     fuzz("wire stream", [stream], read, WireError)

@@ -21,7 +21,6 @@ from mopd.base.types import UserError
 from mopd.engines.checks import check_scoring
 from mopd.engines.clients.http import HttpClient
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.images import refuse_images
 from mopd.engines.interface import (
     EngineInfo,
     EngineRejected,
@@ -30,6 +29,7 @@ from mopd.engines.interface import (
     ResponseCallback,
     SamplingParams,
     Scores,
+    refuse_images,
 )
 
 MAX_BYTES_PER_ENTRY = 256

@@ -32,12 +32,13 @@ from mopd.engines.interface import (
     Scores,
     StaleWeights,
 )
-from mopd.engines.wire.frames import FrameReader
 from mopd.engines.wire.image_table import to_table
 from mopd.engines.wire.images import ImagesKept
-from mopd.engines.wire.limits import CONTENT_TYPE, DEADLINE_HEADER
 from mopd.engines.wire.messages import (
+    CONTENT_TYPE,
+    DEADLINE_HEADER,
     VERSION,
+    FrameReader,
     GenerateAnswer,
     GenerateFailure,
     GenerateRequest,
@@ -45,8 +46,8 @@ from mopd.engines.wire.messages import (
     ScoreAnswer,
     ScoreRequest,
     WireError,
+    decode,
     decode_aside,
-    decode_one_of,
     encode_aside,
 )
 
@@ -248,9 +249,7 @@ class _Responses:
         self.num_bytes += len(part)
         try:
             for body in self._frames.feed(part):
-                self._note(
-                    cast("GenerateAnswer | GenerateFailure", decode_one_of(body, GenerateAnswer, GenerateFailure))
-                )
+                self._note(cast("GenerateAnswer | GenerateFailure", decode(body, GenerateAnswer, GenerateFailure)))
         except WireError as error:
             raise self._http.corrupt(error) from error
 

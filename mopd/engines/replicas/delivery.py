@@ -6,6 +6,9 @@ checked.
     callers' parts ──Pool: room──> Request ──ask──> replica ──told, one by one──> part ──all there──> its caller
                                       │
                                       └── failure: samples without a result go back to their callers, who ask again
+
+``Scoring`` and ``Generating`` are the two kinds of work. Works that are equal may travel in one request, of whatever
+calls.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
 from mopd.config.groups import RoutingConfig
+from mopd.engines.checks import check_generations, check_scores
 from mopd.engines.concurrency import cancel
 from mopd.engines.interface import (
     CorruptAnswer,
@@ -24,15 +30,82 @@ from mopd.engines.interface import (
     EngineError,
     EngineUnavailable,
     EngineUnreachable,
+    Generation,
+    Generator,
+    Item,
+    SamplingParams,
+    Scorer,
+    Scores,
     StaleWeights,
+    split,
 )
 from mopd.engines.replicas.members import Member, Room, WorkRequest
 from mopd.engines.replicas.pool import Pool
-from mopd.engines.replicas.work import Generating, Scoring
 
 R = TypeVar("R")
 MIN_RETRY_AFTER_S = 0.01
 """Shortest pause, in seconds, for a replica with a full queue, whatever it says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scoring:
+    """Work of scorers; an item is a sequence, the length of its prompt, and its images."""
+
+    top_k: int
+    temperature: float
+    vocab_size: int | None
+
+    async def ask(
+        self, engine: Scorer, items: Sequence[Item[Tensor]], on_response: Callable[[int, Scores], None] | None
+    ) -> Sequence[Scores]:
+        """Score the items. Scorers answer for all at once, so ``on_response`` is not called."""
+        tokens, starts, images = split(items)
+        return await engine.score(tokens, starts, top_k=self.top_k, temperature=self.temperature, images=images)
+
+    def check(self, items: Sequence[Item[Tensor]], results: Sequence[Scores]) -> None:
+        """Raise ``ValueError`` for scores that cannot be right."""
+        tokens, starts, _ = split(items)
+        check_scores(results, tokens, starts, top_k=self.top_k, vocab_size=self.vocab_size)
+
+    def room(self, item: Item[Tensor]) -> Room:
+        """Return the room of a sequence, whose length is known."""
+        return Room(len(item[0]), 0, len(item[0]))
+
+    def count(self, item: Item[Tensor], result: Scores) -> int:
+        """Return the tokens of the sequence."""
+        return len(item[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generating:
+    """Work of generators; an item is a prompt, its seed, and its images."""
+
+    sampling: SamplingParams
+    vocab_size: int | None
+
+    async def ask(
+        self,
+        engine: Generator,
+        items: Sequence[Item[Sequence[int]]],
+        on_response: Callable[[int, Generation], None] | None,
+    ) -> Sequence[Generation]:
+        """Draw the items' responses."""
+        prompts, seeds, images = split(items)
+        return await engine.generate(prompts, self.sampling, seeds, on_response=on_response, images=images)
+
+    def check(self, items: Sequence[Item[Sequence[int]]], results: Sequence[Generation]) -> None:
+        """Raise ``ValueError`` for responses that cannot have been drawn."""
+        check_generations(results, max_new_tokens=self.sampling.max_new_tokens, vocab_size=self.vocab_size)
+
+    def room(self, item: Item[Sequence[int]]) -> Room:
+        """Return the room of a prompt. A response's length is unknown before it ends: only its load counts with the
+        most, and the engine makes room for it as it grows."""
+        length = len(item[0])
+        return Room(length, 1, length + self.sampling.max_new_tokens)
+
+    def count(self, item: Item[Sequence[int]], result: Generation) -> int:
+        """Return the tokens of prompt and response."""
+        return len(item[0]) + len(result.tokens)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -217,8 +290,6 @@ class Request(Generic[R]):
         except ValueError as error:
             raise CorruptAnswer(f"{self._member.name}: corrupt answer: {error}") from error
         self._use(rest)
-        if self._parts[0].is_counted:
-            self._member.counters.numbers.num_requests += 1
 
     def _use(self, results: dict[int, R]) -> None:
         """Count checked answers that came together, and deliver them."""

@@ -71,9 +71,7 @@ class SampleFailed(RuntimeError):
         tried = f"{len(attempts)} attempts on {', '.join(named)}" if attempts else "no replica was tried"
         reason = one_line(last_error)
         super().__init__(f"{group} could not answer for {len(positions)} samples: {tried}; last error: {reason}")
-        self.group = group
         self.positions = tuple(positions)
-        self.attempts = tuple(attempts)
         self.last_error = last_error
 
     def ends(self, line: str) -> UserError:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from mopd.base.metrics import is_counted
 from mopd.base.text import one_line
@@ -22,15 +22,9 @@ SPARE_SHARE = 8
 that those that end are followed at once, and requests carry N / SPARE_SHARE sequences rather than one."""
 
 
-class BreakerState(enum.Enum):
-    """State of a breaker; the values are those in ``metrics.jsonl``."""
-
-    CLOSED = 0
-    """The replica takes work."""
-    HALF_OPEN = 1
-    """One trial request is in progress."""
-    OPEN = 2
-    """The replica takes no work until its pause is over."""
+BreakerState = Literal["closed", "half_open", "open"]
+"""``closed``: the replica takes work. ``half_open``: one trial request is in progress. ``open``: it takes no work until
+its pause is over."""
 
 
 class Breaker:
@@ -38,7 +32,7 @@ class Breaker:
 
     ::
 
-        CLOSED ── `failures` failures in a row ──> OPEN ── `reset_s` later, at the next request ──> HALF_OPEN
+        closed ── `failures` failures in a row ──> open ── `reset_s` later, at the next request ──> half_open
           ▲                                         ▲──────────── the trial fails ───────────────────┤
           └──────────────────────────────────────────────────────── the trial succeeds ──────────────┘
     """
@@ -47,36 +41,36 @@ class Breaker:
         self._max_failures, self._reset_s = failures, reset_s
         self._failures_in_a_row = 0
         self._opens_again_at = -math.inf
-        self.state = BreakerState.CLOSED
+        self.state: BreakerState = "closed"
 
     def takes_work(self, now: float) -> bool:
         """Return whether a request may be sent now."""
-        return self.state is BreakerState.CLOSED or (self.state is BreakerState.OPEN and now >= self._opens_again_at)
+        return self.state == "closed" or (self.state == "open" and now >= self._opens_again_at)
 
     @property
     def next_trial_at(self) -> float | None:
         """Time when an open breaker allows its trial; ``None`` in the other states."""
-        return self._opens_again_at if self.state is BreakerState.OPEN else None
+        return self._opens_again_at if self.state == "open" else None
 
     def sent(self) -> None:
         """Record that a request goes out (after ``takes_work``): on an open breaker it is the trial."""
-        if self.state is BreakerState.OPEN:
-            self.state = BreakerState.HALF_OPEN
+        if self.state == "open":
+            self.state = "half_open"
 
     def succeeded(self) -> None:
         """Close the breaker: an answer came, whatever it says, so the replica lives."""
-        self.state, self._failures_in_a_row = BreakerState.CLOSED, 0
+        self.state, self._failures_in_a_row = "closed", 0
 
     def failed(self, now: float) -> None:
         """Record a request that failed through the replica's fault."""
         self._failures_in_a_row += 1
-        if self.state is BreakerState.HALF_OPEN or self._failures_in_a_row >= self._max_failures:
-            self.state, self._opens_again_at = BreakerState.OPEN, now + self._reset_s
+        if self.state == "half_open" or self._failures_in_a_row >= self._max_failures:
+            self.state, self._opens_again_at = "open", now + self._reset_s
 
     def abandoned(self, now: float) -> None:
         """Record a request that its sender cancelled, which proves nothing: a trial may be repeated at once."""
-        if self.state is BreakerState.HALF_OPEN:
-            self.state, self._opens_again_at = BreakerState.OPEN, now
+        if self.state == "half_open":
+            self.state, self._opens_again_at = "open", now
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +177,15 @@ class Member:
 
     def failed(self, now: float, error: Exception) -> None:
         """Record a request that failed through its fault."""
-        was_closed = self.breaker.state is BreakerState.CLOSED
+        was_closed = self.breaker.state == "closed"
         self.breaker.failed(now)
         self.counters.numbers.failures += 1
-        if was_closed and self.breaker.state is BreakerState.OPEN:
+        if was_closed and self.breaker.state == "open":
             logger.warning("%s is left alone and asked again from time to time: %s", self.label, one_line(error))
 
     def answered(self) -> None:
         """Record that it answered, whatever it said."""
-        if self.breaker.state is not BreakerState.CLOSED:
+        if self.breaker.state != "closed":
             logger.warning("%s answers again", self.label)
         self.breaker.succeeded()
 
@@ -199,6 +193,6 @@ class Member:
         """Return its state as in ``ReplicaNumbers.state``."""
         if self.suspended is not None:
             return "restarting"
-        if self.breaker.state is not BreakerState.CLOSED:
-            return self.breaker.state.name.lower()
+        if self.breaker.state != "closed":
+            return self.breaker.state
         return "closed" if self.serves(version) else "stale"

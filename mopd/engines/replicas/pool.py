@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from mopd.base.types import UserError
 from mopd.config.groups import RoutingConfig
 from mopd.engines.replicas.interface import Kind, NoReplica, Replica, RouterLimits
-from mopd.engines.replicas.members import NO_ROOM, BreakerState, Member, Room, WorkRequest
+from mopd.engines.replicas.members import NO_ROOM, Member, Room, WorkRequest
 from mopd.engines.replicas.statistics import BusyTime, GroupNumbers, ReplicaCounters
 
 WorkRequestT = TypeVar("WorkRequestT", bound=WorkRequest)
@@ -204,7 +204,7 @@ class Pool(Generic[WorkRequestT]):
                 continue
             self._forget(place)
             # an open breaker admits one trial: after it this replica is no choice for the others
-            on_trial = member.breaker.state is not BreakerState.CLOSED
+            on_trial = member.breaker.state != "closed"
             self._lend(member, waiter.want, now)
             joint.add(member, waiter.want)
             waiter.sent.set_result(None)

@@ -27,7 +27,6 @@ from torch import Tensor
 from mopd.base.types import UserError
 from mopd.config.groups import RoutingConfig
 from mopd.engines.concurrency import all_or_none, cancel
-from mopd.engines.images import join
 from mopd.engines.interface import (
     EngineBusy,
     EngineLimits,
@@ -40,13 +39,13 @@ from mopd.engines.interface import (
     SamplingParams,
     Scorer,
     Scores,
+    join,
 )
-from mopd.engines.replicas.delivery import Call, Part, Request
+from mopd.engines.replicas.delivery import Call, Generating, Part, Request, Scoring
 from mopd.engines.replicas.interface import LIMITS, NO_LIMITS, Kind, NoReplica, Replica, RouterLimits, SampleFailed
 from mopd.engines.replicas.members import NO_ROOM, Member
 from mopd.engines.replicas.pool import Pool
 from mopd.engines.replicas.statistics import GroupNumbers
-from mopd.engines.replicas.work import Generating, Scoring
 
 R = TypeVar("R")
 MAX_BACKOFF_S = 30.0

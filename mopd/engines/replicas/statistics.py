@@ -29,8 +29,6 @@ class ReplicaNumbers:
     name: str
     state: str = "closed"
     """``closed``, ``half_open`` or ``open`` (its breaker), ``restarting``, ``stale`` (weights) or ``gone``."""
-    num_requests: int = 0
-    """Answered requests."""
     num_samples: int = 0
     num_tokens: int = 0
     """Tokens of prompts and responses of the answered samples."""

@@ -165,7 +165,7 @@ class TorchEngine:
         images: Images = None,
     ) -> list[Generation]:
         """Draw one response per prompt. ``UserError`` for a prompt that does not fit with its response."""
-        self._require_weights()
+        check_weights(self._has_weights, name=self.name)
         check_images(self.sight, prompts, images, name=self.name)
         check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
         longest = max(map(len, prompts), default=0)
@@ -266,7 +266,7 @@ class TorchEngine:
         images: Images = None,
     ) -> list[Scores]:
         """Score the responses. ``ValueError`` for ``top_k`` above the vocabulary or an empty prompt."""
-        self._require_weights()
+        check_weights(self._has_weights, name=self.name)
         if not 1 <= top_k <= self.vocab_size:
             raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
         if temperature <= 0:
@@ -360,9 +360,6 @@ class TorchEngine:
                 f"(by up to {difference:.3g}), which the torch engine cannot score: choose another model"
             )
         self._head_checked = True
-
-    def _require_weights(self) -> None:
-        check_weights(self._has_weights, name=self.name)
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

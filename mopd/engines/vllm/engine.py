@@ -21,7 +21,6 @@ from mopd.base.types import PromptImage, UserError
 from mopd.config.groups import VllmEngineConfig
 from mopd.engines.checks import check_length, check_sampling, check_scoring, check_weights
 from mopd.engines.concurrency import TokenBudget, all_or_none
-from mopd.engines.images import join
 from mopd.engines.interface import (
     EngineInfo,
     EngineLimits,
@@ -33,6 +32,7 @@ from mopd.engines.interface import (
     SamplingParams,
     Scores,
     WeightsLost,
+    join,
 )
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineVision, check_images, read_vision

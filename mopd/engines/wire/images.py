@@ -9,8 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from mopd.config.data import MAX_IMAGE_BYTES
-from mopd.engines.wire.limits import MIB
-from mopd.engines.wire.messages import Array, Message, WireError, array_field, split_points
+from mopd.engines.wire.messages import MIB, Array, Message, WireError, array_field, split_points
 
 MAX_FILES = 256
 """Most files of one message."""

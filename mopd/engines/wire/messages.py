@@ -38,12 +38,28 @@ import numpy as np
 
 from mopd.base.text import visible
 from mopd.engines.wire.image_table import from_table
-from mopd.engines.wire.limits import MAX_HEAD_BYTES, MAX_SAMPLES, MAX_TEMPERATURE, MIN_TEMPERATURE
 
 VERSION = 7
 """Version of the wire format; the two ends must agree."""
 LARGE_BYTES = 2**18
 """Bodies above this are coded in a thread, so that the event loop serves others meanwhile."""
+FRAME_HEAD_BYTES = 4
+MIB = 2**20
+
+CONTENT_TYPE = "application/msgpack"
+"""Content type of every message body; errors are small JSON objects."""
+DEADLINE_HEADER = "x-mopd-deadline-s"
+"""Request header: seconds from arrival after which the client no longer waits for the answer."""
+MAX_HEAD_BYTES = MIB
+"""Largest packed scalars of one message, in bytes."""
+MAX_CHUNK_BYTES = 64 * MIB
+"""Largest body with a part of the weights, in bytes, everything included."""
+MAX_SAMPLES = 65536
+"""Most sequences in one request."""
+MIN_TEMPERATURE = 1e-4
+"""Smallest positive temperature: logits divided by much less are infinite, and their log-probs are NaN."""
+MAX_TEMPERATURE = 1e6
+"""Largest temperature: every distribution is uniform long before, and fp32 ends at 3e38."""
 
 Array = np.ndarray[Any, Any]
 
@@ -80,18 +96,14 @@ def encode(message: Message) -> bytes:
     return typing.cast(bytes, msgpack.packb(outer))
 
 
-def decode(body: bytes | bytearray | memoryview, cls: type[MessageT]) -> MessageT:
-    """Return the message in a body. Arrays are fresh, writable and of the machine's byte order.
+def decode(body: bytes | bytearray | memoryview, cls: type[MessageT], *others: type[MessageT]) -> MessageT:
+    """Return the message in a body, which may be of any of these kinds. Arrays are fresh, writable and of the machine's
+    byte order.
 
     Raises:
         WireError: not msgpack, another kind or version, a missing or unknown field, a wrong type, a wrong checksum, or
             fields that do not fit one another.
     """
-    return decode_one_of(body, cls)
-
-
-def decode_one_of(body: bytes | bytearray | memoryview, cls: type[MessageT], *others: type[MessageT]) -> MessageT:
-    """Decode as ``decode`` a message that may be of any of these kinds."""
     outer = _unpack(body)
     _require_keys(outer, {"kind", "version", "head", "arrays", "crc"}, "message")
     cls = next((other for other in others if other.kind == outer["kind"]), cls)
@@ -128,6 +140,34 @@ async def encode_aside(message: Message) -> bytes:
 async def decode_aside(body: bytes | bytearray, cls: type[MessageT]) -> MessageT:
     """Decode a body; a large one in a thread."""
     return await asyncio.to_thread(decode, body, cls) if len(body) > LARGE_BYTES else decode(body, cls)
+
+
+def frame(body: bytes) -> bytes:
+    """Return a message as part of a stream: its length in 4 little-endian bytes, then the message."""
+    return len(body).to_bytes(FRAME_HEAD_BYTES, "little") + body
+
+
+class FrameReader:
+    """Cuts a stream of frames into messages."""
+
+    def __init__(self, *, max_bytes: int) -> None:
+        """Start an empty stream. ``max_bytes`` bounds one message, and with it the bytes kept here."""
+        self._max_bytes = max_bytes
+        self._rest = bytearray()
+
+    def feed(self, part: bytes) -> list[bytes]:
+        """Return the messages that are complete with ``part``; ``WireError`` for one longer than ``max_bytes``."""
+        self._rest += part
+        found: list[bytes] = []
+        while len(self._rest) >= FRAME_HEAD_BYTES:
+            size = int.from_bytes(self._rest[:FRAME_HEAD_BYTES], "little")
+            if size > self._max_bytes:
+                raise WireError(f"a message of {size} bytes in a stream: at most {self._max_bytes} can be right")
+            if len(self._rest) < FRAME_HEAD_BYTES + size:
+                break
+            found.append(bytes(self._rest[FRAME_HEAD_BYTES : FRAME_HEAD_BYTES + size]))
+            del self._rest[: FRAME_HEAD_BYTES + size]
+        return found
 
 
 @cache
@@ -175,21 +215,13 @@ def _require_keys(value: Any, keys: AbstractSet[str], what: str) -> None:
 
 
 def _scalar(value: Any, annotation: Any, name: str) -> Any:
-    if typing.get_origin(annotation) is tuple:
-        if isinstance(value, list):
-            return tuple(_plain(item) for item in value)
-    elif annotation is float:
+    if annotation is float:
         if type(value) in (int, float) and math.isfinite(value):
             return float(value)
     # `is`: True would pass for the whole number 1
     elif type(value) is annotation:
         return value
     raise WireError(f"{name} is {_shown(value)}: wrong type, or not finite")
-
-
-def _plain(value: Any) -> Any:
-    """Turn lists into tuples, all the way down."""
-    return tuple(_plain(item) for item in value) if isinstance(value, list) else value
 
 
 def _shown(value: Any) -> str:
@@ -313,7 +345,7 @@ class GenerateRequest(Message):
 @dataclass(frozen=True, kw_only=True)
 class GenerateAnswer(Message):
     """One sampled response, with its stop token if there is one. The answer to a request is a stream of them, in the
-    order in which they end, each in a frame (``mopd.engines.wire.frames``)."""
+    order in which they end, each in a ``frame``."""
 
     kind: ClassVar[str] = "response"
     request_checksum: bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import gzip
 import itertools
@@ -28,12 +27,10 @@ from mopd.engines.interface import (
     CorruptAnswer,
     EngineBusy,
     EngineError,
-    EngineInfo,
     EngineRejected,
     EngineUnavailable,
     EngineUnreachable,
 )
-from mopd.engines.wire.messages import VERSION
 
 TOKEN = "a-secret-token-of-mine"
 TOKENS = torch.tensor([3, 1, 4, 1])
@@ -234,54 +231,6 @@ def test_a_pause_is_bounded(said: str, believed: float) -> None:
 def test_a_pause_in_a_header_is_bounded(said: str, believed: float) -> None:
     error, _ = talk(answer(b"{}", "429 Too Many Requests", f"retry-after: {said}"), "openai")
     assert isinstance(error, EngineBusy) and error.retry_after_s == believed
-
-
-GOOD_INFO = dataclasses.asdict(
-    EngineInfo(model="m", kind="torch", vocab_size=48, max_positions=64, dtype="float32", weight_version=-1)
-)
-BAD_INFO: dict[str, Any] = {
-    "no object": [],
-    "no engine": {"wire_version": VERSION},
-    "vocabulary as text": {"vocab_size": "48"},
-    "no vocabulary": {"vocab_size": 0},
-    "2^60 positions": {"max_positions": 2**60},
-    "version -2": {"weight_version": -2},
-    "a kind of its own": {"kind": "gpt"},
-    "hashes of its own": {"manifest": {"sha": "x"}},
-    "a long name": {"model": "x" * 10**5},
-    "no sequence at a time": {"limits": {**GOOD_INFO["limits"], "max_sequences": 0}},
-    "no limits": {"limits": None},
-    "more keys": {"more": 1},
-}
-
-
-def info_of(shown: Any) -> Any:
-    async def work() -> Any:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(answer(json.dumps(shown).encode()))
-            writer.close()
-
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        engine = RemoteEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=5.0, name="math.0")
-        try:
-            return await engine.info()
-        finally:
-            await engine.close()
-            server.close()
-
-    return asyncio.run(work())
-
-
-@pytest.mark.parametrize("name", BAD_INFO)
-def test_a_description_is_of_its_types_or_not_believed(name: str) -> None:
-    assert info_of({"wire_version": VERSION, "engine": GOOD_INFO}).vocab_size == 48
-    change = BAD_INFO[name]
-    is_whole = name in ("no object", "no engine")
-    with pytest.raises(EngineUnavailable, match=r"math\.0: corrupt answer: /info is not an engine server's"):
-        info_of(change if is_whole else {"wire_version": VERSION, "engine": {**GOOD_INFO, **change}})
-    with pytest.raises(EngineRejected, match=f"speaks wire version 1, not {VERSION}"):
-        info_of({"wire_version": 1, "engine": {"of": "another mopd"}})
 
 
 GOOD_URLS = (

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from mopd.base.types import UserError
 from mopd.engines.clients.openai import OpenAIScorer
 from mopd.engines.interface import EngineUnavailable, SamplingParams, Scores
+from tests.unit.engines.raw_server import response, serving
 
 TOKENS = [3, 1, 4, 1]
 ROWS: list[dict[str, float] | None] = [  # per position, vocabulary of 6, top-2: the own token is extra in the third row
@@ -32,64 +31,48 @@ def answer_of(rows: list[dict[str, float] | None]) -> dict[str, Any]:
 
 
 class Server:
-    """An HTTP server whose answer to a scoring request is ``reply``: status, headers and body."""
+    """Answers to a scoring request with ``body``."""
 
     def __init__(self) -> None:
-        self.reply: tuple[int, dict[str, str], bytes] = (200, {}, json.dumps(answer_of(ROWS)).encode())
-        self.models = ["teacher"]
+        self.body = json.dumps(answer_of(ROWS)).encode()
+        self.models: list[Any] = ["teacher"]
         self.requests: list[dict[str, Any]] = []
-        self.authorizations: list[str | None] = []
-        outer = self
+        self.heads: list[str] = []
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                body = {"data": [{"id": name} for name in outer.models]} if self.path == "/v1/models" else {}
-                self._send(200, {}, json.dumps(body).encode())
-
-            def do_POST(self) -> None:
-                outer.authorizations.append(self.headers.get("authorization"))
-                outer.requests.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-                self._send(*outer.reply)
-
-            def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
-                self.send_response(status)
-                for name, value in {**headers, "content-length": str(len(body))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args: Any) -> None: ...
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True)
-        self.thread.start()
+    def answer(self, path: str, body: bytes) -> bytes:
+        if path == "/v1/models":
+            return response(json.dumps({"data": [{"id": name} for name in self.models]}).encode())
+        self.requests.append(json.loads(body))
+        return response(self.body)
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
+def server() -> Server:
+    return Server()
 
 
-def score(server: Server, start: int = 1, *, name: str | None = None, timeout_s: float = 10.0, **kwargs: Any) -> Scores:
-    """One sequence through a scorer of its own."""
+def ask(
+    server: Server, action: Callable[[OpenAIScorer], Awaitable[Any]], *, name: str | None = None, path: str = ""
+) -> Any:
+    """``action`` on a scorer of its own."""
 
-    async def run() -> Scores:
-        scorer = OpenAIScorer(
-            server.url, served_model_name=name, vocab_size=6, max_positions=16, token="secret", timeout_s=timeout_s
-        )
-        try:
-            asked = {"top_k": 2, "temperature": 1.0, **kwargs}
-            return (await scorer.score([torch.tensor(TOKENS)], [start], **asked))[0]
-        finally:
-            await scorer.close()
+    async def run() -> Any:
+        async with serving(server.answer, server.heads) as url:
+            settings = {"served_model_name": name, "vocab_size": 6, "max_positions": 16, "timeout_s": 10.0}
+            scorer = OpenAIScorer(url + path, token="secret", **settings)
+            try:
+                return await action(scorer)
+            finally:
+                await scorer.close()
 
     return asyncio.run(run())
+
+
+def score(server: Server, start: int = 1, *, name: str | None = None, **kwargs: Any) -> Scores:
+    """One sequence."""
+    asked = {"top_k": 2, "temperature": 1.0, **kwargs}
+    (given,) = ask(server, lambda scorer: scorer.score([torch.tensor(TOKENS)], [start], **asked), name=name)
+    return given
 
 
 def test_response_rows_most_probable_first(server: Server) -> None:
@@ -98,19 +81,18 @@ def test_response_rows_most_probable_first(server: Server) -> None:
     assert given.logprobs.tolist() == [[-0.25, -2.0], [-0.75, -0.875]] and given.logprobs.dtype == torch.float32
     assert given.token_logprobs.tolist() == [-3.0, -0.875]
     assert server.requests[0]["prompt"] == TOKENS and server.requests[0]["prompt_logprobs"] == 2
-    assert server.requests[0]["model"] == "teacher" and server.authorizations == ["Bearer secret"]
+    assert server.requests[0]["model"] == "teacher"
+    assert all("authorization: bearer secret" in head.lower() for head in server.heads)
     assert score(server, start=4).ids.shape == (0, 2) and len(server.requests) == 1
 
 
 def test_slow_path_is_said_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> tuple[int, int]:
-        scorer = OpenAIScorer(server.url + "/v1", served_model_name=None, vocab_size=6, max_positions=16, timeout_s=10)
+    async def twice(scorer: OpenAIScorer) -> tuple[int, int]:
         for _ in range(2):
             await scorer.score([torch.tensor(TOKENS)], [1], top_k=2, temperature=1.0)
-        await scorer.close()
         return scorer.bytes_sent, scorer.bytes_received
 
-    assert all(count > 0 for count in asyncio.run(run()))
+    assert all(count > 0 for count in ask(server, twice, path="/v1"))
     assert ["mopd serve" in record.message for record in caplog.records] == [True]
 
 
@@ -146,7 +128,7 @@ CORRUPT: dict[str, Change] = {
 def test_corrupt_answers_are_no_answers(server: Server, change: str) -> None:
     answer = answer_of(ROWS)
     CORRUPT[change](answer["choices"][0])
-    server.reply = (200, {}, json.dumps(answer).encode())
+    server.body = json.dumps(answer).encode()
     with pytest.raises(EngineUnavailable, match="corrupt answer"):
         score(server)
 
@@ -157,7 +139,7 @@ def test_what_stands_in_texts_does_not_count(server: Server) -> None:
     for entry in answer["choices"][0]["prompt_logprobs"][1:]:
         for value in entry.values():
             value["decoded_token"] = "[{," * 2000
-    server.reply = (200, {}, json.dumps(answer).encode())
+    server.body = json.dumps(answer).encode()
     assert score(server).token_logprobs.tolist() == [-0.5, -3.0, -0.875]
 
 
@@ -174,21 +156,14 @@ def test_what_stands_in_texts_does_not_count(server: Server) -> None:
     ],
 )
 def test_responses_of_odd_numbers_are_none(server: Server, logprobs: dict[str, Any]) -> None:
-    async def draw() -> Any:
-        scorer = OpenAIScorer(server.url, served_model_name=None, vocab_size=6, max_positions=16, timeout_s=10)
-        try:
-            return await scorer.generate([[1]], SamplingParams(max_new_tokens=2, temperature=0.0), [0])
-        finally:
-            await scorer.close()
+    def draw(given: dict[str, Any]) -> Any:
+        server.body = json.dumps({"choices": [{"logprobs": given, "finish_reason": "stop"}]}).encode()
+        sampling = SamplingParams(max_new_tokens=2, temperature=0.0)
+        return ask(server, lambda scorer: scorer.generate([[1]], sampling, [0]))
 
-    def reply(given: dict[str, Any]) -> None:
-        server.reply = (200, {}, json.dumps({"choices": [{"logprobs": given, "finish_reason": "stop"}]}).encode())
-
-    reply({"tokens": ["token_id:1"], "token_logprobs": [-1]})
-    assert asyncio.run(draw())[0].logprobs.tolist() == [-1.0]
-    reply(logprobs)
+    assert draw({"tokens": ["token_id:1"], "token_logprobs": [-1]})[0].logprobs.tolist() == [-1.0]
     with pytest.raises(EngineUnavailable, match="corrupt answer"):
-        asyncio.run(draw())
+        draw(logprobs)
 
 
 def test_what_the_user_must_cure(server: Server) -> None:
@@ -199,7 +174,7 @@ def test_what_the_user_must_cure(server: Server) -> None:
 
     refuse("at temperature 1 only", temperature=0.5)
     refuse("served_model_name 'other' is not served there: 'teacher'", name="other")
-    server.models = [7]  # type: ignore[list-item]
+    server.models = [7]
     with pytest.raises(EngineUnavailable, match="corrupt answer: /v1/models is not a list"):
         score(server)
     server.models = ["a", "b"]

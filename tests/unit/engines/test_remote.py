@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -15,14 +16,15 @@ from mopd.base.metrics import apart
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import (
     EngineBusy,
+    EngineInfo,
     EngineRejected,
     EngineUnavailable,
     EngineUnreachable,
     SamplingParams,
     StaleWeights,
 )
-from mopd.engines.wire.frames import frame
 from mopd.engines.wire.messages import (
+    VERSION,
     GenerateAnswer,
     GenerateFailure,
     GenerateRequest,
@@ -31,15 +33,12 @@ from mopd.engines.wire.messages import (
     ScoreRequest,
     decode,
     encode,
+    frame,
 )
+from tests.unit.engines.raw_server import Answer, response, serving
 
 TOKENS = [torch.tensor([1, 5, 9, 7, 7]), torch.tensor([1, 4, 4, 6])]
 SAMPLING = SamplingParams(max_new_tokens=3)
-Answer = Callable[[str, bytes], bytes]
-
-
-def response(body: bytes, status: str = "200 OK", extra: str = "") -> bytes:
-    return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n{extra}\r\n".encode() + body
 
 
 def right_answer(path: str, body: bytes) -> ScoreAnswer:
@@ -87,30 +86,16 @@ def stream(messages: Sequence[Message]) -> bytes:
     return b"".join(frame(encode(message)) for message in messages)
 
 
-def ask(answer: Answer | None, action: Callable[[RemoteEngine], Awaitable[Any]], timeout_s: float = 5.0) -> Any:
-    """``action`` on a client whose server gives ``answer(path, body)`` as raw bytes; ``None`` never answers."""
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                lines = head.decode().split("\r\n")
-                sizes = [int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length")]
-                body = await reader.readexactly(sizes[0] if sizes else 0)
-                if answer is not None:
-                    writer.write(answer(lines[0].split()[1], body))
-                    await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
+def ask(answer: Answer, action: Callable[[RemoteEngine], Awaitable[Any]], timeout_s: float = 5.0) -> Any:
+    """``action`` on a client whose server gives ``answer(path, body)``."""
 
     async def work() -> Any:
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        engine = RemoteEngine(f"http://127.0.0.1:{port}", timeout_s=timeout_s, name="math/0")
-        try:
-            return await action(engine)
-        finally:
-            await engine.close()
-            server.close()
+        async with serving(answer) as url:
+            engine = RemoteEngine(url, timeout_s=timeout_s, name="math/0")
+            try:
+                return await action(engine)
+            finally:
+                await engine.close()
 
     return asyncio.run(work())
 
@@ -188,8 +173,6 @@ def ints(*values: int) -> np.ndarray:
         (score, lambda path, body: response(b"<html>"), "not msgpack"),
         (score, lambda path, body: response(right_body(path, body)[:-5]), "not msgpack"),
         (score, lambda path, body: response(b"x" * 10_000), "longer than"),
-        (RemoteEngine.info, lambda path, body: response(b"{}"), "not an engine server's"),
-        (RemoteEngine.info, lambda path, body: response(b'{"wire_version": 2, "engine": []}'), "not an engine"),
     ],
 )
 def test_a_corrupt_or_foreign_answer_is_none(call: Any, answer: Answer, problem: str) -> None:
@@ -305,3 +288,37 @@ def test_payload_bytes_are_counted() -> None:
         assert (engine.bytes_sent, engine.bytes_received) == counted
 
     ask(answer, work)
+
+
+GOOD_INFO = dataclasses.asdict(
+    EngineInfo(model="m", kind="torch", vocab_size=48, max_positions=64, dtype="float32", weight_version=-1)
+)
+BAD_INFO: dict[str, Any] = {
+    "no object": [],
+    "no engine": {"wire_version": VERSION},
+    "vocabulary as text": {"vocab_size": "48"},
+    "no vocabulary": {"vocab_size": 0},
+    "2^60 positions": {"max_positions": 2**60},
+    "version -2": {"weight_version": -2},
+    "a kind of its own": {"kind": "gpt"},
+    "hashes of its own": {"manifest": {"sha": "x"}},
+    "a long name": {"model": "x" * 10**5},
+    "no sequence at a time": {"limits": {**GOOD_INFO["limits"], "max_sequences": 0}},
+    "no limits": {"limits": None},
+    "more keys": {"more": 1},
+}
+
+
+def told(shown: Any) -> Any:
+    return ask(lambda path, body: response(json.dumps(shown).encode()), RemoteEngine.info)
+
+
+@pytest.mark.parametrize("name", BAD_INFO)
+def test_a_description_is_of_its_types_or_not_believed(name: str) -> None:
+    assert told({"wire_version": VERSION, "engine": GOOD_INFO}).vocab_size == 48
+    change = BAD_INFO[name]
+    is_whole = name in ("no object", "no engine")
+    with pytest.raises(EngineUnavailable, match=r"math/0: corrupt answer: /info is not an engine server's"):
+        told(change if is_whole else {"wire_version": VERSION, "engine": {**GOOD_INFO, **change}})
+    with pytest.raises(EngineRejected, match=f"speaks wire version 1, not {VERSION}"):
+        told({"wire_version": 1, "engine": {"of": "another mopd"}})

@@ -10,8 +10,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mopd.engines.wire.frames import FrameReader
-from mopd.engines.wire.messages import GenerateAnswer, ScoreAnswer, decode, encode
+from mopd.engines.wire.messages import FrameReader, GenerateAnswer, ScoreAnswer, decode, encode
 from tests.fixtures.servers import RunningServer
 from tests.unit.engines.wire.test_messages import MESSAGES, generate_request, score_request
 from tests.unit.serving.test_limits import assert_lives, post

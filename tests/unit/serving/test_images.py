@@ -21,8 +21,7 @@ from mopd.engines.replicas.interface import Replica, SampleFailed
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.images import ImageFiles
-from mopd.engines.wire.limits import CONTENT_TYPE
-from mopd.engines.wire.messages import encode
+from mopd.engines.wire.messages import CONTENT_TYPE, encode
 from tests.fixtures.seen import Transformers, placeholders, prompt_image, prompts_with_images
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL

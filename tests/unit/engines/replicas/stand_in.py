@@ -6,7 +6,7 @@ Runs on the simulated clock of ``tests.fixtures.token_clock``: 1 s is 100 tokens
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -77,9 +77,7 @@ class StandIn:
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
-    async def load_weights(
-        self, weights: Iterable[tuple[str, Tensor]], weight_version: int, *, kept: Set[str] = frozenset()
-    ) -> None:
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
         assert [name for name, _ in weights] == ["w"]
         self.weight_version = weight_version
 

@@ -5,45 +5,34 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from mopd.config.groups import RoutingConfig
-from mopd.engines.interface import Scores
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from tests.fixtures.token_clock import run_on_token_clock
+from tests.unit.engines.replicas.stand_in import StandIn, make_router, run, samples, score
 
 TOKENS_PER_S = 10_000.0
 MOST = 1.15
 """Largest allowed time until the last replica is done, relative to the ideal."""
 
 
-class TokenClockEngine:
-    """Scores one request after the other, in a time by its tokens."""
+class OneByOne(StandIn):
+    """Works on one request after the other."""
 
     def __init__(self) -> None:
+        super().__init__(tokens_per_s=TOKENS_PER_S)
         self._turn = asyncio.Lock()
         self.done_at = 0.0
 
-    async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, **_: Any
-    ) -> list[Scores]:
+    async def _work(self, firsts: list[int], num_tokens: int) -> None:
         async with self._turn:
-            await asyncio.sleep(sum(map(len, tokens)) / TOKENS_PER_S)
+            await super()._work(firsts, num_tokens)
         self.done_at = asyncio.get_running_loop().time()
-        return [
-            Scores(
-                ids=torch.arange(top_k, dtype=torch.int32).expand(len(sequence) - start, top_k),
-                logprobs=torch.full((len(sequence) - start, top_k), -20.0),
-                token_logprobs=torch.full((len(sequence) - start,), -20.0),
-            )
-            for sequence, start in zip(tokens, prompt_lengths, strict=True)
-        ]
 
 
 def ideal_s(lengths: Sequence[int], num_replicas: int) -> float:
@@ -55,7 +44,7 @@ def routed_s(lengths: Sequence[int], num_replicas: int) -> float:
     """Time until the last replica is done, with the router itself."""
 
     async def work() -> float:
-        engines = [TokenClockEngine() for _ in range(num_replicas)]
+        engines = [OneByOne() for _ in range(num_replicas)]
         replicas = [Replica(name=str(i), engine=engine) for i, engine in enumerate(engines)]
         router = Router("simulated", replicas, RoutingConfig(), kind="teacher")
         tokens = [torch.zeros(length, dtype=torch.int32) for length in lengths]
@@ -88,3 +77,19 @@ def test_no_bad_case_among_shapes_of_batches(num_replicas: int) -> None:
     for name, lengths in batches.items():
         relative = routed_s(lengths, num_replicas) / ideal_s(lengths, num_replicas)
         assert 0.999 <= relative <= MOST, name
+
+
+def test_the_replica_with_the_fewest_tokens_under_way_is_next() -> None:
+    engines = [StandIn(i) for i in range(2)]
+    router = make_router(engines, max_inflight_tokens=1000)
+    tokens, starts = samples(60, 10, 10, 10)
+
+    async def work() -> None:
+        long = asyncio.create_task(score(router, tokens[:1], starts[:1]))
+        await asyncio.sleep(0.01)
+        for i in (1, 2, 3):
+            await score(router, tokens[i : i + 1], starts[i : i + 1])
+        await long
+
+    run(work)
+    assert [engine.calls for engine in engines] == [[[1000]], [[1001], [1002], [1003]]]

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd.base.types import PromptImage
-from mopd.engines.wire.frames import FrameReader, frame
 from mopd.engines.wire.image_table import from_table, to_table
 from mopd.engines.wire.images import ImageFiles, ImagesKept
 from mopd.engines.wire.messages import (
     VERSION,
+    FrameReader,
     GenerateAnswer,
     GenerateFailure,
     GenerateRequest,
@@ -25,8 +25,8 @@ from mopd.engines.wire.messages import (
     ScoreRequest,
     WireError,
     decode,
-    decode_one_of,
     encode,
+    frame,
 )
 from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
 from mopd.engines.wire.weights import stage_updates
@@ -259,13 +259,13 @@ def test_a_wrong_value_is_shown_as_far_as_a_line_holds_it(length: int, is_whole:
 
 def test_one_of_several_kinds() -> None:
     for message in (generate_answer(), FAILURE):
-        back = decode_one_of(encode(message), GenerateAnswer, GenerateFailure)
+        back = decode(encode(message), GenerateAnswer, GenerateFailure)
         assert_equal(message, back)
     with pytest.raises(WireError, match="expected kind 'response'"):
-        decode_one_of(encode(score_request()), GenerateAnswer, GenerateFailure)
+        decode(encode(score_request()), GenerateAnswer, GenerateFailure)
     with pytest.raises(WireError, match="status is 200"):
         failure = GenerateFailure(request_checksum=b"", status=200, message="")
-        decode_one_of(encode(failure), GenerateAnswer, GenerateFailure)
+        decode(encode(failure), GenerateAnswer, GenerateFailure)
 
 
 @settings(max_examples=100, deadline=None)

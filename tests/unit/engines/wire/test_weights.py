@@ -13,8 +13,7 @@ from safetensors.torch import _TYPES
 from torch import Tensor
 
 from mopd.base.types import NonFiniteError
-from mopd.engines.wire.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES
-from mopd.engines.wire.messages import WireError, decode, encode
+from mopd.engines.wire.messages import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, WireError, decode, encode
 from mopd.engines.wire.transfer import MIN_PART_BYTES, WeightJoin, WeightPart
 from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.weights.parts import TensorMeta, digest
