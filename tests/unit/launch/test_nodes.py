@@ -156,23 +156,32 @@ def test_a_launcher_that_comes_late_was_not_silent(monkeypatch: pytest.MonkeyPat
     assert store.check(["failed", "silent/1"])
 
 
-def test_an_error_before_the_ranks_ends_the_waits_of_the_others() -> None:
-    port = free_port()
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_before_the_ranks_ends_the_waits_of_the_others(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where their ranks, which do not end by a signal, take longer than a report: node 0 keeps its word."""
+    monkeypatch.setattr(module, "REPORT_S", 0.5)
+    port, heard = free_port(), list[tuple[str, int]]()
 
     def fail(nodes: Nodes) -> None:
         raise UserError("student.model: is not here")
 
-    def wait(nodes: Nodes) -> tuple[str, int]:
+    def end_slowly(nodes: Nodes) -> None:
         with pytest.raises(NodeLostError):
             nodes.meet("the checks")
+        time.sleep(4 * module.REPORT_S)
         cause = nodes.cause()
-        return cause.line, cause.code
+        heard.append((cause.line, cause.code))
 
-    failing = meet_as(Place(num_nodes=2, node_rank=1, port=port), fail)
-    waiting = meet_as(Place(num_nodes=2, node_rank=0, port=port), wait)
-    assert waiting() == ("student.model: is not here", 2)
+    ends = [
+        meet_as(Place(num_nodes=2, node_rank=rank, port=port), fail if rank == failing else end_slowly)
+        for rank in range(2)
+    ]
     with pytest.raises(UserError, match="is not here"):
-        failing()
+        ends[failing]()
+    if failing:
+        ends[0]()
+    assert heard == [("student.model: is not here", 2)]  # of node 0: before it and its store have gone
+    ends[1 - failing]()
 
 
 def test_who_failed_first_is_what_the_store_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,25 +338,3 @@ def test_places() -> None:
     place = place_of(parser.parse_args(["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "[::1]:29500"]))
     assert place == Place(num_nodes=2, node_rank=1, host="::1", port=29500) and place.is_on_loopback
     assert not Place(num_nodes=2, host="10.0.0.1", port=1).is_on_loopback
-
-
-def test_node_0_keeps_its_word_until_the_others_ranks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that do not end by a signal take longer than a report: the line is the cause's all the same."""
-    monkeypatch.setattr(module, "REPORT_S", 0.5)
-    port, heard = free_port(), list[str]()
-
-    def fail(nodes: Nodes) -> None:
-        raise UserError("student.model: is not here")
-
-    def end_slowly(nodes: Nodes) -> None:
-        with pytest.raises(NodeLostError):
-            nodes.meet("the checks")
-        time.sleep(4 * module.REPORT_S)
-        heard.append(nodes.cause().line)
-
-    failing = meet_as(Place(num_nodes=2, node_rank=0, port=port), fail)
-    waiting = meet_as(Place(num_nodes=2, node_rank=1, port=port), end_slowly)
-    with pytest.raises(UserError, match="is not here"):
-        failing()
-    assert heard == ["student.model: is not here"]  # before node 0 and its store have gone
-    waiting()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
-from mopd.base.types import UserError
 from mopd.config.load import load_recipe
 from mopd.config.schema import Recipe
-from mopd.placement.groups import ExternalGroup, Groups, plan_groups
+from mopd.placement.groups import Groups, plan_groups
 from mopd.placement.interface import ROLLOUT
 from mopd.placement.process import ServerState
 from mopd.placement.ray.cluster import RayCluster
@@ -106,18 +104,3 @@ def test_a_cluster_that_does_not_end_is_ended_once(recipe: Recipe) -> None:
         assert cluster.closes == 1 and not groups._log_dir.exists()
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
-
-
-def test_an_external_server_that_never_answers_is_named(tmp_path: Path) -> None:
-    make_hf_model(tmp_path / "model")
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    with socket.socket() as bound:  # and does not listen
-        bound.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        external = f"teachers.math.placement={{type: external, urls: ['{url}'], startup_timeout_s: 0.1}}"
-        models = [f"{key}={tmp_path / 'model'}" for key in ("student.model", "teachers.math.model")]
-        outside = load_recipe(tmp_path / "recipe.yaml", [*LOCAL, *models, external]).recipe
-        group = ExternalGroup(plan_groups(outside)["teachers.math"])
-        with pytest.raises(UserError, match=rf"placement\.urls: {url} is not healthy after 0\.1 s"):
-            asyncio.run(group.start())
-        asyncio.run(group.close())

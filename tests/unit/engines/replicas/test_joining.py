@@ -16,8 +16,6 @@ from mopd.engines.interface import (
     EngineRejected,
     EngineUnavailable,
     Generation,
-    Images,
-    ResponseCallback,
     SamplingParams,
     Scores,
 )
@@ -146,19 +144,11 @@ class Refuser(Teller):
         super().__init__()
         self.error = error
 
-    async def generate(
-        self,
-        prompts: Any,
-        sampling: Any,
-        seeds: Any,
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-    ) -> list[Generation]:
+    async def generate(self, prompts: Any, *args: Any, **kwargs: Any) -> list[Generation]:
         if any(prompt[0] == 13 for prompt in prompts):
             self.calls.append([prompt[0] for prompt in prompts])
             raise self.error
-        return await super().generate(prompts, sampling, seeds, on_response=on_response)
+        return await super().generate(prompts, *args, **kwargs)
 
 
 @pytest.mark.parametrize("error", [EngineRejected("longer than the model"), ZeroDivisionError("a bug")], ids=repr)
@@ -182,12 +172,10 @@ def test_a_refused_joint_request_fails_its_bad_caller_alone(error: Exception) ->
 class Picky(StandIn):
     """Refuses any request that holds the sample 1003."""
 
-    async def score(
-        self, tokens: Any, prompt_lengths: Any, *, top_k: int, temperature: float, images: Images = None
-    ) -> list[Scores]:
+    async def score(self, tokens: Any, *args: Any, **kwargs: Any) -> list[Scores]:
         if any(int(sequence[0]) == 1003 for sequence in tokens):
             raise EngineRejected("sequence longer than the model")
-        return await super().score(tokens, prompt_lengths, top_k=top_k, temperature=temperature)
+        return await super().score(tokens, *args, **kwargs)
 
 
 @pytest.mark.parametrize("stops", [True, False])
