@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack
 
 import httpx
@@ -17,7 +17,6 @@ from mopd.base.files.json_text import parse_json
 from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.config.values import check_server_url, shown_url
-from mopd.engines.clients.images import UnknownImages
 from mopd.engines.interface import (
     CorruptAnswer,
     EngineBusy,
@@ -48,6 +47,14 @@ MAX_MESSAGE_CHARACTERS = 300
 """Longest quotation of a server's words in an error."""
 
 _Take = Callable[[bytes], None] | None
+
+
+class UnknownImages(EngineRejected):
+    """HTTP 428: the server does not have, or no longer has, the files of these ``digests``."""
+
+    def __init__(self, message: str, digests: Collection[bytes]) -> None:
+        super().__init__(message)
+        self.digests = digests
 
 
 class HttpClient:

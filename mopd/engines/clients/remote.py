@@ -8,8 +8,9 @@ the answer is corrupt. Whether scores are possible is checked by the router, as 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,14 +18,15 @@ from torch import Tensor
 
 from mopd.base.files.json_text import parse_json
 from mopd.base.metrics import is_counted
-from mopd.base.types import UserError
+from mopd.base.types import PromptImage, UserError
+from mopd.config.data import MAX_IMAGE_BYTES
 from mopd.config.reading.build import build_from_json
 from mopd.conversion.hf.manifest import HASHES
-from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient
-from mopd.engines.clients.images import ImageSender
+from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient, UnknownImages
 from mopd.engines.interface import (
     EngineInfo,
     EngineRejected,
+    EngineUnavailable,
     Generation,
     Images,
     ResponseCallback,
@@ -33,7 +35,7 @@ from mopd.engines.interface import (
     StaleWeights,
 )
 from mopd.engines.wire.image_table import to_table
-from mopd.engines.wire.images import ImagesKept
+from mopd.engines.wire.images import MAX_FILES, ImageFiles, ImagesKept
 from mopd.engines.wire.messages import (
     CONTENT_TYPE,
     DEADLINE_HEADER,
@@ -55,7 +57,13 @@ ANSWER_HEAD_BYTES = 4096
 """Bytes that an answer, or one response, may have beside its arrays."""
 MAX_NUMBER = 2**53
 """Largest number that ``/info`` may hold."""
+MAX_KNOWN = 2**18
+"""Digests of images remembered as sent, 16 bytes each."""
+MAX_ROUNDS = 4
+"""Times that missing images are sent for one request. A server that misses them still has no room for all of them."""
 FOREIGN = "it belongs to other tokens than those that were sent"
+
+T = TypeVar("T")
 
 
 class RemoteEngine:
@@ -77,7 +85,7 @@ class RemoteEngine:
         )
         self._weights_http = HttpClient(url, token=token, timeout_s=timeout_s, name=name, content_type=CONTENT_TYPE)
         """Connections of its own for weight updates: neither waits for the other's."""
-        self._images = ImageSender(self._send_images, self._http.name)
+        self._images = _ImageSender(self._send_images, self._http.name)
         self.url = url
         self.name = self._http.name
         self.weight_version = -1
@@ -316,3 +324,49 @@ def read_engine(description: dict[str, Any]) -> EngineInfo:
     if info.manifest is not None and info.manifest.keys() != set(HASHES):
         raise ValueError(f"manifest is no object of {', '.join(HASHES)}")
     return info
+
+
+class _ImageSender:
+    """Sends image files to one server, each once for all requests, and again if the server misses it."""
+
+    def __init__(self, post: Callable[[bytes], Awaitable[object]], name: str) -> None:
+        """Keep ``post``, which sends the body of one ``ImageFiles`` message, and ``name``, the server's in errors."""
+        self._post, self._name = post, name
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._turn = asyncio.Lock()
+
+    async def asked(self, images: Images, ask: Callable[[], Awaitable[T]]) -> T:
+        """Provide the server with ``images`` and return ``ask()``. Raises what sending them and ``ask`` raise."""
+        wanted = {image.digest: image for own in images or () for image in own}
+        if not wanted:
+            return await ask()
+        for _ in range(MAX_ROUNDS):
+            await self._provide(wanted)
+            try:
+                return await ask()
+            except UnknownImages as unknown:
+                for digest in unknown.digests:
+                    self._known.pop(digest, None)
+        raise EngineUnavailable(f"{self._name}: misses images that it was sent {MAX_ROUNDS} times: it has no room")
+
+    async def _provide(self, wanted: Mapping[bytes, PromptImage]) -> None:
+        async with self._turn:  # who waits here finds the files that another caller has sent meanwhile
+            files: dict[bytes, bytes] = {}
+            for image in [image for digest, image in wanted.items() if digest not in self._known]:
+                content = await asyncio.to_thread(image.load)
+                if files and (len(files) == MAX_FILES or _size(files) + len(content) > MAX_IMAGE_BYTES):
+                    await self._send_files(files)
+                    files = {}
+                files[image.digest] = content
+            if files:
+                await self._send_files(files)
+
+    async def _send_files(self, files: Mapping[bytes, bytes]) -> None:
+        await self._post(await encode_aside(ImageFiles.of([*files.values()])))
+        self._known.update(dict.fromkeys(files))
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+
+def _size(files: Mapping[bytes, bytes]) -> int:
+    return sum(map(len, files.values()))
