@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mopd.base.metrics import StepMetrics
@@ -39,7 +38,7 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineLimits, SamplingParams
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
-from mopd.engines.wire.weights import StagedWeights, stage_updates
+from mopd.engines.wire.weights import stage_updates
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.rewards import RewardWorker
@@ -47,7 +46,6 @@ from mopd.orchestrator.rollout import RolloutWorker, derive_seed
 from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
 from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.rewards.domains import build_rewards
-from mopd.weights.receiving import check_fit
 
 MOST_OF_BOUND = 1.10
 """Largest allowed step, relative to what bounds it."""
@@ -58,7 +56,6 @@ MOST_DEVIATION = 1.0
 STEPS, QUICK_STEPS = 6, 3
 WARM_UP, QUICK_WARM_UP = 5, 3
 QUICK_FACTOR = 0.2
-TENSOR_MB = 4
 COLUMNS = {
     "step s": "mean_step_s:.3f", "bound s": "bound_s:.3f", "x bound": "ratio:.3f", "mix": "mix_deviation:.1f",
     "refused": "refused:d", "ages, %": "percent:", "bytes": "bytes_per_sample:.0f",
@@ -74,7 +71,6 @@ SCENARIOS = (
     Scenario(name="constant", **EVEN, **TIMES),
     Scenario(name="heavy_tailed", **HEAVY, **TIMES),
     Scenario(name="slow_domain", slow_domain="chat", **EVEN, **TIMES),
-    Scenario(name="real_weights", weights_mb=256, **HEAVY, **{**TIMES, "stage_s": 0.0, "send_s": 0.0}),
     Scenario(name="slow_trainer", staleness=(1, 4), most_age=2.0, **HEAVY, **SLOW_TRAINER),
 )
 
@@ -96,33 +92,6 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return report.finish()
 
 
-class UnpackedWeights(GroupWeightSync):
-    """Way of staged weights to stand-in engines: unpacked and checked as one server does it, then swapped in."""
-
-    def __init__(self, router: Router, recipe: Recipe, slots: Mapping[str, Tensor]) -> None:
-        super().__init__(router, on_running=recipe.on_new_weights)
-        self._slots = slots
-
-    async def send(self, staged: StagedWeights) -> None:
-        """Return when the engines draw with them."""
-        if staged.bodies:
-            await asyncio.to_thread(self._unpack, staged)
-        for engine in self.targets.engines.values():
-            await engine.load_weights(staged.weight_version)
-        self.targets.router.set_weight_version(staged.weight_version)
-
-    def _unpack(self, staged: StagedWeights) -> None:
-        staging, metas = staged.collected()
-        check_fit(metas, self._slots, name="the stand-in")
-        staging.close()
-
-
-def make_weights(num_mb: int) -> dict[str, Tensor]:
-    """Make fp32 tensors of ``TENSOR_MB`` megabytes each, ``num_mb`` together, touched."""
-    size = TENSOR_MB * 10**6 // 4
-    return {f"layers.{i}.weight": torch.full((size,), float(i)) for i in range(num_mb // TENSOR_MB)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workers:
     """What a controller directs: a run's own workers, routers and storage around the stand-ins."""
@@ -131,7 +100,7 @@ class Workers:
     teachers: TeacherWorker
     rewards: RewardWorker
     plane: LocalDataPlane
-    sync: UnpackedWeights
+    sync: GroupWeightSync
 
 
 def with_workers(recipe: Recipe, scenario: Scenario, work: Callable[[Workers], Awaitable[DoneT]]) -> DoneT:
@@ -172,7 +141,7 @@ async def make_workers(recipe: Recipe, scenario: Scenario) -> Workers:
         for _ in range(stand_ins.ROLLOUT_REPLICAS)
     ]
     rollout = Router("rollout", replicas("rollout", generators), recipe.rollout.routing, kind="rollout")
-    sync = UnpackedWeights(rollout, recipe, make_weights(scenario.weights_mb))
+    sync = GroupWeightSync(rollout, on_running=recipe.on_new_weights)
     await sync.send(stage_updates([], 0))
     words = WordLevel({f"w{i}": i for i in range(stand_ins.VOCAB_SIZE)}, unk_token="w0")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
@@ -194,10 +163,9 @@ class SleepingStudent:
     dp_size = 1
     packing = PackingRules(is_packed=True, max_tokens=1 << 20, micro_batch_size=None, square_cost=0.0)
 
-    def __init__(self, scenario: Scenario, sync: UnpackedWeights) -> None:
+    def __init__(self, scenario: Scenario, sync: GroupWeightSync) -> None:
         self._scenario, self._sync = scenario, sync
-        self._weights = make_weights(scenario.weights_mb)
-        self._staged = stage_updates([], 0)
+        self._version = 0
         self.plan_bytes = self.num_of_two_versions = 0
         self.sample_ids: list[int] = []
         self.mixes: list[Counter[str]] = []
@@ -221,15 +189,12 @@ class SleepingStudent:
 
     async def stage(self, weight_version: int) -> None:
         await asyncio.sleep(self._scenario.stage_s)
-        if self._weights:
-            self._staged = await asyncio.to_thread(stage_updates, self._weights.items(), weight_version)
-        else:
-            self._staged = stage_updates([], weight_version)
+        self._version = weight_version
 
     async def send(self) -> None:
-        staged = self._staged  # the next version may be staged while this one travels
+        version = self._version  # the next one may be staged while this one travels
         await asyncio.sleep(self._scenario.send_s)
-        await self._sync.send(staged)
+        await self._sync.send(stage_updates([], version))
 
 
 class StepEnds:

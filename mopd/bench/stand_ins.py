@@ -179,9 +179,6 @@ class Scenario:
     """Time in which they travel, while everything else goes on."""
     swap_s: float = 0.0
     """Time in which a rollout replica stands still."""
-    weights_mb: int = 0
-    """Megabytes of real weights that are copied for handing over, unpacked and checked, in the place of ``stage_s`` and
-    ``send_s``."""
     staleness: tuple[int, ...] = (1, 2)
     """Values of ``max_staleness`` to run, beside 0."""
     most_age: float | None = None

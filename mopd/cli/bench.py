@@ -1,6 +1,6 @@
 """``mopd bench``: the losses beside what else there is, the path from teachers to tensors beside the bare engine, the
-data planes beside what ranks need, the pipeline beside its slowest stage, the student beside plain
-PyTorch, weights on their way to engines beside a bare broadcast."""
+data planes beside each other, the pipeline beside its slowest stage, the student beside plain PyTorch, weights on their
+way to engines beside a bare broadcast."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=64, metavar="K", help="scores per token (default: %(default)s)")
     add("--size", metavar="NAME", help="instead: qwen3-1.7b, random weights, beside a bare forward pass; on a GPU")
     add("--json", action="store_true", help="print JSON instead of a table")
-    text = "bytes into each trainer rank, and seconds of a step through each data plane; exit code 1 below a goal"
+    text = "seconds of a step through each data plane"
     add = parts.add_parser("data_plane", help=text, description=text).add_argument
     add("--quick", action="store_true", help="8 and 32 MiB a step instead of 64 and 1024")
     add("--rounds", type=int, default=3, metavar="N", help="rounds of all contenders (default: %(default)s)")

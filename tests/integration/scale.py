@@ -40,7 +40,7 @@ from torch import Tensor
 
 from mopd.base.tasks import Stop, Tasks
 from mopd.base.types import LOSS_FIELDS, DomainSums, MicroBatchPlan
-from mopd.bench.pipeline import TENSOR_MB, StepEnds, make_weights, make_workers
+from mopd.bench.pipeline import StepEnds, make_workers
 from mopd.bench.stand_ins import Lengths, Scenario, make_recipe, make_stream
 from mopd.bench.weights import write_student
 from mopd.config.schema import Recipe
@@ -56,6 +56,7 @@ from mopd.orchestrator.training import fresh_ledger
 GOAL = 2000.0
 """Samples a second through one orchestrator."""
 NUM_CALLS = 100
+NUM_WEIGHTS = 1_000_000
 TIMEOUT_S = 300.0
 
 
@@ -90,7 +91,7 @@ class StubWorker:
         return {}
 
     def weights(self, **_: Any) -> Iterator[tuple[str, Tensor]]:
-        yield from make_weights(TENSOR_MB).items()
+        yield "layers.0.weight", torch.zeros(NUM_WEIGHTS)
 
 
 def rank_life(rank: int, num_ranks: int, store: str, recipe: Recipe, end: Any) -> None:
@@ -189,7 +190,6 @@ def run(num_ranks: int, num_prompts: int, steps: int, max_staleness: int, profil
         num_prompts=num_prompts,
         samples_per_prompt=1,
         max_sequences=1024,
-        weights_mb=TENSOR_MB,
     )
     with tempfile.TemporaryDirectory() as folder:
         write_student(Path(folder), 1)

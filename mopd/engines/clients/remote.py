@@ -7,6 +7,7 @@ the answer is corrupt. Whether scores are possible is checked by the router, as 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence

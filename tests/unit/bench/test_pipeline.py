@@ -10,7 +10,6 @@ import pytest
 from mopd.bench.pipeline import (
     MOST_BYTES,
     StageSeconds,
-    UnpackedWeights,
     measure_scenario,
     mix_deviation,
     nominal_times,
@@ -18,7 +17,6 @@ from mopd.bench.pipeline import (
     runs_part,
 )
 from mopd.bench.stand_ins import SHARES, Lengths, Scenario
-from mopd.engines.wire.weights import StagedWeights
 
 SHORT = Scenario(
     name="short",
@@ -57,22 +55,6 @@ def test_a_scenario_from_prompts_to_goals(capsys: pytest.CaptureFixture[str]) ->
     assert {name.split("/")[0] for name in goals} == {"short"}
     part.show()
     assert "n = 2" in capsys.readouterr().out
-
-
-def test_real_weights_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every published version is unpacked into the stand-in engines' memory, byte for byte."""
-    sent: list[int] = []
-    unpack = UnpackedWeights._unpack
-
-    def noted(self: UnpackedWeights, staged: StagedWeights) -> None:
-        sent.append(sum(map(len, staged.bodies)))
-        unpack(self, staged)
-
-    monkeypatch.setattr(UnpackedWeights, "_unpack", noted)
-    run = run_controller(replace(SHORT, weights_mb=8, stage_s=0.0, send_s=0.0), max_staleness=1, steps=2)
-    assert len(sent) >= 2 + 2 + 2  # steps before, in between and after
-    assert min(sent) > 8e6
-    assert run["bytes_per_sample"] <= MOST_BYTES and run["refused"] == 0
 
 
 def test_bytes_that_ranks_are_told_do_not_grow_with_tensors() -> None:

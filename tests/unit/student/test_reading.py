@@ -114,6 +114,20 @@ def test_what_reads_of_one_command_were_waited_for_adds_up(monkeypatch: pytest.M
     assert own.waited[-1] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("is_first", "is_last", "names"),
+    [(True, False, {"tokens"}), (False, False, set()), (False, True, {"tokens", "loss_mask"})],
+)
+def test_a_stage_reads_what_it_needs(is_first: bool, is_last: bool, names: set[str]) -> None:
+    layout: Any = SimpleNamespace(
+        samples_group=SimpleNamespace(size=lambda: 1), is_first_stage=is_first, is_last_stage=is_last
+    )
+    plane = LocalDataPlane()
+    fields = {"tokens": torch.arange(3), "loss_mask": torch.ones(2, dtype=torch.bool), "other": torch.ones(2)}
+    asyncio.run(plane.put([meta(0)], {name: [tensor] for name, tensor in fields.items()}))
+    assert StageReader(plane.reader(), layout).fetch([meta(0)], ("tokens", "loss_mask")).keys() == names
+
+
 def test_a_wait_is_told_before_the_next_one_is_begun() -> None:
     seen: list[str] = []
 
