@@ -21,7 +21,7 @@ from typing import Any
 
 from mopd.base.files.json_text import parse_json
 from mopd.base.files.reading import open_regular, shown_path
-from mopd.base.files.writing import writing
+from mopd.base.files.writing import append_whole, writing
 from mopd.base.types import Batch, DomainSums, UserError
 
 GROUP_ROOMS = ("teachers", "rollout")
@@ -274,17 +274,9 @@ class JsonlWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record; NaN and infinity are refused with ``ValueError``."""
-        left = memoryview(json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        line = json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with writing(self._path):
-            end = os.fstat(self._file.fileno()).st_size
-            try:
-                while left:
-                    left = left[self._file.write(left) :]
-                os.fsync(self._file.fileno())
-            except BaseException:
-                # a part of a line would run into the next record
-                self._file.truncate(end)
-                raise
+            append_whole(self._file, line, is_synced=True)
 
     def close(self) -> None:
         self._file.close()

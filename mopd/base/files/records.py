@@ -26,7 +26,7 @@ from safetensors.numpy import load, save
 
 from mopd.base.files.json_text import parse_json
 from mopd.base.files.reading import open_regular, shown_path
-from mopd.base.files.writing import writing
+from mopd.base.files.writing import append_whole, writing
 from mopd.base.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -141,15 +141,7 @@ class Records:
     def _write(shard: Path, content: bytes) -> int:
         """Append to a shard of this process, whole or not at all; return the offset."""
         with writing(shard), shard.open("ab", buffering=0) as file:
-            offset = file.seek(0, os.SEEK_END)
-            try:
-                left = memoryview(content)
-                while left:
-                    left = left[file.write(left) :]
-            except BaseException:
-                file.truncate(offset)
-                raise
-        return offset
+            return append_whole(file, content, is_synced=False)
 
     def _read_index(self, shard: Path) -> None:
         with open_regular(shard, cure=_CURE) as file:

@@ -82,19 +82,12 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         UserError: the system refuses; the old file stays.
     """
-    partial = partial_of(path)
+    with _replacing(path, 0o666) as file:
+        file.write(text.encode("utf-8"))
+        file.flush()
+        os.fsync(file.fileno())
+    # The new name, too, must survive a crash.
     with writing(path):
-        try:
-            with partial.open("wb") as file:
-                file.write(text.encode("utf-8"))
-                file.flush()
-                os.fsync(file.fileno())
-            # Atomic: readers see the old file or the new one.
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        # The new name, too, must survive a crash.
         sync(path.parent)
 
 
@@ -105,16 +98,38 @@ def write_private(path: Path, content: bytes) -> None:
     Raises:
         UserError: the system refuses.
     """
+    with _replacing(path, 0o600) as file:
+        file.write(content)
+
+
+@contextmanager
+def _replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
+    """Yield a new file that takes the name at the block's end, at once; nothing of it stays after an error."""
     partial = partial_of(path)
     with writing(path):
         try:
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
             with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
+                yield file
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def append_whole(file: BinaryIO, content: bytes, *, is_synced: bool) -> int:
+    """Append to an unbuffered file, whole or not at all, and return the offset. ``is_synced``: it must survive a crash
+    of the machine."""
+    offset, left = file.seek(0, os.SEEK_END), memoryview(content)
+    try:
+        while left:
+            left = left[file.write(left) :]
+        if is_synced:
+            os.fsync(file.fileno())
+    except BaseException:
+        file.truncate(offset)  # a part would run into what comes next
+        raise
+    return offset
 
 
 def partial_of(path: Path) -> Path:
