@@ -129,10 +129,10 @@ SHARES = {
                            "which loads the 36,945 tensors of 235B in 6.2 s"),
     "update_s": Share(value=0.1, source="stop, start and finish of an update, and emptying of caches; assumed, below "
                       "the 0.18 s of a whole update of 0.6B by vLLM's own transfer (huggingface/trl 5892)"),
-    "stage": Share(value=0.45e9, source="bytes a second of the process that packs weights (copy, msgpack, CRC-32), "
-                   "measured on one core: docs/planning.md"),
-    "send": Share(value=0.8e9, source="bytes a second of the process that sends them, to all together, likewise"),
-    "receive": Share(value=0.23e9, source="bytes a second of a replica that takes, checks and loads them, likewise"),
+    "stage": Share(value=0.35e9, source="bytes a second of weights on their way to messages by HTTP: rank 0 copies and "
+                   "digests them, the link, msgpack and CRC-32; mopd bench weights, one core each: docs/planning.md"),
+    "send": Share(value=1.5e9, source="bytes a second of the process that sends them, to all together, likewise"),
+    "receive": Share(value=0.18e9, source="bytes a second of a replica that takes, compares and loads them, likewise"),
     "host": Share(value=20e9, source="bytes a second of host memory that a rank's fused Adam moves, measured on one "
                   "core; the cores of a node share its memory"),
     "vllm_reserve_bytes": Share(value=4 * GIB, source="CUDA graphs, activations of a step, as vLLM tells at its start"),

@@ -48,7 +48,7 @@ COPY_BYTES = 2**27
 STAGED_BYTES = 2**26
 LARGE_SUM, SMALL_SUM = 2**18, 16
 """Elements of the collectives that are measured."""
-SENT_TO_STAGED, LOADED_TO_STAGED = 1.8, 0.5
+SENT_TO_STAGED, LOADED_TO_STAGED = 4.3, 0.5
 """Rates of sending and of loading weights, over that of packing them: measured once (docs/planning.md)."""
 ROUNDS = 7
 SUMS = 20

@@ -32,6 +32,9 @@ from mopd.planning.memory.shards import BYTES, update_bytes
 
 HTTP_PIECE_BYTES = 64 * MIB
 """Bytes of one message of an update by HTTP."""
+TAKEN_OVER = 0.5
+"""Share of packing by HTTP after which the student goes on: rank 0 has handed its weights over, and they become
+messages (``mopd bench weights``: 0.7 of 1.5 s)."""
 HOST_LARGE_BYTES = MIB
 """Bytes from which a tensor leaves host memory as a part of its own; from a GPU's it does from a bucket's on."""
 TENSOR_CALLS = 10
@@ -173,8 +176,8 @@ def weight_update(
         found = Pieces(tensors=0, parts=-(-num_bytes // HTTP_PIECE_BYTES), turns=1, senders=1)
         times = {"packing": num_bytes / rates.stage, "sending": num_bytes * replicas / rates.send}
         times["loading"] = num_bytes / rates.receive
-        student_s, bound = times["packing"], max(times, key=times.__getitem__)
-        seconds = student_s + max(times["sending"], times["loading"])
+        student_s, bound = TAKEN_OVER * times["packing"], max(times, key=times.__getitem__)
+        seconds = times["packing"] + max(times["sending"], times["loading"])
     return WeightUpdate(
         way=name, num_bytes=num_bytes, parts=found.parts, senders=found.senders, receivers=receivers, nodes=nodes,
         seconds=seconds, student_s=student_s, bound=bound,

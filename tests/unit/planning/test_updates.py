@@ -180,10 +180,10 @@ def test_ways_of_shared_gpus_and_by_http() -> None:
     shared, sent = update(DENSE, way="ipc"), update(DENSE)
     assert shared.way == "ipc" and shared.seconds < sent.seconds
     assert update(DENSE, way="ipc", bucket_mib=1).seconds > update(DENSE, way="ipc").seconds
-    one, four = (update(DENSE, way="http", replicas=replicas) for replicas in (1, 8))
+    one, many = (update(DENSE, way="http", replicas=replicas) for replicas in (1, 16))
     assert one.seconds > 20 * update(DENSE, nodes=2).seconds
-    assert (one.bound, four.bound) == ("loading", "sending")
-    assert four.student_s == one.student_s and four.seconds > one.seconds
+    assert (one.bound, many.bound) == ("loading", "sending")
+    assert many.student_s == one.student_s < one.seconds < many.seconds
 
 
 def test_the_student_waits_while_its_weights_travel() -> None:
