@@ -457,7 +457,7 @@ async def hop(make: Callable[[Recipe], Any], recipe: Recipe) -> AsyncIterator[Ho
 
 
 def _follow(make: Callable[[Recipe], Any], recipe: Recipe, end: socket.socket) -> None:
-    """Run the child's process: build the worker and run_commands commands until the link ends."""
+    """Run the child's process: build the worker and execute commands until the link ends."""
     torch.set_num_threads(1)  # as beside as many busy engines
     worker, link = make(recipe), RankLink(end, "the benchmark")
     with suppress(LinkEnded):

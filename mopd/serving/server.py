@@ -128,7 +128,7 @@ ACCEPT_AT_ONCE = 128
 
 
 class ServerConfig(uvicorn.Config):
-    """uvicorn's configuration of an engine server, with the limits that its connections run_commands."""
+    """uvicorn's configuration of an engine server, with the limits that its connections keep."""
 
     def __init__(self, app: FastAPI, limits: ServerLimits) -> None:
         super().__init__(

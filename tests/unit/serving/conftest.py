@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.torch.engine import TorchEngine
@@ -24,6 +25,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def local(folder: Path) -> TorchEngine:
     """The same model in this process, to compare with."""
     return TorchEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
+
+
+@pytest.fixture(scope="session")
+def weights(local: TorchEngine) -> dict[str, Tensor]:
+    """Its weights."""
+    return dict(local.model.named_parameters())
 
 
 @pytest.fixture

@@ -61,11 +61,6 @@ POOL = ThreadPoolExecutor(4)
 
 
 @pytest.fixture(scope="module")
-def weights(local: TorchEngine) -> Weights:
-    return {name: slot.detach().clone() for name, slot in local.weight_slots.items()}
-
-
-@pytest.fixture(scope="module")
 def rollout(folder: Path) -> Iterator[RunningServer]:
     with running_server(TorchEngine.empty(folder, TorchEngineConfig(dtype="float32")), "rollout") as running:
         yield running

@@ -17,11 +17,6 @@ from tests.fixtures.updates import join, load, tell
 from tests.unit.serving.test_updates import Weights, assert_serves, draw, run
 
 
-@pytest.fixture(scope="module")
-def weights(local: TorchEngine) -> Weights:
-    return dict(local.model.named_parameters())
-
-
 class SleepyEngine(TorchEngine):
     """A torch engine with the weights of its folder and a bed."""
 

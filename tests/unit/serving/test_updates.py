@@ -45,11 +45,6 @@ def rollout(folder: Path) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")
-def weights(local: TorchEngine) -> Weights:
-    return dict(local.model.named_parameters())
-
-
-@pytest.fixture(scope="module")
 def other_weights(weights: Weights) -> Weights:
     return {name: tensor * 0.5 for name, tensor in weights.items()}
 

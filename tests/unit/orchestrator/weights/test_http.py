@@ -1,10 +1,10 @@
-"""Weight sync to real rollout servers."""
+"""Weight sync to real rollout servers, and to engines of this process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,10 @@ class DyingEngine(RemoteEngine):
         return await super().post(path, *args, **options)
 
 
-async def publish(replicas: list[DyingEngine], weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+async def publish(replicas: Sequence[Any], weights: Iterable[tuple[str, Tensor]], version: int) -> None:
     """As a group of these replicas does; each takes part, whatever it has."""
-    router = Router("rollout", [Replica(name=r.name, engine=r) for r in replicas], RoutingConfig(), kind="rollout")
+    members = [Replica(name=replica.name, engine=replica) for replica in replicas]
+    router = Router("rollout", members, RoutingConfig(), kind="rollout")
     await GroupWeightSync(router).publish(weights, version)
     await router.close()
 
@@ -60,7 +61,7 @@ def run(servers: list[RunningServer], action: Any) -> None:
     asyncio.run(work())
 
 
-async def assert_serves(replica: RemoteEngine, source: TorchEngine) -> None:
+async def assert_serves(replica: Any, source: TorchEngine) -> None:
     (theirs,) = await replica.generate([[5, 6, 7]], SAMPLING, [1])
     (ours,) = await source.generate([[5, 6, 7]], SAMPLING, [1])
     assert torch.equal(theirs.tokens, ours.tokens) and torch.equal(theirs.logprobs, ours.logprobs)
@@ -81,6 +82,23 @@ def test_one_stream_reaches_every_replica(servers: list[RunningServer], source: 
                 assert torch.equal(parameter, rounded[name].float())
 
     run(servers, work)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_one_stream_reaches_every_engine_of_this_process(folder: Path, source: TorchEngine, num_engines: int) -> None:
+    engines = [TorchEngine.empty(folder, TorchEngineConfig(dtype="float32")) for _ in range(num_engines)]
+    for i, engine in enumerate(engines):
+        engine.name = f"r{i}"
+
+    async def work() -> None:
+        await publish(engines, iter(list(source.model.named_parameters())), 4)
+        for engine in engines:
+            assert engine.weight_version == 4
+            await assert_serves(engine, source)
+        with pytest.raises(ValueError, match="are missing"):
+            await publish(engines, iter([]), 5)
+
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize("step", ["join", "part", "start"])
@@ -162,6 +180,58 @@ def test_a_server_that_is_away_is_waited_for(
             await engine.close()
 
     asyncio.run(asyncio.wait_for(work(), 120.0))
+
+
+def test_a_server_that_stays_away_is_given_up(
+    servers: list[RunningServer], source: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its patience, with the reason; the other one answers on."""
+    monkeypatch.setattr(syncing, "AWAY_PAUSE_S", 0.01)
+
+    async def work(replicas: list[DyingEngine]) -> None:
+        gone = RemoteEngine(f"http://127.0.0.1:{free_port()}", timeout_s=30.0, name="r1")
+        members = [Replica(name="r0", engine=replicas[0]), Replica(name="r1", engine=gone)]
+        router = Router("rollout", members, RoutingConfig(), kind="rollout")
+        sync, told = GroupWeightSync(router), dict[str, str]()
+
+        def give_up(name: str, *, reason: str) -> None:
+            told[name] = reason
+            router.remove(name, reason=reason)
+
+        await sync.publish(source.model.named_parameters(), 1)
+        repair = sync.watch(give_up, patience_s=0.1)
+        while not told:
+            await asyncio.sleep(0.01)
+        assert told.keys() == {"r1"} and told["r1"].endswith(", for 0.1 s") and "/health" in told["r1"]
+        assert len(await router.generate([[5, 6, 7]], SAMPLING, [1])) == 1
+        await repair.close()
+        await router.close()
+        await gone.close()
+
+    run(servers, work)
+
+
+def test_a_replica_that_lost_a_part_is_sent_all_again_at_once(
+    servers: list[RunningServer], source: TorchEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It answers, so that its update begins anew; the others' goes on."""
+    post, lost = RemoteEngine.post, list[str]()
+
+    async def losing(self: RemoteEngine, path: str, body: bytes, *args: Any, **options: Any) -> Any:
+        if path == "/v1/weights/part" and self.name == "r0" and not lost:
+            lost.append(path)
+            raise StaleWeights("r0: HTTP 409: no such weight update")
+        return await post(self, path, body, *args, **options)
+
+    monkeypatch.setattr(RemoteEngine, "post", losing)
+
+    async def work(replicas: list[DyingEngine]) -> None:
+        await publish(replicas, source.model.named_parameters(), 1)
+        assert [replica.weight_version for replica in replicas] == [1, 1] and lost
+        await assert_serves(replicas[0], source)
+
+    run(servers, work)
+    assert caplog.text.count("weights to rollout replica r0, part: ") == 1 and "replica r1" not in caplog.text
 
 
 def test_no_replica_left_is_told_after_the_stream(
