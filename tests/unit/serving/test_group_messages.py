@@ -285,7 +285,9 @@ def test_who_may_not(folder: Path, teacher: RunningServer, weights: Weights) -> 
     """Without the token; at a teacher, whose weights are fixed; from a web page; while the engine sleeps."""
     messages = (("join", join(to_json(metas_of(weights)))), ("start", start()), ("finish", finish()))
     for step, message in messages[:2]:
-        assert ask(teacher, step, message).status_code == 403, step
+        refused = ask(teacher, step, message)
+        assert refused.status_code == 403 and "this server's weights are fixed" in refused.text, step
+    assert "this engine cannot sleep" in post(teacher, "/v1/sleep", b"").text
     engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
     with running_server(engine, "rollout", token=TOKEN) as running:
         for path in (*(f"/v1/weights/{step}" for step, _ in messages), "/v1/sleep", "/v1/wake", "/v1/wake/weights"):

@@ -312,14 +312,3 @@ def test_an_engine_with_a_queue_of_its_own_gets_nothing_until_it_is_idle(
         await other.close()
 
     run(rollout, work)
-
-
-def test_a_teachers_weights_are_fixed(teacher: RunningServer, weights: Weights) -> None:
-    async def work(remote: RemoteEngine) -> None:
-        with pytest.raises(EngineRejected, match="403: this server's weights are fixed"):
-            await load(remote, weights.items(), 1)
-        assert remote.weight_version == -1
-        with pytest.raises(EngineRejected, match="cannot sleep"):
-            await remote.sleep()
-
-    run(teacher, work)
