@@ -8,6 +8,7 @@ One sample's life, with small numbers::
     tensor fields of sample 7 in the data plane (L = 3 + 4 tokens, R = 4 response tokens, K = top-k):
         tokens [L] int64 · loss_mask [R] bool · rollout_logprobs [R] fp32 · token_versions [R] int32
         teacher_ids [R, K] int32 · teacher_logprobs [R, K] fp32 · teacher_token_logprobs [R] fp32
+        task_advantage [R] fp32, of losses with a task reward · baseline [R] fp32, of ``loss.baseline: domain``
 
 A recipe with an ensemble (D = most teachers of any domain > 1) has ``teacher_ids`` and ``teacher_logprobs`` [R, D, K]
 in all domains; entries beyond a domain's own teachers have weight 0. If the student's family has vision, every sample

@@ -182,9 +182,10 @@ class PolicyGradientConfig:
 
     type: Literal["policy_gradient"]
     """Loss type."""
-    baseline: Literal["kl", "none"] = "kl"
+    baseline: Literal["kl", "domain", "none"] = "kl"
     """What the advantage is compared with. kl: its expectation over the student's tokens, by the teacher's top k and a
-    bucket: the same expected gradient with a fraction of its variance; none: nothing."""
+    bucket: the same expected gradient with a fraction of its variance; domain: its mean over the domain's other
+    responses of the step; none: nothing."""
     task_reward_weight: NotNegative = 0.0
     """Weight of the task advantage."""
     task_advantage: TaskAdvantage = "mean"
@@ -226,6 +227,11 @@ class PolicyGradientConfig:
 
 
 Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig
+
+
+def has_domain_baseline(loss: Loss) -> bool:
+    """Whether the loss reads the ``baseline`` field, which the step's batch as a whole determines."""
+    return isinstance(loss, PolicyGradientConfig) and loss.baseline == "domain"
 
 
 def check_domain_budget(loss: Loss) -> None:

@@ -14,7 +14,7 @@ It is the detached advantage of the policy gradient:
     loss = -w * min(rho A, clip(rho, 1 - low, 1 + high) A),  with dual clip c:  never more than -w c A where A < 0
 
 b is a baseline, which must not see y: the expected gradient is the same with any, its variance is not
-(``kl_baseline``).
+(``kl_baseline``, ``domain_baselines``).
 
 w, which also multiplies the estimators, corrects for samples that another policy has drawn: the rollout engine with its
 other rounding, or weights of some steps ago. It is detached:
@@ -32,6 +32,8 @@ log p_y, one more coefficient on the row.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +90,28 @@ def kl_baseline(logprobs_TDK: Tensor, teacher: TeacherRows) -> Tensor:
     p_out, q_out = (1 - p.sum(-1)).clamp_min(0), (1 - q.sum(-1)).clamp_min(SMALLEST_TAIL)
     kl_TD = inside + torch.special.xlogy(p_out, p_out / q_out)
     return -torch.where(teacher.weights_TD == 0, 0, teacher.weights_TD * kl_TD).sum(-1)
+
+
+def domain_baselines(domains: Sequence[str], sums: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """Return the baseline of each response of a batch: the mean advantage over the loss tokens of its domain's *other*
+    responses, 0 where there are none. ``sums`` and ``counts`` are each response's sum of advantages and its number of
+    loss tokens.
+
+    The whole response is left out, not only the token in question: later tokens are drawn after it, so that a mean with
+    them would see y, and the expected gradient would be another. The mean of earlier steps would be unbiased too, but
+    is state that checkpoints must keep, and lags. Float64 sums in the order given: the same numbers at every layout.
+
+    A response whose sum is not finite is in no mean: the step stops at it, and its message is to name it alone.
+    """
+    total, num = defaultdict[str, float](float), defaultdict[str, int](int)
+    own = [(sum_, count) if math.isfinite(sum_) else (0.0, 0) for sum_, count in zip(sums, counts, strict=True)]
+    for domain, (sum_, count) in zip(domains, own, strict=True):
+        total[domain] += sum_
+        num[domain] += count
+    return [
+        (total[domain] - sum_) / (num[domain] - count) if num[domain] > count else 0.0
+        for domain, (sum_, count) in zip(domains, own, strict=True)
+    ]
 
 
 def check_correction(correction: tuple[str, float, float] | None, *, rollout: bool) -> None:

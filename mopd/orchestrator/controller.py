@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mopd.base.metrics import StepMetrics, StepTimer, age_metrics, horizon_metrics, merge_step, share_metrics
 from mopd.base.tasks import Stop, StopRequested, Tasks
 from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta, UserError
-from mopd.config.losses import Objective, budget_of
+from mopd.config.losses import Objective, budget_of, has_domain_baseline
 from mopd.config.schema import Recipe
 from mopd.data.packing import PackingRules, pack, plan_metrics
 from mopd.engines.concurrency import all_or_none
@@ -258,6 +258,8 @@ class Controller:
             ids = [sample.sample_id for slot in slots for sample in slot.samples]
             batch = await self.plane.claim(ids, self.recipe.loss_fields(step))
         with self.timer("pack"):
+            if has_domain_baseline(self.recipe.loss) and self.recipe.objective_at(step) == "on_policy":
+                await self.teachers.compare(batch)
             plan = pack(batch.samples, self.student.packing, dp_size=self.student.dp_size)
         diagnostics = step == 1 or step % self.recipe.metrics.diagnostics_every_steps == 0
         with self.timer("forward_backward"):

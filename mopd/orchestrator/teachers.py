@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mopd.base.text import named_samples, one_line
-from mopd.base.types import FailedSample, SampleMeta, UserError
+from mopd.base.types import Batch, FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment
 from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.images import ImageStore
@@ -24,6 +24,7 @@ from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import CorruptAnswer, Images, Scores
 from mopd.engines.replicas.interface import NoReplica, SampleFailed
 from mopd.engines.replicas.router import Router
+from mopd.losses.sampled import domain_baselines
 from mopd.orchestrator.kept.scores import ScoreCache
 
 Answers = dict[int, Scores | FailedSample]
@@ -114,6 +115,19 @@ class TeacherWorker:
             names = next(iter(fields.values()))
             await self._plane.update([*fields], {name: [own[name] for own in fields.values()] for name in names})
         return [*failed.values()]
+
+    async def compare(self, batch: Batch) -> None:
+        """Write ``baseline`` [R] fp32 of a claimed batch's samples, for ``loss.baseline: domain``
+        (``domain_baselines``). What the rollout said of its tokens stands for the student's log-probs, which nobody
+        has yet: a baseline need not be exact, only blind to the token that it is subtracted at."""
+        names = ("loss_mask", "teacher_token_logprobs", "rollout_logprobs")
+        fields = await self._plane.get(batch.sample_ids, names)
+        rows = zip(*(fields[name] for name in names), strict=True)
+        sums = [float((teacher.double() - rollout)[mask].sum()) for mask, teacher, rollout in rows]
+        counts = [sample.num_loss_tokens for sample in batch.samples]
+        found = domain_baselines([sample.domain for sample in batch.samples], sums, counts)
+        values = [torch.full((s.response_length,), one) for s, one in zip(batch.samples, found, strict=True)]
+        await self._plane.update(batch.sample_ids, {"baseline": values})
 
     async def _ask(self, group: TeacherGroup, metas: Sequence[SampleMeta]) -> Answers:
         ids, images = [meta.sample_id for meta in metas], None

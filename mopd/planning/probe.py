@@ -228,6 +228,7 @@ def _filled_plane(
         "teacher_logprobs": torch.full(shape, -float(shape[-1])),
         "teacher_token_logprobs": torch.full((response,), -1.0),
         "task_advantage": torch.zeros(response),
+        "baseline": torch.zeros(response),
     }
     metas = [
         SampleMeta(

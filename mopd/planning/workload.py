@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mopd.base.types import UserError
+from mopd.config.losses import has_domain_baseline
 from mopd.config.schema import Recipe
 
 ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES = 4, 4, 8
@@ -154,7 +155,8 @@ def _workload(recipe: Recipe, domains: Mapping[str, float], **lengths: Any) -> W
 def sample_bytes(recipe: Recipe, work: Workload) -> int:
     """Return the bytes of one sample's tensors in the data plane, all of its fields."""
     teacher = work.max_teachers * recipe.loss.top_k * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
-    row = 1 + LOGPROB_BYTES + ID_BYTES + teacher + (LOGPROB_BYTES if recipe.needs_task_advantage else 0)
+    advantages = recipe.needs_task_advantage + has_domain_baseline(recipe.loss)
+    row = 1 + LOGPROB_BYTES + ID_BYTES + teacher + LOGPROB_BYTES * advantages
     return round(TOKEN_BYTES * work.length + row * work.response_tokens)
 
 

@@ -91,7 +91,7 @@ PANELS = {
     ),
     "ratio": Panel("Policy ratio", "PPO's ratio of new to old probability.", from_zero=False),
     "clip_fraction": Panel("Clipped tokens", "Share that PPO's clip held back."),
-    "baseline": Panel("Expected advantage", "Of the student's tokens, by the teacher's top k."),
+    "baseline": Panel("Baseline", "What the policy gradient subtracts from the advantage."),
     "correction_weight": Panel("Mismatch weight", "Of trainer against rollout engine.", from_zero=False),
     "grad_norm": Panel("Gradient norm", "Before clipping."),
     "prompts_share": Panel("Prompts by domain", "Share of the step's samples; dotted: the stream's.", is_noisy=False),

@@ -33,7 +33,14 @@ from mopd.student.vision import ImageInput
 Fields = Mapping[str, Mapping[int, Tensor]]
 """Field name -> sample id -> tensor, as fetched from the data plane."""
 
-ROW_FIELDS = ("rollout_logprobs", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs", "task_advantage")
+ROW_FIELDS = (
+    "rollout_logprobs",
+    "teacher_ids",
+    "teacher_logprobs",
+    "teacher_token_logprobs",
+    "task_advantage",
+    "baseline",
+)
 """Fields with one entry per response token that a loss may read."""
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.base.types import DomainSums, MicroBatchPlan, SampleMeta, UserError
-from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig, budget_of
+from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig, budget_of, has_domain_baseline
 from mopd.losses import (
     LinearHead,
     domain_factors,
@@ -159,6 +159,8 @@ class Objective:
             fields.append("rollout_logprobs")
         if not isinstance(loss, KLLossConfig) and loss.task_reward_weight:
             fields.append("task_advantage")
+        if has_domain_baseline(loss):
+            fields.append("baseline")
         return tuple(fields)
 
     def domain_factors(self, samples: Sequence[SampleMeta], domains: Sequence[str]) -> Tensor | None:
@@ -446,6 +448,8 @@ class Objective:
         if loss.baseline == "kl":
             options |= {"topk_ids": own["teacher_ids"], "topk_logprobs": own["teacher_logprobs"]}
             options["topk_weights"] = own.get("teacher_weights")
+        elif loss.baseline == "domain":
+            options["baseline"] = own["baseline"]
         return parallel_policy_gradient(
             logits,
             own["targets"],

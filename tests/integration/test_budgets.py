@@ -51,13 +51,14 @@ def write_recipe(world: World, run_dir: Path, *, lr: float, **sections: Any) -> 
     return path
 
 
-def test_a_domain_of_few_tokens_gets_its_budget(uneven: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", [{}, {"type": "policy_gradient", "baseline": "domain", "temperature": 0.2}])
+def test_a_domain_of_few_tokens_gets_its_budget(uneven: World, tmp_path: Path, loss: dict[str, Any]) -> None:
     recipe = write_recipe(
         uneven,
         tmp_path / "run",
         lr=1e-6,  # answers stay as long as they are
         data={"domain_weights": {"brief": 1, "long": 4}},
-        loss={"domain_budget": BUDGET},
+        loss={"domain_budget": BUDGET, **loss},
         schedule={"steps": 4, "prompts_per_step": 20},
         validation={"every_steps": 4},
     )
@@ -69,6 +70,8 @@ def test_a_domain_of_few_tokens_gets_its_budget(uneven: World, tmp_path: Path) -
             assert step[f"loss_weight_share/{domain}"] == pytest.approx(share, abs=1e-6)
             assert step[f"loss_weight_share_target/{domain}"] == share
         assert step["absent_domains"] == 0
+        if loss:  # the rollout's log-probs are the student's, and each response has others to be compared with
+            assert step["baseline/long"] == pytest.approx(-step["kl_k1/long"], rel=0.05, abs=1e-3) != 0
         assert step["gradient_share/brief"] + step["gradient_share/long"] == pytest.approx(1)
 
 

@@ -37,6 +37,7 @@ CONTENDERS = (
     Contender("jsd", LOSSES, ("loss.type=topk_jsd",)),
     *(Contender(kind, LOSSES, (f"loss={{type: {kind}}}",)) for kind in ("k2", "k3", "k3_reverse")),
     Contender("policy_gradient", LOSSES, ("loss={type: policy_gradient, baseline: kl}",)),
+    Contender("policy_gradient, domain", LOSSES, ("loss={type: policy_gradient, baseline: domain}",)),
     Contender("policy_gradient, no baseline", LOSSES, ("loss={type: policy_gradient, baseline: none}",)),
     *(
         Contender(f"{kind}, {tail}", TAILS, (f"loss.type=topk_{kind}", f"loss.tail={tail}"), ("stochastic",))

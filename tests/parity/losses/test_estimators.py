@@ -1,8 +1,9 @@
 """Sampled estimators and the policy gradient, by enumeration of the whole vocabulary.
 
 Invariant: summing p(y) * (gradient at sampled token y) over all y, which is the expectation on-policy without sampling
-noise, gives the gradient of reverse KL for k2, k3_reverse and the policy gradient, and that of forward KL for k3. The
-refusals rest on the same sums: k1's expected gradient is 0, and k3 as an advantage gives grad reverse - grad forward.
+noise, gives the gradient of reverse KL for k2, k3_reverse and the policy gradient, and that of forward KL for k3. A
+baseline from other responses keeps it, one that sees the response's own later tokens does not. The refusals rest on the
+same sums: k1's expected gradient is 0, and k3 as an advantage gives grad reverse - grad forward.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mopd.losses.sampled import domain_baselines
 from tests.parity.losses.on_device import parallel_policy_gradient, parallel_sampled_kl
 
 VOCAB = 23
@@ -130,6 +132,49 @@ def test_a_baseline_keeps_the_expected_gradient_and_takes_variance_away(
     if num_teachers == 1:
         torch.testing.assert_close(plain[0], full_kls(student, log_q)["reverse"][1])
         torch.testing.assert_close(whole[2], plain[2] + full_kls(student, log_q)["reverse"][0])
+
+
+WORDS, RESPONSES = 4, 2
+
+
+@pytest.mark.parametrize(("seed", "left"), [(0, (0.527, 0.825, 0.573)), (3, (0.647, 1.147, 0.702))])
+def test_a_mean_of_the_others_keeps_the_expected_gradient_and_the_own_one_does_not(
+    seed: int, left: tuple[float, float, float]
+) -> None:
+    """Two responses of two words each, the second word's distribution by the first: all 256 pairs with their
+    probability. The student knows nothing yet, and its teacher is sure. ``left``: shares of the plain gradient's
+    variance that are left with the KL, the mean of the one other response, and the mean of ever so many."""
+    generator = torch.Generator().manual_seed(seed)
+    z = 0.3 * torch.randn(1 + WORDS, WORDS, dtype=torch.float64, generator=generator)  # the first row begins
+    log_q = torch.log_softmax(4 * torch.randn(1 + WORDS, WORDS, dtype=torch.float64, generator=generator), -1)
+    log_p = torch.log_softmax(z, -1)
+    words = torch.cartesian_prod(*[torch.arange(WORDS)] * 2 * RESPONSES).view(-1, RESPONSES, 2)
+    state = torch.stack([torch.zeros_like(words[..., 0]), 1 + words[..., 0]], -1)  # row of z that draws each word
+    probability = log_p[state, words].sum((1, 2)).exp()
+    advantage = (log_q - log_p)[state, words]
+
+    def of(**options: Tensor) -> tuple[Tensor, float]:
+        leaf = z[state].flatten(0, 2).clone().requires_grad_()
+        options = {name: value.flatten(0, 2) for name, value in options.items()}
+        loss, _ = parallel_policy_gradient(leaf, words.flatten(), log_q[state, words].flatten(), **options)
+        (rows,) = torch.autograd.grad(loss.sum(), leaf)
+        own = z.new_zeros(len(words), *z.shape)
+        pairs = torch.arange(len(words)).repeat_interleave(RESPONSES * 2)
+        own.index_put_((pairs, state.flatten()), rows, accumulate=True)
+        mean = (probability[:, None, None] * own).sum(0)
+        return mean, float((probability * (own - mean).square().sum((1, 2))).sum())
+
+    of_others = [domain_baselines(["d"] * RESPONSES, sums, [2] * RESPONSES) for sums in advantage.sum(-1).tolist()]
+    others = torch.tensor(of_others, dtype=torch.float64)[..., None].expand(-1, -1, 2)
+    every = torch.arange(WORDS).expand(*state.shape, WORDS)
+    of_many = (probability * advantage.mean((1, 2))).sum().expand_as(advantage)
+    plain = of()
+    found = (of(topk_ids=every, topk_logprobs=log_q[state]), of(baseline=others), of(baseline=of_many))
+    for (mean, variance), share in zip(found, left, strict=True):
+        torch.testing.assert_close(mean, plain[0])
+        assert variance / plain[1] == pytest.approx(share, abs=0.001)
+    biased, _ = of(baseline=advantage.mean((1, 2), keepdim=True).expand_as(advantage))
+    assert float((biased - plain[0]).norm() / plain[0].norm()) > 0.1
 
 
 def test_k3_as_advantage_would_be_biased(student: Tensor, log_q: Tensor) -> None:

@@ -124,6 +124,39 @@ def test_an_ensemble_writes_every_view_and_the_weighted_mean(engines: dict[str, 
     torch.testing.assert_close(fields["teacher_token_logprobs"][1], only.token_logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
 
 
+def test_a_response_is_compared_with_the_other_responses_of_its_domain() -> None:
+    """Responses of 3, 4, 3, 4, 3 tokens. The first token of each is no loss token, and what it holds counts nowhere.
+    The only one of its domain has nothing to be compared with."""
+    domains = ("math", "code", "math", "algebra", "math")
+    metas, tokens = samples(*domains)
+    metas = [replace(meta, num_loss_tokens=meta.response_length - 1) for meta in metas]
+    loss_mask = [torch.arange(meta.response_length) > 0 for meta in metas]
+    teacher_says, rollout_said = (
+        [torch.where(mask, -(i + torch.arange(len(mask))) * factor, 100.0) for i, mask in enumerate(loss_mask)]
+        for factor in (0.5, 0.25)
+    )
+
+    async def run(ids: list[int]) -> dict[int, Tensor]:
+        plane = LocalDataPlane()
+        fields = {"tokens": tokens, "loss_mask": loss_mask, "rollout_logprobs": rollout_said}
+        await plane.put(metas, fields | {"teacher_token_logprobs": teacher_says})
+        batch = await plane.claim(ids, ["tokens"])
+        await TeacherWorker({}, Assignment(ONE_EACH), plane, top_k=5, temperature=1.0).compare(batch)
+        return dict(zip(ids, (await plane.get(ids, ["baseline"]))["baseline"], strict=True))
+
+    found = asyncio.run(run([70, 71, 72, 73, 74]))
+    advantages = {i: [-0.25 * (i + j) for j in range(1, meta.response_length)] for i, meta in enumerate(metas)}
+    for i, meta in enumerate(metas):
+        others = [one for j in range(5) if j != i and domains[j] == domains[i] for one in advantages[j]]
+        expected = sum(others) / len(others) if others else 0.0
+        assert found[meta.sample_id].tolist() == pytest.approx([expected] * meta.response_length)
+    assert not found[71].any() and found[70].all()
+    again = asyncio.run(run([74, 72, 73, 71, 70]))
+    assert all(torch.equal(again[i], found[i]) for i in found), "whatever the order"
+    teacher_says[2][1] = -torch.inf
+    assert asyncio.run(run([70, 71, 72, 73, 74]))[70].tolist() == pytest.approx([sum(advantages[4]) / 2] * 3)
+
+
 def test_unknown_domain_is_named_before_anything_is_scored(engines: dict[str, TorchEngine]) -> None:
     scorer = Altered(engines["coder"], length=0, change=lambda s: s)
     with pytest.raises(

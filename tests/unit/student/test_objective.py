@@ -39,7 +39,7 @@ CORRECTIONS = {
     "icepop": MismatchCorrectionConfig(type="icepop", low=0.8, high=1.2, sequence=BOUNDS),
     "without a sequence mask": MismatchCorrectionConfig(type="icepop", low=0.8, high=1.2),
 }
-BASELINES: tuple[Literal["kl", "none"], ...] = ("kl", "none")
+BASELINES: tuple[Literal["kl", "domain", "none"], ...] = ("kl", "domain", "none")
 LISTED = -2.0
 """Log-prob of every id that the teacher lists."""
 
@@ -116,6 +116,8 @@ def by_definition(problem: Mapping[str, Tensor], loss: Loss) -> dict[str, Tensor
             delta = p - problem["teacher"][s, b].double()
             if isinstance(loss, PolicyGradientConfig) and loss.baseline == "kl":
                 delta = delta - kl_to_lists(every.detach().exp())
+            if isinstance(loss, PolicyGradientConfig) and loss.baseline == "domain":
+                delta = delta + 0.25 * b
             inside = correction.low <= ratio <= correction.high
             token = {"none": 1.0, "tis": min(ratio, correction.high), "icepop": ratio if inside else 0.0}
             share = 1 / (B * counts[b]) if loss.aggregation == "sequence_mean" else 1 / sum(counts)
@@ -169,6 +171,7 @@ def loss_rows(
             "teacher_logprobs": torch.full((loss_mask.numel(), K), LISTED),
             "teacher_token_logprobs": teacher.flatten(),
             "rollout_logprobs": rollout.flatten(),
+            "baseline": (0.25 * torch.arange(num)).repeat(len(loss_mask)),
             "task_advantage": (torch.zeros(loss_mask.shape) if advantage is None else advantage).flatten(),
         },
     )
