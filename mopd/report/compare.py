@@ -19,7 +19,7 @@ from mopd.report.charts import Series, cell, named_series, short
 from mopd.report.curves import Curves, curves_by_metric, is_zero, panel_of
 from mopd.report.intervals import Interval, difference_interval, show_interval
 from mopd.report.page import chart, duration, render
-from mopd.report.recovery import equal_budgets, headline, read_rewards
+from mopd.report.recovery import equal_budgets, headline, read_rewards, within_noise
 from mopd.report.run_files import RunFiles
 from mopd.report.terminal import Terminal
 
@@ -51,8 +51,10 @@ class ComparedRun:
     rewards: Mapping[str, list[tuple[float, float]]]
     """Domain -> (step, reward) of every validation."""
     recipe: Mapping[str, Any]
+    validations: Sequence[Mapping[str, Any]]
+    """Records of all validations."""
     after: Mapping[str, Any]
-    """Record of the best validation; empty before the first."""
+    """Record of the best one; empty before the first."""
 
     def mean_of_last(self, name: str) -> float | None:
         """Return the mean over the last ``LAST`` steps; ``None`` for a metric that was not measured."""
@@ -94,6 +96,7 @@ def _read(files: RunFiles, name: str) -> ComparedRun:
     return ComparedRun(
         name=name,
         report=(report := summarise_run(files, steps, validations, recipe)),
+        validations=validations,
         after=record_at(validations, report.best_step),
         steps=steps,
         curves=curves_by_metric(steps),
@@ -114,7 +117,7 @@ def _untrained(path: Path, name: str, run: ComparedRun) -> ComparedRun:
     report = summarise([], validations, teachers, teacher_scores={}, planned_steps=0)
     points = {domain: [(1.0, reward)] for domain, reward in rewards.items()}
     report = replace(report, best_step=None, objective="untrained")
-    return replace(run, name=name, report=report, after={}, steps=[], curves={}, rewards=points)
+    return replace(run, name=name, report=report, validations=[], after={}, steps=[], curves={}, rewards=points)
 
 
 def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
@@ -131,6 +134,7 @@ def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
                 "amount": budget.amount,
                 "mean": dict(zip((run.name for run in runs), budget.means, strict=True)),
                 "domains": {run.name: own for run, own in zip(runs, budget.recoveries, strict=True)},
+                "within_noise": [runs[i].name for i in within_noise(runs, budget)],
             }
             for budget in equal_budgets(runs)
         },

@@ -108,14 +108,19 @@ def test_what_cannot_be_compared_is_one_line(
     assert not page.exists()
 
 
-def as_run(path: Path, *settings: str, rewards: dict[int, float], step_s: float) -> str:
-    """A run of other settings, with these rewards in every domain at these steps, of steps that long."""
+def as_run(path: Path, *settings: str, rewards: dict[int, float], step_s: float, first: int | None = None) -> str:
+    """A run of other settings, with these rewards in every domain at these steps, of steps that long. With ``first``
+    its scores are kept, of 100 prompts: those from this one on are right."""
     run = make_run(path)
     given = path.parent / f"{path.name}.yaml"
     (run / "recipe.yaml").write_text(dump(load_recipe(given, settings)))
     steps = [step_record(step) | {"timing/step_s": step_s} for step in range(1, STEPS + 1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in steps))
     validations = [{"step": step, "rewards": dict.fromkeys(DOMAINS, value)} for step, value in rewards.items()]
+    for record, value in zip(validations, rewards.values(), strict=True):
+        if first is not None:
+            scores = [float(first <= i < first + round(100 * value)) for i in range(100)]
+            record |= {"scores": dict.fromkeys(DOMAINS, scores), "prompts": dict.fromkeys(DOMAINS, "asked")}
     (run / "validation.jsonl").write_text("".join(json.dumps(record) + "\n" for record in validations))
     return str(run)
 
@@ -158,6 +163,26 @@ def test_recovery_at_equal_prompts_and_at_equal_seconds(tmp_path: Path, capsys: 
         "google-research-datasets/mbpp-sanitized 0.300, openai/gsm8k 0.300, own 0.300"
     )
     assert told["runs"]["merged"]["mean_headroom_recovery"] == pytest.approx(0.3)
+
+
+def test_the_headline_says_which_runs_are_within_noise_and_which_of_them_is_cheaper(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Head-room from 0.25 to 0.75. The first two differ in nine prompts, of which each has about half; the third is
+    far behind. At equal seconds the first has no validation yet, and the others differ."""
+    slow = as_run(tmp_path / "slow", rewards={0: 0.25, 400: 0.7}, step_s=4.0, first=0)
+    fast = as_run(tmp_path / "fast", *SFT, rewards={0: 0.25, 400: 0.69}, step_s=1.0, first=5)
+    poor = as_run(tmp_path / "poor", rewards={0: 0.25, 400: 0.5}, step_s=1.0, first=0)
+    page = tmp_path / "page.html"
+    assert main(["compare", poor, fast, slow, "--json", "--html", str(page)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["headline"] == (
+        "At equal prompts slow (on-policy, 90%) and fast (SFT on the teachers' answers, 88%) are within noise, and "
+        "fast is cheaper in seconds: 400, the next 1,600; at equal seconds fast (SFT on the teachers' answers) "
+        "recovered most: 88%, the next 50%"
+    )
+    assert [told["recovery_at_equal"][name]["within_noise"] for name in ("prompts", "seconds")] == [["fast"], []]
+    assert "slow (on-policy, 90%) and fast" in page.read_text()
 
 
 @pytest.mark.parametrize(
