@@ -146,11 +146,13 @@ def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 
 
 def recipe_differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """Return each run's value (``None`` where absent) of every key that differs, by dotted path."""
+    """Return each run's value (``None`` where absent) of every key that differs, by dotted path. A section that not
+    all runs have shows by those of its keys that are set."""
     first, *others = runs
     keys = dict.fromkeys(key for other in others for key in differences(first.recipe, other.recipe))
     flat = [flatten(run.recipe) for run in runs]
-    return {key: [values.get(key) for values in flat] for key in keys if key != NAME_OF_RUN}
+    found = {key: [values.get(key) for values in flat] for key in keys if key != NAME_OF_RUN}
+    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
 
 
 def _numbers(run: ComparedRun) -> dict[str, Any]:
@@ -231,7 +233,8 @@ def sections(runs: Sequence[ComparedRun]) -> list[Section]:
         row("steps", (f"{n['steps']:,} of {n['planned_steps']:,}" for n in numbers)),
         row("best validation at step", (cell(n["best_step"], "{:,}") for n in numbers)),
         row("mean head-room recovered", (cell(n["mean_headroom_recovery"], "{:.0%}") for n in numbers)),
-        row("mean reward, from the best", map(_gap_text, behind_best(runs))),
+        row("domain with the least recovered", map(_weakest, runs)),
+        row("mean reward, behind the best run", map(_gap_text, behind_best(runs))),
         row(f"loss, last {LAST} steps", (cell(n["loss"], short) for n in numbers)),
         row("steps and validations", (duration(n["wall_s"]) for n in numbers)),
         row(f"seconds per step, last {LAST}", (cell(n["step_s"], short) for n in numbers)),
@@ -240,26 +243,33 @@ def sections(runs: Sequence[ComparedRun]) -> list[Section]:
     stored = [run.mean_of_last("stored_answers_share") for run in runs]
     if any(share is not None for share in stored):
         whole.append(row(f"answers that were stored, last {LAST} steps", (cell(share, "{:.0%}") for share in stored)))
-    made: list[Section] = [("", whole)]
+    differing = recipe_differences(runs).items()
+    recipe = [row(key, (json.dumps(value, ensure_ascii=False) for value in values)) for key, values in differing]
+    made: list[Section] = [("", whole), ("Recipe, where it differs", recipe or [row("no key", ("" for _ in runs))])]
     for budget in equal_budgets(runs):
         rows = [row(d, (cell(own.get(d), "{:.0%}") for own in budget.recoveries)) for d in _domains(runs)]
         made.append((budget.heading, [row("mean", (cell(value, "{:.0%}") for value in budget.means)), *rows]))
     headings = {
         "before": "reward before",
-        "after": "reward after, best",
-        "last": "reward, last",
+        "after": "reward at the best validation",
+        "last": "reward at the last validation",
         "teacher": "reward of the teacher",
     }
     for domain in _domains(runs):
         of_domain = [n["domains"].get(domain, {}) for n in numbers]
         rows = [row(what, (cell(n.get(key), "{:.3f}") for n in of_domain)) for key, what in headings.items()]
         rows.append(row("head-room recovered", (cell(n.get("headroom_recovery"), "{:.0%}") for n in of_domain)))
-        rows.append(row("reward, from the best", map(_gap_text, behind_best(runs, domain))))
-        rows.append(row(f"KL, last {LAST} steps", (cell(n.get("kl"), short) for n in of_domain)))
+        rows.append(row("reward, behind the best run", map(_gap_text, behind_best(runs, domain))))
+        rows.append(row(f"KL from the teacher, last {LAST} steps", (cell(n.get("kl"), short) for n in of_domain)))
         made.append((domain, rows))
-    differing = recipe_differences(runs).items()
-    rows = [row(key, (json.dumps(value, ensure_ascii=False) for value in values)) for key, values in differing]
-    return [*made, ("Recipe, where it differs", rows or [row("no key", ("" for _ in runs))])]
+    return made
+
+
+def _weakest(run: ComparedRun) -> str:
+    """Write the domain of which the run recovered least; a mean may hide that one starves."""
+    known = {d: one.headroom_recovery for d, one in run.report.domains.items() if one.headroom_recovery is not None}
+    domain = min(known, key=lambda name: known[name], default=None)
+    return "–" if domain is None else f"{known[domain]:.0%} {domain}"
 
 
 def print_comparison(runs: Sequence[ComparedRun], console: Terminal | None = None) -> None:

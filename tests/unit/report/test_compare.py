@@ -12,7 +12,7 @@ import pytest
 
 from mopd.cli.main import main
 from mopd.config.load import dump, load_recipe
-from mopd.report.compare import LAST, print_comparison, read_runs
+from mopd.report.compare import LAST, _weakest, print_comparison, read_runs
 from mopd.report.terminal import Terminal
 from tests.fixtures.runs import DOMAINS, STEPS, make_run, step_record
 
@@ -60,7 +60,20 @@ def test_a_difference_within_noise_is_called_so(tmp_path: Path, capsys: pytest.C
     out = io.StringIO()
     print_comparison(read_runs(runs), Terminal(file=out, width=200))
     text = " ".join(out.getvalue().split())
+    assert "domain with the least recovered │ 110% own │" in text
     assert "best │ -0.010 [-0.03, +0.00] within noise │ -0.200 [-0.28, -0.12] │" in text
+
+
+def test_the_domain_that_recovered_least_is_named(tmp_path: Path) -> None:
+    """Not the one of the lowest reward: its teacher is poor too. One that its teacher does not lead has none."""
+    path = make_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (path / "validation.jsonl").read_text().splitlines()]
+    lines[-1]["rewards"] = dict(zip(DOMAINS, (0.5, 0.6, 0.9), strict=True))
+    (path / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    teachers = dict(zip(DOMAINS, (0.55, 0.95, 0.1), strict=True))
+    (path / "headroom.json").write_text(json.dumps({name: {"teacher": reward} for name, reward in teachers.items()}))
+    (run, _) = read_runs([path, make_run(tmp_path / "other")])
+    assert _weakest(run) == f"50% {DOMAINS[1]}"
 
 
 def test_the_table_fits_80_columns_however_many_runs(runs: list[Path]) -> None:
@@ -152,6 +165,11 @@ def test_recovery_at_equal_prompts_and_at_equal_seconds(tmp_path: Path, capsys: 
         "teachers' answers) recovered most: 70%, the next 30%"
     )
     assert told["headline"] == headline and f"<h1>{headline.replace(chr(39), '&#39;')}</h1>" in page.read_text()
+    # A section that one run has shows by its keys that are set.
+    assert [key for key in told["recipe_differences"] if key.startswith("schedule.warm_up")] == [
+        "schedule.warm_up.objective",
+        "schedule.warm_up.steps",
+    ]
     assert [run["objective"] for run in told["runs"].values()] == [
         "on-policy",
         "SFT on the teachers' answers",
