@@ -38,7 +38,6 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineLimits, SamplingParams
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
-from mopd.engines.wire.weights import stage_updates
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.rewards import RewardWorker
@@ -92,6 +91,16 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return report.finish()
 
 
+class SwappedWeights(GroupWeightSync):
+    """Way of weights to stand-in engines, which have none: each stands still as one that takes weights does."""
+
+    async def swap(self, weight_version: int) -> None:
+        """Return when the engines draw with that version."""
+        for engine in self.targets.engines.values():
+            await engine.load_weights(weight_version)
+        self.targets.router.set_weight_version(weight_version)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workers:
     """What a controller directs: a run's own workers, routers and storage around the stand-ins."""
@@ -100,7 +109,7 @@ class Workers:
     teachers: TeacherWorker
     rewards: RewardWorker
     plane: LocalDataPlane
-    sync: GroupWeightSync
+    sync: SwappedWeights
 
 
 def with_workers(recipe: Recipe, scenario: Scenario, work: Callable[[Workers], Awaitable[DoneT]]) -> DoneT:
@@ -141,8 +150,8 @@ async def make_workers(recipe: Recipe, scenario: Scenario) -> Workers:
         for _ in range(stand_ins.ROLLOUT_REPLICAS)
     ]
     rollout = Router("rollout", replicas("rollout", generators), recipe.rollout.routing, kind="rollout")
-    sync = GroupWeightSync(rollout, on_running=recipe.on_new_weights)
-    await sync.send(stage_updates([], 0))
+    sync = SwappedWeights(rollout, on_running=recipe.on_new_weights)
+    await sync.swap(0)
     words = WordLevel({f"w{i}": i for i in range(stand_ins.VOCAB_SIZE)}, unk_token="w0")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
     sampling = SamplingParams(max_new_tokens=scenario.max_response_length)
@@ -163,7 +172,7 @@ class SleepingStudent:
     dp_size = 1
     packing = PackingRules(is_packed=True, max_tokens=1 << 20, micro_batch_size=None, square_cost=0.0)
 
-    def __init__(self, scenario: Scenario, sync: GroupWeightSync) -> None:
+    def __init__(self, scenario: Scenario, sync: SwappedWeights) -> None:
         self._scenario, self._sync = scenario, sync
         self._version = 0
         self.plan_bytes = self.num_of_two_versions = 0
@@ -194,7 +203,7 @@ class SleepingStudent:
     async def send(self) -> None:
         version = self._version  # the next one may be staged while this one travels
         await asyncio.sleep(self._scenario.send_s)
-        await self._sync.send(stage_updates([], version))
+        await self._sync.swap(version)
 
 
 class StepEnds:
