@@ -104,7 +104,8 @@ def launch(
                 )
                 ranks.wait(nodes)
                 if ranks.deaths and nodes.are_several:  # before the other nodes' ranks report the lost connection
-                    _report(_cause(ranks.deaths, read_failures(launch_dir), nodes, cure()), nodes)
+                    own = _cause(ranks.deaths, read_failures(launch_dir), nodes, cure())
+                    nodes.report(own.kind, own.elsewhere, code=own.code)
                 ranks.end()
         except NodeLostError:
             return ended_by_others(nodes)
@@ -142,14 +143,10 @@ def _print_signal(number: signal.Signals, nodes: Nodes, cure: str) -> Ended:
     return Ended(code=128 + number, line=line)
 
 
-def _report(own: _Cause, nodes: Nodes) -> None:
-    nodes.report(own.kind, own.elsewhere, code=own.code)
-
-
 def _print_cause(own: _Cause, nodes: Nodes) -> Ended:
     """Print the cause of the end on the node where it happened, and one line on the others."""
     if nodes.are_several:
-        _report(own, nodes)
+        nodes.report(own.kind, own.elsewhere, code=own.code)
         if nodes.cause().node_rank != nodes.place.node_rank:
             return ended_by_others(nodes)
     print(f"{own.traceback}mopd: error: {own.line}", file=sys.stderr)

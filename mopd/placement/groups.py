@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,19 +225,14 @@ class Groups:
                 continue
             assert isinstance(engine, VllmEngineConfig)
             pool = self._pools.setdefault(placement.shared_pool, SharedPool(placement.shared_pool))
-            sleep, wake = functools.partial(self._sleep, key), functools.partial(self._wake, key)
+            sleep, wake = (functools.partial(self._all, key, act) for act in (RemoteEngine.sleep, RemoteEngine.wake_up))
             pool.add(key, share=engine.gpu_memory_utilization, sleep=sleep, wake=wake)
 
-    async def _sleep(self, key: str) -> None:
-        await asyncio.gather(*(engine.sleep() for engine in self._engines(key)))
-
-    async def _wake(self, key: str) -> None:
-        await asyncio.gather(*(engine.wake_up() for engine in self._engines(key)))
-
-    def _engines(self, key: str) -> list[RemoteEngine]:
+    async def _all(self, key: str, act: Callable[[RemoteEngine], Awaitable[None]]) -> None:
+        """``act`` on every replica of a group that works."""
         placement = self._placements[key]
         assert isinstance(placement, ServerGroup)
-        return placement.engines
+        await asyncio.gather(*map(act, placement.engines))
 
 
 class _Unwatched:

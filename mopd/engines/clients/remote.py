@@ -86,7 +86,9 @@ class RemoteEngine:
         )
         self._weights_http = HttpClient(url, token=token, timeout_s=timeout_s, name=name, content_type=CONTENT_TYPE)
         """Connections of its own for weight updates: neither waits for the other's."""
-        self._images = _ImageSender(self._send_images, self._http.name)
+        self._images = _ImageSender(
+            lambda body: self.post("/v1/images", body, ImagesKept, MAX_SMALL_BYTES), self._http.name
+        )
         self.url = url
         self.name = self._http.name
         self.weight_version = -1
@@ -181,12 +183,14 @@ class RemoteEngine:
         """Return the server's description of its engine. ``EngineRejected`` for a server of another wire version."""
         body = await self._http.call("GET", "/info", None, MAX_SMALL_BYTES)
         try:
-            version, engine = read_info(body)
-            if version != VERSION:
+            said = parse_json(body, max_values=10_000)
+            if not isinstance(said, dict) or not isinstance(said.get("engine"), dict) or "wire_version" not in said:
+                raise ValueError("no object with the keys engine and wire_version")
+            if (version := said["wire_version"]) != VERSION:
                 raise EngineRejected(
                     f"{self.name}: speaks wire version {version}, not {VERSION}: install one mopd everywhere"
                 )
-            return read_engine(engine)
+            return read_engine(said["engine"])
         except ValueError as error:
             raise self._http.corrupt(f"/info is not an engine server's ({error})") from error
 
@@ -207,9 +211,6 @@ class RemoteEngine:
         """Close the connections."""
         await self._http.close()
         await self._weights_http.close()
-
-    async def _send_images(self, body: bytes) -> None:
-        await self.post("/v1/images", body, ImagesKept, MAX_SMALL_BYTES)
 
     async def post(
         self, path: str, body: bytes, answer: type[MessageT], longest: int, *, timeout_s: float | None = None
@@ -300,14 +301,6 @@ def to_scores(answer: ScoreAnswer) -> list[Scores]:
     return [
         Scores(ids=i, logprobs=row, token_logprobs=t) for i, row, t in zip(ids, logprobs, token_logprobs, strict=True)
     ]
-
-
-def read_info(body: bytes) -> tuple[object, dict[str, Any]]:
-    """Return wire version and engine description of an ``/info`` answer; ``ValueError`` if it is none."""
-    info = parse_json(body, max_values=10_000)
-    if not isinstance(info, dict) or not isinstance(info.get("engine"), dict) or "wire_version" not in info:
-        raise ValueError("no object with the keys engine and wire_version")
-    return info["wire_version"], info["engine"]
 
 
 def read_engine(description: dict[str, Any]) -> EngineInfo:
