@@ -9,7 +9,7 @@ from typing import Any
 
 from mopd.planning.balance import TRAINER, WEIGHTS
 from mopd.planning.plan import RunPlan
-from mopd.report.pipeline import stage_seconds
+from mopd.report.pipeline import mean_of, stage_seconds
 
 SETTLING_STEPS = 2
 """Number of a run's first steps that are left out: they also allocate and compile."""
@@ -41,13 +41,13 @@ def compare(plan: RunPlan, steps: Sequence[Mapping[str, Any]]) -> list[PlannedAn
             PlannedAndMeasured(what=name, unit="s", planned=planned[name], measured=busy[name])
             for name in sorted(planned.keys() & busy.keys(), key=_place)
         ]
-        whole = _mean(records, "timing/step_s")
+        whole = mean_of(records, "timing/step_s")
         if whole:
             rows.append(PlannedAndMeasured(what="step", unit="s", planned=plan.times.step_s, measured=whole))
     for link in plan.links:
         key, _, _ = link.name.partition(": ")
         room, _, name = key.partition(".")
-        measured = _mean(records, f"{room}/payload_bytes" + (f"/{name}" if name else ""))
+        measured = mean_of(records, f"{room}/payload_bytes" + (f"/{name}" if name else ""))
         if measured:
             rows.append(PlannedAndMeasured(what=link.name, unit="bytes", planned=link.num_bytes, measured=measured))
     return rows
@@ -66,11 +66,6 @@ def stage_means(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for name, (seconds, _, _) in stage_seconds(record).items():
             found[name].append(seconds)
     return {name: sum(values) / len(values) for name, values in found.items() if name != "rewards"}
-
-
-def _mean(steps: Sequence[Mapping[str, Any]], name: str) -> float:
-    values = [record[name] for record in steps if record.get(name) is not None]
-    return sum(values) / len(values) if values else 0.0
 
 
 def _place(stage: str) -> tuple[int, str]:

@@ -15,13 +15,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
+from torch.distributed import FileStore, PrefixStore
 
 from mopd.base.files.temporary import TemporaryFolder
 from mopd.base.types import SampleMeta
@@ -37,6 +35,7 @@ from mopd.planning.devices import Rates
 from mopd.planning.memory.shards import num_tensors
 from mopd.planning.stages import STEP_CALLS, TORCH_CALLS_PER_LAYER, forward_flops
 from mopd.planning.workload import Workload
+from mopd.weights.backends import open_gloo
 
 MOST_LAYERS = 4
 NUM_STEPS = 8
@@ -275,10 +274,6 @@ def _collectives() -> tuple[float, float]:
 
 def _sums(number: int, folder: str) -> tuple[float, float]:
     """Measure the seconds of a large and of a small sum, as one of two processes."""
-    gloo: Any = ProcessGroupGloo  # torch's stubs leave out most of it
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=TIMEOUT_S)
-    options._devices = [gloo.create_device(interface="lo")]
-    group = gloo(FileStore(str(Path(folder, "store")), 2), number, 2, options)
+    group = open_gloo(PrefixStore("probe", FileStore(str(Path(folder, "store")), 2)), number, 2, TIMEOUT_S, "127.0.0.1")
     large, small = ([torch.ones(size)] for size in (LARGE_SUM, SMALL_SUM))
     return _least_s(lambda: group.allreduce(large).wait(), SUMS), _least_s(lambda: group.allreduce(small).wait(), SUMS)

@@ -13,7 +13,8 @@ from mopd.config.reading.tree import dotted
 from mopd.planning.balance import StepTimes
 from mopd.planning.devices import GIB, SHARES, Rates
 from mopd.planning.measured import PlannedAndMeasured
-from mopd.planning.memory.ranks import HostPlan
+from mopd.planning.memory.ranks import HostPlan, RankPlan
+from mopd.planning.memory.replicas import ReplicaPlan
 from mopd.planning.plan import RunPlan
 from mopd.planning.suggest import Help, Suggestion
 from mopd.planning.updates import WeightUpdate
@@ -32,11 +33,9 @@ def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
         "samples": dataclasses.asdict(plan.work),
         "places": [dataclasses.asdict(tenant) for tenant in plan.places.tenants],
         "elsewhere": list(plan.places.elsewhere),
-        "ranks": [{**dataclasses.asdict(rank), "num_bytes": rank.num_bytes} for rank in plan.ranks],
-        "replicas": {
-            key: {**dataclasses.asdict(one), "num_bytes": one.num_bytes} for key, one in plan.replicas.items()
-        },
-        "hosts": [{**dataclasses.asdict(host), "num_bytes": host.num_bytes} for host in plan.hosts],
+        "ranks": list(map(_sized, plan.ranks)),
+        "replicas": {key: _sized(one) for key, one in plan.replicas.items()},
+        "hosts": list(map(_sized, plan.hosts)),
         "links": [dataclasses.asdict(link) for link in plan.links],
         "vision_tower": None if plan.tower is None else dataclasses.asdict(plan.tower),
         "lm_head": [dataclasses.asdict(head) for head in plan.heads],
@@ -48,6 +47,10 @@ def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
         "update": None if plan.update is None else dataclasses.asdict(plan.update),
         "problems": [{"key": dotted(path), "problem": text} for path, text in plan.problems],
     }
+
+
+def _sized(part: RankPlan | ReplicaPlan | HostPlan) -> dict[str, Any]:
+    return {**dataclasses.asdict(part), "num_bytes": part.num_bytes}
 
 
 def _plain_times(plan: RunPlan) -> dict[str, Any] | None:
@@ -67,16 +70,15 @@ def _plain_times(plan: RunPlan) -> dict[str, Any] | None:
 
 def plain_suggestions(found: Sequence[Suggestion]) -> list[dict[str, Any]]:
     """Return suggestions as plain values, the fastest first."""
-    times = [one.split.times for one in found]
     return [
         {
             "keys": one.keys,
             "gpus": one.split.gpus,
-            "step_s": own.step_s,
-            "bound_by": own.bound_by,
+            "step_s": one.split.times.step_s,
+            "bound_by": one.split.times.bound_by,
             "num_bytes": one.num_bytes,
         }
-        for one, own in zip(found, times, strict=True)
+        for one in found
     ]
 
 
@@ -87,20 +89,17 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
     console.print(
         f"a step: {work.samples} samples of {work.prompt_tokens:.0f} + {work.response_tokens:.0f} tokens "
         f"({work.source})",
-        highlight=False,
     )
     if plan.tower is not None:
-        console.print(_tower_line(plan.tower, work.image_tokens), highlight=False)
+        console.print(_tower_line(plan.tower, work.image_tokens))
     console.print(_places_table(plan.places))
     console.print(_memory_table(plan))
-    console.print(
-        f"a checkpoint has {plan.checkpoint_bytes / GIB:.0f} GiB, and {plan.checkpoints_kept} are kept", highlight=False
-    )
+    console.print(f"a checkpoint has {plan.checkpoint_bytes / GIB:.0f} GiB, and {plan.checkpoints_kept} are kept")
     console.print(_links_table(plan))
     if plan.heads:
         console.print(_head_table(plan))
     if plan.times is None:
-        console.print("no times: --gpu names GPUs of the table, --probe measures this machine", highlight=False)
+        console.print("no times: --gpu names GPUs of the table, --probe measures this machine")
         return
     console.print(_stage_table(plan))
     if plan.update is not None:
@@ -108,11 +107,11 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
     times = plan.times
     kind = f"max_staleness {times.max_staleness}" if times.max_staleness else "synchronous"
     bound = times.bound_by.replace("_", " ")
-    console.print(f"step  {times.step_s:.3g} s ({kind}), bound by {bound}", highlight=False)
+    console.print(f"step  {times.step_s:.3g} s ({kind}), bound by {bound}")
     for line in [*_picture(times), *_never_keep_up(plan)]:
-        console.print(line, highlight=False)
+        console.print(line)
     if rates is not None:
-        console.print(f"rates  {rates.source}", highlight=False)
+        console.print(f"rates  {rates.source}")
 
 
 def _tower_line(tower: TowerPlan, image_tokens: float) -> str:
@@ -261,7 +260,7 @@ def show_comparison(rows: Sequence[PlannedAndMeasured], bound_planned: str | Non
         table.add_row(row.what.replace("_", " "), write(row.planned), write(row.measured), ratio)
     console.print(table)
     named = "" if bound_planned is None else f"; planned: {bound_planned.replace('_', ' ')}"
-    console.print(f"slowest stage, measured: {bound_measured.replace('_', ' ')}{named}", highlight=False)
+    console.print(f"slowest stage, measured: {bound_measured.replace('_', ' ')}{named}")
 
 
 def show_suggestions(found: Sequence[Suggestion], helps: Sequence[Help], keys: str) -> None:
@@ -280,12 +279,10 @@ def show_suggestions(found: Sequence[Suggestion], helps: Sequence[Help], keys: s
         )
     console.print(table)
     for help_ in helps:
-        console.print(
-            f"with {help_.change}: {help_.step_s:.3g} s, bound by {help_.bound_by.replace('_', ' ')}", highlight=False
-        )
-    console.print("set for the first:", highlight=False)
+        console.print(f"with {help_.change}: {help_.step_s:.3g} s, bound by {help_.bound_by.replace('_', ' ')}")
+    console.print("set for the first:")
     for line in keys.splitlines():
-        console.print(line, highlight=False)
+        console.print(line)
 
 
 def _digits(value: float) -> str:

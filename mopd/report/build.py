@@ -34,6 +34,7 @@ from mopd.report.pipeline import (
     PipelineResult,
     ages_line,
     lengths_line,
+    mean_of,
     stage_label,
     summarise_ages,
     summarise_pipeline,
@@ -172,8 +173,8 @@ def summarise(
         wall_s=step_s + sum(record.get("wall_s", 0.0) for record in validations),
         train_tokens_per_s=tokens / step_s if step_s else None,
         phases=phases(steps),
-        vision_tower_share=_mean(steps, "rate/vision_tower_share"),
-        pipeline_bubble_share=_mean(steps, "rate/pipeline_bubble_share"),
+        vision_tower_share=mean_of(steps, "rate/vision_tower_share"),
+        pipeline_bubble_share=mean_of(steps, "rate/pipeline_bubble_share"),
         pipeline=summarise_pipeline(steps),
         samples=summarise_ages(steps),
         groups=summarise_groups(steps),
@@ -240,12 +241,6 @@ def _scores_of(
     return *(record.get("scores", {}).get(name, []) for record in (before, after)), teachers.get(name, [])
 
 
-def _mean(steps: Sequence[Mapping[str, Any]], metric: str) -> float | None:
-    """Return a metric's mean over the steps that have it."""
-    values = [record[metric] for record in steps if record.get(metric) is not None]
-    return sum(values) / len(values) if values else None
-
-
 def headroom_recovery(before: float | None, after: float | None, teacher: float | None) -> float | None:
     """Return ``(after - before) / (teacher - before)``; ``None`` unless all are known and the teacher beats
     ``before``."""
@@ -273,27 +268,27 @@ def print_summary(report: Report, console: Terminal | None = None) -> None:
     console = console or Terminal()
     console.print(table)
     for line in evidence_lines(report):
-        console.print(line, highlight=False)
+        console.print(line)
     if report.objective != OBJECTIVES["on_policy"]:
-        console.print(f"trained on: {report.objective}", highlight=False)
+        console.print(f"trained on: {report.objective}")
     if report.warm_up is not None:
-        console.print(report.warm_up, highlight=False)
+        console.print(report.warm_up)
     if report.groups:
         console.print(_group_table(report.groups))
     if report.phases:
         shown = percents([phase.share for phase in report.phases.values()])
         parts = (f"{phase_name(name).lower()} {text}" for name, text in zip(report.phases, shown, strict=True))
-        console.print(f"time of the steps: {', '.join(parts)}", highlight=False)
+        console.print(f"time of the steps: {', '.join(parts)}")
     if report.vision_tower_share is not None:
         bubble = cell(report.pipeline_bubble_share, "{:.1%}")
         line = f"vision tower: {report.vision_tower_share:.1%} of the first pipeline stage's passes; bubble {bubble}"
-        console.print(line, highlight=False)
+        console.print(line)
     if report.pipeline is not None:
         console.print(_stage_table(report.pipeline))
     if report.samples is not None:
         for line in filter(None, (ages_line(report.samples), lengths_line(report.samples))):
-            console.print(line, highlight=False)
-    console.print(f"{report.wall_s:,.0f} s in steps and validations, {rate} trained", highlight=False)
+            console.print(line)
+    console.print(f"{report.wall_s:,.0f} s in steps and validations, {rate} trained")
 
 
 def evidence_lines(report: Report) -> list[str]:

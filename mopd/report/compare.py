@@ -19,6 +19,7 @@ from mopd.report.charts import Series, cell, named_series, short
 from mopd.report.curves import Curves, curves_by_metric, is_zero, panel_of
 from mopd.report.intervals import Interval, difference_interval, show_interval
 from mopd.report.page import chart, duration, render
+from mopd.report.pipeline import mean_of
 from mopd.report.recovery import equal_budgets, headline, read_rewards, within_noise
 from mopd.report.run_files import RunFiles
 from mopd.report.terminal import Terminal
@@ -58,8 +59,7 @@ class ComparedRun:
 
     def mean_of_last(self, name: str) -> float | None:
         """Return the mean over the last ``LAST`` steps; ``None`` for a metric that was not measured."""
-        values = [step[name] for step in self.steps[-LAST:] if step.get(name) is not None]
-        return sum(values) / len(values) if values else None
+        return mean_of(self.steps[-LAST:], name)
 
 
 def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
@@ -277,7 +277,7 @@ def print_comparison(runs: Sequence[ComparedRun], console: Terminal | None = Non
     console = console or Terminal()
     made, best = sections(runs), headline(runs)
     if best is not None:
-        console.print(best, highlight=False)
+        console.print(best)
     for start in range(0, len(runs), RUNS_IN_A_TABLE):
         chosen = slice(start, start + RUNS_IN_A_TABLE)
         table = Table()

@@ -249,8 +249,7 @@ def _examples(
                 for domain, examples in validation.get("examples", {}).items():
                     add(side, domain, examples)
     for domain, examples in teachers.items():
-        if examples:
-            add("teacher", domain, examples)
+        add("teacher", domain, examples)
     return {domain: list(rows.values()) for domain, rows in sorted(answers.items())}
 
 

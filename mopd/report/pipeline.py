@@ -142,14 +142,14 @@ def summarise_ages(steps: Sequence[Mapping[str, Any]]) -> AgeResult | None:
                 shares[int(part)] = shares.get(int(part), 0.0) + max(0.0, value or 0.0)
             elif metric in counts and part:
                 counts[metric][part] = counts[metric].get(part, 0) + int(value or 0)
-    means = _values(steps, "response_versions/mean")
-    if not (shares or means or any(counts.values())):
+    versions = mean_of(steps, "response_versions/mean")
+    if not (shares or versions is not None or any(counts.values())):
         return None
     whole = sum(shares.values())
     return AgeResult(
         shares={str(age): shares[age] / whole for age in sorted(shares)} if whole > 0 else {},
-        response_versions_mean=sum(means) / len(means) if means else None,
-        response_versions_max=int(max(_values(steps, "response_versions/max"), default=0)) or None,
+        response_versions_mean=versions,
+        response_versions_max=int(max(_number(record, "response_versions/max") for record in steps)) or None,
         **counts,
         drawn_length=_mean_lengths(steps, "drawn_tokens", "drawn_samples"),
         trained_length=_mean_lengths(steps, "num_tokens", "num_samples"),
@@ -239,5 +239,7 @@ def _number(values: Mapping[str, Any], name: str) -> float:
     return max(0.0, values.get(name) or 0.0)
 
 
-def _values(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    return [record[name] for record in steps if record.get(name) is not None]
+def mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Return a metric's mean over the records that have it; ``None`` where none has."""
+    values = [record[name] for record in records if record.get(name) is not None]
+    return sum(values) / len(values) if values else None

@@ -101,25 +101,22 @@ class RunFiles:
 
     def teacher_scores(self) -> dict[str, list[float]]:
         """Read, by domain, the teacher's score of each validation prompt; without the domains that have none."""
-        cure = f"{CURE}, or remove it"
-        found: dict[str, list[float]] = {}
-        for domain, entry in _entries(self.headroom, cure):
-            scores = entry.get("scores") if isinstance(entry, dict) else None
-            if scores is not None and not _are_numbers(scores):
-                raise UserError(f"{shown_path(self.headroom)}: {domain[:80]!r} has scores that are none: {cure}")
-            if scores is not None:
-                found[domain] = scores
-        return found
+        return self._of_teachers("scores", _are_numbers)
 
     def teacher_examples(self) -> dict[str, list[dict[str, Any]]]:
-        """Read, by domain, the teacher's answers to the first validation prompts; empty if they were not kept."""
-        found = {}
+        """Read, by domain, the teacher's answers to the first validation prompts; without the domains that have
+        none."""
+        return self._of_teachers("examples", _are_examples)
+
+    def _of_teachers(self, key: str, is_sound: Callable[[Any], bool]) -> dict[str, list[Any]]:
         cure = f"{CURE}, or remove it"
+        found: dict[str, list[Any]] = {}
         for domain, entry in _entries(self.headroom, cure):
-            rows = entry.get("examples", []) if isinstance(entry, dict) else []
-            if not isinstance(rows, list) or not all(map(_is_example, rows)):
-                raise UserError(f"{shown_path(self.headroom)}: {domain[:80]!r} has examples that are none: {cure}")
-            found[domain] = rows
+            values = entry.get(key) if isinstance(entry, dict) else None
+            if values is not None and not is_sound(values):
+                raise UserError(f"{shown_path(self.headroom)}: {domain[:80]!r} has {key} that are none: {cure}")
+            if values is not None:
+                found[domain] = values
         return found
 
     def machine_record(self) -> dict[str, Any] | None:
@@ -196,7 +193,7 @@ def _validation_problem(record: Mapping[str, Any]) -> str | None:
     if not isinstance(examples, dict):
         return "has examples that are not by domain"
     for domain, rows in examples.items():
-        if not isinstance(rows, list) or not all(_is_example(row) for row in rows):
+        if not _are_examples(rows):
             return f"has examples of {domain[:80]!r} without prompt, response, ground_truth and reward"
     return None
 
@@ -215,6 +212,10 @@ def _numbers(path: Path, key: str, *, cure: str) -> dict[str, float]:
 def _entries(path: Path, cure: str) -> Iterable[tuple[str, Any]]:
     """Read the entries of the object in a file; none without the file."""
     return read_json_object(path, cure=cure).items() if os.path.lexists(path) else ()
+
+
+def _are_examples(rows: Any) -> bool:
+    return isinstance(rows, list) and all(map(_is_example, rows))
 
 
 def _is_example(row: Any) -> bool:

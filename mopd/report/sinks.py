@@ -297,7 +297,7 @@ class PlainProgress(Sink):
         self._trouble = texts
 
     def _line(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
 
 def _group_table(groups: Mapping[str, Room]) -> Table:

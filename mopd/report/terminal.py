@@ -13,13 +13,14 @@ from mopd.base.text import visible
 
 
 class Terminal(Console):
-    """rich's console for dynamic text: no markup (``math[/hard]``), no emoji codes, no control characters.
+    """rich's console for dynamic text: no markup (``math[/hard]``), no emoji codes, no colours of its own, no control
+    characters.
 
     Every text that rich lays out (cells, headings, titles, lines) passes ``render_str``. Styles go with ``Text``.
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, **options)
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)

@@ -99,18 +99,9 @@ SIZES: dict[str, tuple[str, dict[str, int], int]] = {
     "Qwen3-1.7B": ("Qwen3-1.7B", {}, 1),
     "Qwen3-4B": ("Qwen3-4B", {}, 1),
     "Qwen3-8B": ("Qwen3-8B", {}, 1),
-    "Qwen3-14B": ("Qwen3-32B", {"num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 17408}, 1),
     "Qwen3-32B": ("Qwen3-32B", {}, 1),
     "Qwen3-30B-A3B": ("Qwen3-30B-A3B", {}, 1),
     "Qwen2.5-7B": ("Qwen2.5-Coder-7B", {}, 1),
-    "Qwen2.5-14B": ("Qwen2.5-Coder-7B", {
-        "num_hidden_layers": 48, "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-    }, 1),
-    "Qwen2.5-32B": ("Qwen2.5-Coder-7B", {
-        "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-    }, 1),
     "Qwen2.5-72B": ("Qwen2.5-Coder-7B", {
         "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 29568, "num_attention_heads": 64,
         "num_key_value_heads": 8,

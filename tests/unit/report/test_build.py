@@ -114,13 +114,6 @@ def test_before_the_second_validation_there_is_no_after(run_dir: Path) -> None:
     assert (result.before, result.after, result.headroom_recovery) == (0.2, None, None)
 
 
-def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no run") as caught:
-        build_report(tmp_path / "nowhere")
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "nowhere").exists()
-
-
 def test_a_damaged_line_is_named_and_nothing_is_written(run_dir: Path) -> None:
     (run_dir / "validation.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(UserError, match=r"validation\.jsonl"):

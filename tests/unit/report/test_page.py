@@ -75,23 +75,6 @@ def test_nothing_is_fetched_from_anywhere(run_dir: Path) -> None:
     assert not re.search(r"https?://|url\(|@import", (run_dir / "report.html").read_text())
 
 
-def test_markup_in_prompts_and_answers_stays_text(run_dir: Path) -> None:
-    evil = "</pre><script>alert(1)</script>\"'&"
-    examples = {evil: [{"prompt": evil, "response": evil, "ground_truth": evil, "reward": 1.0}]}
-    line = {"step": 0, "rewards": {evil: 0.5}, "examples": examples, "wall_s": 1.0}
-    (run_dir / "validation.jsonl").write_text(json.dumps(line) + "\n")
-    record = {"step": 1, "loss": 1.0, f"loss/{evil}": 1.0, "timing/step_s": 1.0}
-    (run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    page = page_of(run_dir)
-    assert "script" not in {tag for tag, _ in page.tags}
-    assert page.text.count("alert(1)") >= 5  # bar, legend, prompt, answer, ground truth
-
-
-def test_a_domain_may_hold_a_slash(run_dir: Path) -> None:
-    titles = [title for title in re.findall(r"<title>(.*?)</title>", _html(run_dir)) if "at step 40" in title]
-    assert "open/maths: 0.05 at step 40" in titles
-
-
 def test_bars_are_placed_in_percent_of_the_reward_range(run_dir: Path) -> None:
     styles = [a["style"] for tag, a in page_of(run_dir).tags if tag == "i" and a["style"] is not None]
     assert [" ".join(style.split()) for style in styles[:3]] == [
