@@ -151,7 +151,7 @@ def checkpoint_job(target: Path, gigabytes: float):
         group(name, shape) for name, shape in hf_tensors(dims_from_config(config, target / "config.json")).items()
     ]
     return hf_job(
-        target, groups, side_files=target, config=config, description={"command": "make"}, max_shard_bytes=SHARD_BYTES
+        target, groups, side_files=target, config=config, description={"command": "make"}, max_file_bytes=SHARD_BYTES
     )
 
 

@@ -165,7 +165,7 @@ def _print(report: dict[str, object], *, as_json: bool) -> None:
     }
     for key, value in report.items():
         if key not in tables:
-            console.print(f"{key:<{width}}  {_text(value)}", highlight=False)
+            console.print(f"{key:<{width}}  {_text(value)}")
     for key, rows in tables.items():
         table = Table(*rows[0], title=key)
         for row in rows:

@@ -8,16 +8,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from mopd.base.text import encodable, visible
+from mopd.base.text import visible
 from mopd.base.types import UserError
 from mopd.conversion.job import Job, Stopped
 from mopd.conversion.jobs import lora, rewriting, streaming
@@ -31,6 +31,18 @@ TIMEOUT_S = 12 * 3600.0
 _POLL_S = 0.5
 _LINE_EVERY_S = 30.0
 _T = TypeVar("_T")
+JOBS: Mapping[str, Callable[..., Job]] = {
+    "hf-to-megatron": streaming.hf_to_megatron,
+    "megatron-to-hf": streaming.megatron_to_hf,
+    "reshard": streaming.reshard,
+    "merge": rewriting.merge,
+    "merge-lora": lora.merge_lora,
+    "pad-vocab": rewriting.pad,
+    "unpad-vocab": rewriting.unpad,
+    "extract-head": rewriting.extract_head,
+}
+OPTIONS = ("dtype", "allow_pickle", "side_files", "weights", "base", "multiple", "vocab_size", "max_file_bytes")
+"""Arguments of the command line that jobs take by the same names."""
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -51,32 +63,10 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def job_maker(args: argparse.Namespace) -> Callable[[], Job]:
     """Opens the files of the job when it is called."""
-    size = args.max_file_bytes
-    if args.action == "hf-to-megatron":
-        return lambda: streaming.hf_to_megatron(
-            args.source, args.out, _layout(args), dtype=args.dtype, max_file_bytes=size, allow_pickle=args.allow_pickle
-        )
-    if args.action == "megatron-to-hf":
-        return lambda: streaming.megatron_to_hf(
-            args.source, args.out, dtype=args.dtype, max_shard_bytes=size, allow_pickle=args.allow_pickle,
-            side_files=args.side_files,
-        )  # fmt: skip
-    if args.action == "reshard":
-        return lambda: streaming.reshard(
-            args.source, args.out, _layout(args), max_file_bytes=size, allow_pickle=args.allow_pickle,
-            side_files=args.side_files,
-        )  # fmt: skip
-    if args.action == "merge":
-        return lambda: rewriting.merge(
-            args.models, args.out, weights=args.weights, base=args.base, max_shard_bytes=size
-        )
-    if args.action == "merge-lora":
-        return lambda: lora.merge_lora(args.source, args.adapter, args.out, max_shard_bytes=size)
-    if args.action == "pad-vocab":
-        return lambda: rewriting.pad(args.source, args.out, multiple=args.multiple, max_shard_bytes=size)
-    if args.action == "unpad-vocab":
-        return lambda: rewriting.unpad(args.source, args.out, vocab_size=args.vocab_size, max_shard_bytes=size)
-    return lambda: rewriting.extract_head(args.source, args.out, max_shard_bytes=size)
+    inputs = [getattr(args, name) for name in ("models", "source", "adapter") if name in args]
+    layout = [_layout(args)] if "tensor_model_parallel_size" in args else []
+    options = {name: getattr(args, name) for name in OPTIONS if name in args}
+    return partial(JOBS[args.action], *inputs, args.out, *layout, **options)
 
 
 def _layout(args: argparse.Namespace) -> TargetLayout:
@@ -98,7 +88,7 @@ def run_job(make: Callable[[], Job], *, resume: bool) -> dict[str, object]:
         job = _together(make, size)
         # Rank 0 alone knows the work folder; the others learn whether there is work from its error, or its absence.
         is_needed = _together(lambda: job.begin(resume=resume) if rank == 0 else True, size)
-        if all(part == b"1" for part in _gather(b"1" if is_needed else b"0", size)):
+        if all(_gather(is_needed, size)):
             try:
                 with _progress(job) if rank == 0 else nullcontext():
                     _together(lambda: _write(job, rank, size), size)
@@ -106,7 +96,7 @@ def run_job(make: Callable[[], Job], *, resume: bool) -> dict[str, object]:
             except UserError:
                 if rank == 0:
                     job.discard()
-                _gather(b"", size)  # a rank that ends before has the launcher end rank 0 too
+                _gather(None, size)  # a rank that ends before has the launcher end rank 0 too
                 raise
             except KeyboardInterrupt:
                 print(f"mopd: {job.work} is kept: the same command with --resume goes on", file=sys.stderr)
@@ -145,25 +135,19 @@ def _together(action: Callable[[], _T], size: int) -> _T:
             raise
         message = str(error) or "unknown error"
     except Stopped:
-        message = ""
-    messages = _gather(encodable(message).encode(), size)
-    if any(messages):
-        raise UserError(next(text for text in messages if text).decode())
+        pass
+    if problem := next(filter(None, _gather(message, size)), ""):
+        raise UserError(problem)
     return result  # type: ignore[return-value]
 
 
-def _gather(data: bytes, size: int) -> list[bytes]:
-    """Every rank's bytes, in rank order, on every rank."""
-    if size == 1:
-        return [data]
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(data)]))
-    longest = max(1, *(int(length) for length in lengths))
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(parts, padded)
-    return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+def _gather(value: _T, size: int) -> list[_T]:
+    """Every rank's value, in rank order, on every rank."""
+    values: list[Any] = [value]
+    if size > 1:
+        values *= size
+        dist.all_gather_object(values, value)
+    return values
 
 
 @contextmanager

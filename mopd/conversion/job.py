@@ -30,6 +30,8 @@ from mopd.base.files.reading import shown_path
 from mopd.base.files.writing import sync, write_json, writing
 from mopd.base.types import UserError
 
+MAX_FILE_BYTES = 2**30
+"""Size at which a file of weights ends, unless the caller says otherwise."""
 _SPARE_BYTES = 2**24
 """Room for manifest, index and journal in the check of disk space."""
 _MAX_JOURNAL_BYTES = 2**28

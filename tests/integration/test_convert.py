@@ -45,7 +45,7 @@ def test_two_ranks_write_what_one_writes(model: Path, tmp_path: Path):
     done = python(*TORCHRUN, "tools/convert_megatron_to_hf.py", tmp_path / "megatron", tmp_path / "hf", *SMALL)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(tmp_path / "hf")) == 1, "one rank tells"
-    run_job(streaming.megatron_to_hf(tmp_path / "expected", tmp_path / "expected-hf", max_shard_bytes=50_000))
+    run_job(streaming.megatron_to_hf(tmp_path / "expected", tmp_path / "expected-hf", max_file_bytes=50_000))
     assert all_bytes(tmp_path / "hf") == all_bytes(tmp_path / "expected-hf")
 
 

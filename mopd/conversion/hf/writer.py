@@ -18,13 +18,12 @@ from torch import Tensor
 
 from mopd.base.files.writing import sync, writing
 from mopd.conversion.hf.reader import INDEX_FILE, WEIGHTS_FILE, kept_files
-from mopd.conversion.job import CheckInputs, Job, OutputFile, Written, grouped_by_size, require_new
+from mopd.conversion.job import MAX_FILE_BYTES, CheckInputs, Job, OutputFile, Written, grouped_by_size, require_new
 from mopd.conversion.mapped import DTYPE_NAMES, as_bytes
 from mopd.conversion.models.config_keys import CONFIG_FILE
 
 MANIFEST_FILE = "conversion.json"
 """File written last into a Hugging Face folder: what was converted, and the SHA-256 of every other file."""
-MAX_SHARD_BYTES = 2**30
 _ALIGNMENT = 8
 
 
@@ -51,7 +50,7 @@ def hf_job(
     side_files: Path,
     description: Mapping[str, Any],
     config: Mapping[str, Any] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
     check_inputs: CheckInputs | None = None,
 ) -> Job:
     """Return the job of writing a Hugging Face folder.
@@ -61,9 +60,9 @@ def hf_job(
         side_files: folder whose config, generation config, tokenizer, chat template and licence files are copied byte
             for byte.
         config: replaces ``config.json``; None copies it.
-        max_shard_bytes: a shard is ended before it would grow beyond this; one larger group has a shard of its own.
+        max_file_bytes: a shard is ended before it would grow beyond this; one larger group has a shard of its own.
     """
-    runs = grouped_by_size(groups, lambda group: group.num_bytes, max_shard_bytes)
+    runs = grouped_by_size(groups, lambda group: group.num_bytes, max_file_bytes)
     # Wide elements first, so that each tensor begins at a multiple of its element size.
     shards = [sorted(run, key=lambda group: -group.dtypes[0].itemsize) for run in runs]
     names = _shard_names(len(shards))
@@ -94,7 +93,7 @@ def require_exportable(target: Path, source: Path) -> None:
 
 
 def write_folder(
-    target: Path, tensors: Iterable[tuple[str, Tensor]], *, source: Path, max_shard_bytes: int = MAX_SHARD_BYTES
+    target: Path, tensors: Iterable[tuple[str, Tensor]], *, source: Path, max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
     """Write a Hugging Face folder that appears whole, from a stream whose end is not known.
 
@@ -116,7 +115,7 @@ def write_folder(
     held: list[list[str]] = []
     num_bytes = 0
     try:
-        for run in grouped_by_size(_on_cpu(tensors), lambda item: item[1].nbytes, max_shard_bytes):
+        for run in grouped_by_size(_on_cpu(tensors), lambda item: item[1].nbytes, max_file_bytes):
             with writing(target):
                 save_file(dict(run), folder / f"part-{len(held)}", metadata={"format": "pt"})
             held.append([name for name, _ in run])

@@ -20,8 +20,7 @@ from mopd.base.files.json_text import read_json_object
 from mopd.base.types import UserError
 from mopd.conversion.hf.header import TensorInfo, read_header
 from mopd.conversion.hf.reader import HfReader, open_model, require_finite
-from mopd.conversion.hf.writer import MAX_SHARD_BYTES
-from mopd.conversion.job import Job, sha256_of
+from mopd.conversion.job import MAX_FILE_BYTES, Job, sha256_of
 from mopd.conversion.jobs.rewriting import rewritten
 from mopd.conversion.mapped import TORCH_DTYPES, map_tensor
 from mopd.conversion.models.dims import ModelDims
@@ -53,7 +52,7 @@ class _Adapter:
         return require_finite(name, map_tensor(self.path, info.start, info.shape, TORCH_DTYPES[info.dtype]), self.path)
 
 
-def merge_lora(source: Path, adapter: Path, target: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Job:
+def merge_lora(source: Path, adapter: Path, target: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> Job:
     """Return the job of writing the base model ``source`` with the adapter folder merged into it, in the base's dtypes.
 
     Raises:
@@ -65,7 +64,7 @@ def merge_lora(source: Path, adapter: Path, target: Path, *, max_shard_bytes: in
     made_from = {"adapter": [sha256_of(adapter / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]}
     return rewritten(
         "merge-lora", reader, target, lambda name: _merged(name, reader, parts),
-        made_from=made_from, max_shard_bytes=max_shard_bytes,
+        made_from=made_from, max_file_bytes=max_file_bytes,
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from mopd.base.files.reading import shown_path
 from mopd.base.types import UserError
 from mopd.conversion.hf.reader import HfReader, check_names, identity, named_as_in, open_model, read_tokenizer_json
-from mopd.conversion.hf.writer import MAX_SHARD_BYTES, Group, hf_job
-from mopd.conversion.job import Job
+from mopd.conversion.hf.writer import Group, hf_job
+from mopd.conversion.job import MAX_FILE_BYTES, Job
 from mopd.conversion.models import families
 from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
 from mopd.conversion.models.dims import ModelDims
@@ -35,7 +35,7 @@ def rewritten(
     target: Path,
     read: Callable[[str], Tensor],
     *,
-    max_shard_bytes: int,
+    max_file_bytes: int,
     options: Mapping[str, Any] | None = None,
     made_from: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
@@ -61,14 +61,14 @@ def rewritten(
 
     description = {
         "command": command,
-        "options": {**(options or {}), "max_file_bytes": max_shard_bytes},
+        "options": {**(options or {}), "max_file_bytes": max_file_bytes},
         "source": identity(reader.files, reader.folder),
         **(made_from or {}),
     }
     chosen = names if names is not None else {name: name for name in sorted(reader.names)}
     return hf_job(
         target, [group(new, old) for new, old in chosen.items()],
-        side_files=reader.folder, description=description, config=config, max_shard_bytes=max_shard_bytes,
+        side_files=reader.folder, description=description, config=config, max_file_bytes=max_file_bytes,
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def merge(
     *,
     weights: Sequence[float] | None = None,
     base: Path | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Job:
     """Return the job of combining Hugging Face folders; config and tokenizer are those of ``base``, else of the first
     model.
@@ -104,11 +104,11 @@ def merge(
         "merge", readers[0], target, lambda name: _combine(name, readers, factors),
         options={"weights": chosen, "has_base": base is not None},
         made_from={"source": [identity(reader.files, reader.folder) for reader in readers]},
-        max_shard_bytes=max_shard_bytes,
+        max_file_bytes=max_file_bytes,
     )  # fmt: skip
 
 
-def pad(source: Path, target: Path, *, multiple: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> Job:
+def pad(source: Path, target: Path, *, multiple: int, max_file_bytes: int = MAX_FILE_BYTES) -> Job:
     """Return the job of adding zero rows to embedding and LM head until their number is a multiple of ``multiple``.
 
     A padded token has logit 0; engines that do not mask it give it some probability.
@@ -121,10 +121,10 @@ def pad(source: Path, target: Path, *, multiple: int, max_shard_bytes: int = MAX
     reader, dims = open_model(source)
     rows = -(-dims.vocab_size // multiple) * multiple
     options = {"multiple": multiple}
-    return _resized(reader, dims, target, rows, lambda tensor: pad_rows(tensor, rows), options, max_shard_bytes)
+    return _resized(reader, dims, target, rows, lambda tensor: pad_rows(tensor, rows), options, max_file_bytes)
 
 
-def unpad(source: Path, target: Path, *, vocab_size: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> Job:
+def unpad(source: Path, target: Path, *, vocab_size: int, max_file_bytes: int = MAX_FILE_BYTES) -> Job:
     """Return the job of keeping the first ``vocab_size`` rows of embedding and LM head.
 
     Raises:
@@ -141,10 +141,10 @@ def unpad(source: Path, target: Path, *, vocab_size: int, max_shard_bytes: int =
             )
         return tensor[:vocab_size]
 
-    return _resized(reader, dims, target, vocab_size, cut, {"vocab_size": vocab_size}, max_shard_bytes)
+    return _resized(reader, dims, target, vocab_size, cut, {"vocab_size": vocab_size}, max_file_bytes)
 
 
-def extract_head(source: Path, target: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Job:
+def extract_head(source: Path, target: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> Job:
     """Return the job of writing ``lm_head.weight`` [V, H] (the embedding if they are tied) with config and tokenizer.
 
     Raises:
@@ -153,7 +153,7 @@ def extract_head(source: Path, target: Path, *, max_shard_bytes: int = MAX_SHARD
     reader, dims = open_model(source)
     head, embedding = families.vocabulary_names(dims)
     names = {head: embedding if dims.tied_embeddings else head}
-    return rewritten("extract-head", reader, target, reader.read_finite, names=names, max_shard_bytes=max_shard_bytes)
+    return rewritten("extract-head", reader, target, reader.read_finite, names=names, max_file_bytes=max_file_bytes)
 
 
 def _resized(
@@ -163,7 +163,7 @@ def _resized(
     rows: int,
     change: Callable[[Tensor], Tensor],
     options: Mapping[str, int],
-    max_shard_bytes: int,
+    max_file_bytes: int,
 ) -> Job:
     vocabulary = families.vocabulary_names(dims)
     config = read_config(reader.folder)
@@ -177,7 +177,7 @@ def _resized(
 
     return rewritten(
         "resize-vocab", reader, target, read,
-        options=options, rows=dict.fromkeys(vocabulary, rows), config=config, max_shard_bytes=max_shard_bytes,
+        options=options, rows=dict.fromkeys(vocabulary, rows), config=config, max_file_bytes=max_file_bytes,
     )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from mopd.base.files.json_text import read_json_object
 from mopd.base.types import UserError
 from mopd.conversion.hf.reader import HfReader, hash_side_files, identity, named_as_in, open_model, require_finite
-from mopd.conversion.hf.writer import MAX_SHARD_BYTES, Group, copy_side_files, hf_job
-from mopd.conversion.job import CheckInputs, Job, Written, sha256_of
+from mopd.conversion.hf.writer import Group, copy_side_files, hf_job
+from mopd.conversion.job import MAX_FILE_BYTES, CheckInputs, Job, Written, sha256_of
 from mopd.conversion.mapped import WEIGHT_DTYPES
 from mopd.conversion.models import families
 from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
@@ -31,8 +31,6 @@ from mopd.conversion.models.towers import with_naming
 from mopd.conversion.torch_dist.plan import Piece, TargetLayout, files, one_dtype_per_key, pieces, sharded_key
 from mopd.conversion.torch_dist.reader import MANIFEST_FILE, STATE_FILE, TorchDistReader
 from mopd.conversion.torch_dist.writer import SIDE_FILES, data_file, extra_state_file, write_rest
-
-MAX_FILE_BYTES = 2**30
 
 
 def hf_to_megatron(
@@ -78,7 +76,7 @@ def megatron_to_hf(
     target: Path,
     *,
     dtype: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
     allow_pickle: bool = False,
     side_files: Path | None = None,
 ) -> Job:
@@ -104,12 +102,12 @@ def megatron_to_hf(
 
         return Group(row.hf_names, row.hf_shapes, (wanted,) * len(row.hf_names), read)
 
-    options = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
+    options = {"dtype": dtype, "max_shard_bytes": max_file_bytes}
     description = {"command": "megatron-to-hf", "options": options, "source": _identity(reader, origin)}
     return hf_job(
         target, list(map(group, families.all_params(dims))),
         side_files=origin, description=description, config=config_with_dtype(origin, dtype),
-        max_shard_bytes=max_shard_bytes, check_inputs=_checks_hashes(reader, dims),
+        max_file_bytes=max_file_bytes, check_inputs=_checks_hashes(reader, dims),
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def compare_and_save(folder: Path, name: str, text: str, degrees: ParallelConfig
         assert tensor.dtype == others[key].dtype and torch.equal(tensor, others[key]), (name, text, key)
     weights = iter_hf_weights(expected, dims, layout)
     if layout.rank == 0:
-        write_folder(folder / f"{name}-exported-{text}", weights, source=folder / name, max_shard_bytes=40_000)
+        write_folder(folder / f"{name}-exported-{text}", weights, source=folder / name, max_file_bytes=40_000)
     else:
         assert list(weights) == []
     state = {"source": str(folder / name), "dtype": dtype}

@@ -8,9 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mopd.base.types import UserError
 from mopd.cli.main import main
-from mopd.conversion.job import Job
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 
 
@@ -23,18 +21,3 @@ def test_a_folder_comes_back_as_it_was(tmp_path: Path, capsys: pytest.CaptureFix
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "back"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert told.count("folder ") == 2 and str(tmp_path / "back") in told
-
-
-def test_an_error_on_the_way_is_one_line_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(job: Job, rank: int, size: int) -> None:
-        raise UserError(f"no space for {job.target.name}")
-
-    monkeypatch.setattr(Job, "write_share", refuse)
-    make_hf_model(tmp_path / "model")
-    make_tokenizer(tmp_path / "model")
-    capsys.readouterr()
-    assert main(["convert", "hf-to-megatron", str(tmp_path / "model"), str(tmp_path / "there")]) == 2
-    assert capsys.readouterr().err.strip().endswith("no space for there")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -128,22 +128,12 @@ def test_config_diff(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
             "recipe.yaml (override): unknown key 'sed'; did you mean 'seed'?",
         ),
         (["config", "/dev/zero"], "recipe /dev/zero: not a regular file"),
-        (["train", "recipe.yaml", "--set", f"seed={'9' * 30}"], "override seed=9999"),
-        (
-            ["check", "recipe.yaml", "--set", "seed=!!int ''"],
-            "override seed=!!int '': not readable as YAML: '' is no value",
-        ),
-        (
-            ["eval", "recipe.yaml", "--set", "student.megatron_overrides.a=1e999"],
-            "recipe.yaml (override): student.megatron_o",
-        ),
         (["serve", "recipe.yaml", "--rollout", "--set", "run_dir=[[[["], "override run_dir=[[[[: not readable as YAML"),
         (
             ["train", "recipe.yaml", "--set", "student.parallel.pipeline_model_parallel_size=60000"],
             "recipe.yaml: student",
         ),
         (["train", "recipe.yaml"], "recipe.yaml:3: student.model: folder 'models/student' does not exist"),
-        (["train", "recipe.yaml", "--resume"], "recipe.yaml:3: student.model: folder"),
         (["eval", "recipe.yaml"], "recipe.yaml:3: student.model: folder"),
         (["serve", "none.json"], "recipe 'none.json' does not exist: check the path"),
         (["serve", "recipe.yaml"], "serve recipe.yaml: a recipe has several engines, an engine file has one: name --t"),
@@ -160,10 +150,6 @@ def test_config_diff(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["report", "runs/none"], "'runs/none' holds no run"),
         (["convert", "hf-to-megatron", "none", "out"], "convert: folder 'none' does not exist"),
         (["convert", "megatron-to-hf", "none", "out"], "none: no such folder; give the folder of a Megatron-Core"),
-        (
-            ["convert", "hf-to-megatron", "a", "b", "--tensor-model-parallel-size", "0"],
-            "--tensor-model-parallel-size is 0: set 1 or more",
-        ),
     ],
 )
 def test_user_errors_are_one_line(

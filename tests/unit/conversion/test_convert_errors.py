@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tokenizer(single)
     reader = HfReader(single)
     stream = ((name, reader.read(name)) for name in sorted(reader.names))
-    write_folder(folder / "hf", stream, source=single, max_shard_bytes=60_000)
+    write_folder(folder / "hf", stream, source=single, max_file_bytes=60_000)
     run_job(streaming.hf_to_megatron(folder / "hf", folder / "megatron", TargetLayout(), max_file_bytes=80_000))
     return folder
 

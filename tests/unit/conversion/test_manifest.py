@@ -79,7 +79,7 @@ def test_swapped_tensors_and_other_dtypes_are_other_weights(tmp_path: Path, mode
 def test_weights_hash_does_not_depend_on_sharding(tmp_path: Path, model: Path, cache: Path):
     reader = HfReader(model)
     stream = ((name, reader.read(name)) for name in sorted(reader.names, reverse=True))
-    write_folder(tmp_path / "sharded", stream, source=model, max_shard_bytes=20_000)
+    write_folder(tmp_path / "sharded", stream, source=model, max_file_bytes=20_000)
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     old, new = (make_manifest(folder, cache_file=cache) for folder in (model, tmp_path / "sharded"))
     assert changed(old, new) == [] and old.path != new.path

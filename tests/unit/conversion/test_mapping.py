@@ -14,7 +14,7 @@ from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.mapping import load_shard, merge_qkv, split_qkv, split_shards, split_whole, whole_shape
 from mopd.conversion.models.reading import read_dims
-from tests.fixtures.tiny_models import FAMILIES, make_hf_model
+from tests.fixtures.tiny_models import make_hf_model
 
 DIMS = ModelDims(
     family="qwen2", num_layers=2, hidden_size=3, ffn_hidden_size=4, num_attention_heads=4, num_query_groups=2,
@@ -53,17 +53,6 @@ def test_qkv_shard_holds_whole_groups(checkpoint: dict[str, Tensor]):
     assert torch.equal(shard, torch.cat([q[4:8], k[2:4], v[2:4]]))
 
 
-def test_gate_rows_stand_above_up_rows_on_each_rank(checkpoint: dict[str, Tensor]):
-    shard = load(checkpoint, row("decoder.layers.0.mlp.linear_fc1.weight"), rank=1, size=2)
-    gate, up = (checkpoint[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up"))
-    assert torch.equal(shard, torch.cat([gate[2:], up[2:]]))
-
-
-def test_output_projections_are_cut_along_their_inputs(checkpoint: dict[str, Tensor]):
-    shard = load(checkpoint, row("decoder.layers.0.mlp.linear_fc2.weight"), rank=0, size=2)
-    assert torch.equal(shard, checkpoint["model.layers.0.mlp.down_proj.weight"][:, :2])
-
-
 def test_vocabulary_is_padded_with_zeros(checkpoint: dict[str, Tensor]):
     """Five rows over three ranks of three rows: rank 1 has one row of padding, rank 2 nothing else."""
     placed, table = row("output_layer.weight"), checkpoint["lm_head.weight"]
@@ -92,43 +81,6 @@ def test_split_undoes_load_for_every_row(checkpoint: dict[str, Tensor], size: in
         exported, model = ({t.untyped_storage().data_ptr() for t in group} for group in (tensors, shards))
         assert len(exported) == len(tensors) and not exported & model, "an exported tensor shares its memory"
     assert seen == set(checkpoint)
-
-
-ATTENTION_TE = {
-    f"self_attention.{name}" for name in ("linear_qkv.layer_norm_weight", "linear_qkv.weight", "linear_proj.weight")
-}
-LATENT_TE = {"input_layernorm.weight", "self_attention.linear_proj.weight"} | {
-    f"self_attention.linear_{part}_{name}"
-    for part in ("q", "kv")
-    for name in ("down_proj.weight", "up_proj.layer_norm_weight", "up_proj.weight")
-}
-MLP_TE = {"mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
-NORMS_TE = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
-EXPERTS_TE = {"pre_mlp_layernorm.weight", "mlp.router.weight"} | {
-    f"mlp.experts.linear_fc{number}.weight{{expert}}" for number in (1, 2)
-}
-SHARED_TE = {"mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"}
-NAMES_TE = {
-    "llama": ATTENTION_TE | MLP_TE,
-    "mistral": ATTENTION_TE | MLP_TE,
-    "qwen2": ATTENTION_TE | MLP_TE | {"self_attention.linear_qkv.bias"},
-    "qwen3": ATTENTION_TE | MLP_TE | NORMS_TE,
-    "qwen3_moe": ATTENTION_TE | NORMS_TE | EXPERTS_TE,
-    "mixtral": ATTENTION_TE | EXPERTS_TE,
-    "deepseek_v2": LATENT_TE | EXPERTS_TE | SHARED_TE,
-    "deepseek_v3": LATENT_TE | EXPERTS_TE | SHARED_TE | {"mlp.router.expert_bias"},
-}
-"""Parameters of a layer (the last, which has experts if any has) as TransformerEngine's spec of Megatron 0.16 names
-them."""
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_last_names_are_those_of_transformer_engine(family: str, tmp_path: Path):
-    keys = {"q_lora_rank": 48} if family == "deepseek_v2" else {}
-    dims = read_dims(make_hf_model(tmp_path, family, **keys))
-    prefix = "decoder.layers.{layer}."
-    rows = families.layer_params(dims, dims.num_layers - 1)
-    assert {row.megatron[-1].removeprefix(prefix) for row in rows} == NAMES_TE[family]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"])

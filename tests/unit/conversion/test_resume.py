@@ -47,7 +47,7 @@ def make(request: pytest.FixtureRequest, hf: Path, megatron: Path) -> Callable[[
     if request.param == "hf-to-megatron":
         layout = TargetLayout(tensor_model_parallel_size=2)
         return lambda target: streaming.hf_to_megatron(hf, target, layout, max_file_bytes=MAX_FILE_BYTES)
-    return lambda target: streaming.megatron_to_hf(megatron, target, max_shard_bytes=MAX_FILE_BYTES)
+    return lambda target: streaming.megatron_to_hf(megatron, target, max_file_bytes=MAX_FILE_BYTES)
 
 
 def run_in_child(job: Job, *, resume: bool, dies_at: int | None) -> int | None:

@@ -50,7 +50,7 @@ def refused(match: str, *arguments: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("weights", [None, [0.25, 0.75]])
 def test_average(models: list[Path], tmp_path: Path, weights: list[float] | None):
-    run_job(rewriting.merge(models[1:], tmp_path / "out", weights=weights, max_shard_bytes=30_000), ranks=2)
+    run_job(rewriting.merge(models[1:], tmp_path / "out", weights=weights, max_file_bytes=30_000), ranks=2)
     one, other, result = tensors(models[1]), tensors(models[2]), tensors(tmp_path / "out")
     first, second = weights or [0.5, 0.5]
     for name, tensor in result.items():
