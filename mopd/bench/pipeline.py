@@ -38,6 +38,7 @@ from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineLimits, SamplingParams
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
+from mopd.engines.wire.weights import StagedWeights, stage_updates
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.rewards import RewardWorker
@@ -94,11 +95,11 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 class SwappedWeights(GroupWeightSync):
     """Way of weights to stand-in engines, which have none: each stands still as one that takes weights does."""
 
-    async def swap(self, weight_version: int) -> None:
+    async def send(self, staged: StagedWeights) -> None:
         """Return when the engines draw with that version."""
         for engine in self.targets.engines.values():
-            await engine.load_weights(weight_version)
-        self.targets.router.set_weight_version(weight_version)
+            await engine.load_weights(staged.weight_version)
+        self.targets.router.set_weight_version(staged.weight_version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +152,7 @@ async def make_workers(recipe: Recipe, scenario: Scenario) -> Workers:
     ]
     rollout = Router("rollout", replicas("rollout", generators), recipe.rollout.routing, kind="rollout")
     sync = SwappedWeights(rollout, on_running=recipe.on_new_weights)
-    await sync.swap(0)
+    await sync.send(stage_updates([], 0))
     words = WordLevel({f"w{i}": i for i in range(stand_ins.VOCAB_SIZE)}, unk_token="w0")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
     sampling = SamplingParams(max_new_tokens=scenario.max_response_length)
@@ -203,7 +204,7 @@ class SleepingStudent:
     async def send(self) -> None:
         version = self._version  # the next one may be staged while this one travels
         await asyncio.sleep(self._scenario.send_s)
-        await self._sync.swap(version)
+        await self._sync.send(stage_updates([], version))
 
 
 class StepEnds:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mopd.base.tasks import Stop
-from mopd.bench.pipeline import SleepingStudent
+from mopd.bench.pipeline import SleepingStudent, SwappedWeights
 from mopd.bench.stand_ins import (
     PROMPT_LENGTH,
     SHARES,
@@ -36,7 +36,6 @@ from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.rollout import RolloutWorker
 from mopd.orchestrator.teachers import TeacherWorker
-from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.planning.balance import GroupLoad, TrainerLoad, ranked
 from mopd.planning.stages import StageTime
 from tests.fixtures.token_clock import run_on_token_clock
@@ -148,7 +147,7 @@ def step_s(world: World, gpus: int, replicas: Mapping[str, int]) -> float:
         engines = [SleepingGenerator(scenario.lengths, **drawing) for _ in range(replicas["rollout"])]
         members = [Replica(name=f"rollout.{i}", engine=engine, limits=limits) for i, engine in enumerate(engines)]
         rollout = Router("rollout", members, recipe.rollout.routing, kind="rollout")
-        sync = GroupWeightSync(rollout, on_running=recipe.on_new_weights)
+        sync = SwappedWeights(rollout, on_running=recipe.on_new_weights)
         await sync.send(stage_updates([], 0))
         groups = {}
         for domain in SHARES:
