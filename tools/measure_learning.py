@@ -39,6 +39,8 @@ from tools.quickstart.cache import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/learning.md"
+RECORD = ROOT / "benchmarks/learning.jsonl"
+"""Results behind the page's tables, a line each: they count as done in every checkout."""
 RUN_TIMEOUT_S = 1800.0
 """Deadline of one run: many times what any takes."""
 QUICKSTART = (
@@ -67,9 +69,10 @@ class Cell:
     @property
     def key(self) -> str:
         """Hash of everything that the result hangs on."""
-        tree = {k: v for k, v in flatten(self.loaded.recipe).items() if k != "run_dir"}
+        flat = {k: v for k, v in flatten(self.loaded.recipe).items() if k != "run_dir"}
+        tree = json.dumps(flat, default=str).replace(str(ROOT), "")  # the same in every checkout
         made = {part: one["files"] for part, one in json.loads((self.assets / "manifest.json").read_text()).items()}
-        return fingerprint(json.loads(json.dumps(tree, default=str)), made, self.contender.untrained)[:16]
+        return fingerprint(tree, made, self.contender.untrained)[:16]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +100,10 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="only write the tables into docs/learning.md")
     args = parser.parse_args()
     if args.table:
-        PAGE.write_text(fill(PAGE.read_text(), read_results(args.out)))
+        results = read_results(args.out)
+        PAGE.write_text(fill(PAGE.read_text(), results))
+        RECORD.parent.mkdir(exist_ok=True)
+        RECORD.write_text("".join(json.dumps(one, sort_keys=True) + "\n" for one in results))
         return 0
     try:
         cells = planned(args.only, args.seeds, args.set)
@@ -162,20 +168,25 @@ def _cell(contender: Contender, toy: str, seed: int, assets: Path, more: Sequenc
 
 def is_done(cell: Cell, out: Path, *, retry: bool) -> bool:
     """Return whether the run's result is kept; with ``retry`` a failed one does not count."""
-    path = out / f"{cell.key}.json"
-    return path.exists() and not (retry and "failed" in json.loads(path.read_text()))
+    return any(one["key"] == cell.key and not (retry and "failed" in one) for one in read_results(out))
 
 
 def read_results(out: Path) -> list[dict[str, Any]]:
-    """Read all results that are there."""
-    return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    """Read the results of the record, and those of ``out``, which replace older ones of the same line, in a fixed
+    order."""
+    texts = RECORD.read_text().splitlines() if RECORD.exists() else []
+    known = {}
+    for text in (*texts, *(path.read_text() for path in sorted(out.glob("*.json")))):
+        one = json.loads(text)
+        known[one["contender"], one["toy"], one["seed"]] = one
+    return [known[line] for line in sorted(known)]
 
 
 def measure(cell: Cell, out: Path) -> bool:
     """Run, score and keep one result; returns True."""
     folder, started = out / f"run-{cell.key}", time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
-    result: dict[str, Any] = {"contender": cell.contender.name, "toy": cell.toy, "seed": cell.seed}
+    result: dict[str, Any] = {"key": cell.key, "contender": cell.contender.name, "toy": cell.toy, "seed": cell.seed}
     try:
         result |= _untrained(cell, folder) if cell.contender.untrained else _train(cell, folder)
     except subprocess.CalledProcessError as error:

@@ -33,7 +33,8 @@ BESIDE = ("rollout.placement.type=local", "teacher_defaults.placement.type=local
 
 CONTENDERS = (
     Contender(REFERENCE, LOSSES),
-    Contender("reverse_kl", LOSSES, ("loss.type=topk_reverse_kl", "loss.tail=generalized")),
+    Contender("reverse_kl", LOSSES, ("loss.type=topk_reverse_kl", "loss.tail=bucket")),
+    Contender("reverse_kl, generalized", LOSSES, ("loss.type=topk_reverse_kl", "loss.tail=generalized")),
     Contender("jsd", LOSSES, ("loss.type=topk_jsd",)),
     *(Contender(kind, LOSSES, (f"loss={{type: {kind}}}",)) for kind in ("k2", "k3", "k3_reverse")),
     Contender("policy_gradient", LOSSES, ("loss={type: policy_gradient, baseline: kl}",)),
@@ -43,7 +44,7 @@ CONTENDERS = (
         Contender(f"{kind}, {tail}", TAILS, (f"loss.type=topk_{kind}", f"loss.tail={tail}"), ("stochastic",))
         for kind, tails in (
             ("forward_kl", ("none", "renormalize", "generalized")),
-            ("reverse_kl", ("none", "renormalize", "bucket")),
+            ("reverse_kl", ("none", "renormalize")),
         )
         for tail in tails
     ),

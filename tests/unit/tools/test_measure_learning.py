@@ -53,7 +53,9 @@ def test_what_is_done_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = measure_learning.planned(ONLY, 1, [])
-    (tmp_path / f"{first.key}.json").write_text(json.dumps({"failed": "loss is nan"}))
+    line = {"contender": first.contender.name, "toy": first.toy, "seed": first.seed}
+    (tmp_path / f"{first.key}.json").write_text(json.dumps({"key": first.key, **line, "failed": "loss is nan"}))
+    monkeypatch.setattr(measure_learning, "RECORD", tmp_path / "record.jsonl")
     listing = ["measure_learning", "--only", *ONLY, "--seeds", "1", "--out", str(tmp_path), "--list"]
     for options, told in (([], "1 of 2 runs are done"), (["--retry"], "0 of 2 runs are done")):
         monkeypatch.setattr(sys, "argv", [*listing, *options])
@@ -165,6 +167,29 @@ def test_processor_seconds_are_those_of_one_command_and_of_what_it_starts() -> N
         ended = pool.map(lambda code: measure_learning._run([sys.executable, "-c", code]), [starting, "print(1)"])
     first, second = ended
     assert first.cpu_s > 0.5 > second.cpu_s > 0 and second.printed == "1\n"
+
+
+def test_the_record_counts_in_every_checkout_and_newer_results_replace_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, record, out = tmp_path / "page.md", tmp_path / "record.jsonl", tmp_path / "out"
+    page.write_text("<!-- tables of tools/measure_learning.py: begin --><!-- end -->")
+    out.mkdir()
+    for name, path in (("PAGE", page), ("RECORD", record)):
+        monkeypatch.setattr(measure_learning, name, path)
+    first, second = (cell for cell in measure_learning.planned(ONLY, 1, []))
+    old = {"key": "of another recipe", "contender": first.contender.name, "toy": first.toy, "seed": 0, "failed": "old"}
+    other = {**old, "key": second.key, "toy": second.toy, "contender": second.contender.name, "failed": "new"}
+    record.write_text("".join(json.dumps(one) + "\n" for one in (old, other)))
+    assert not measure_learning.is_done(first, out, retry=False)
+    assert measure_learning.is_done(second, out, retry=False)
+    (out / "new.json").write_text(json.dumps({**old, "key": first.key, "failed": "newer"}))
+    monkeypatch.setattr(sys, "argv", ["measure_learning", "--table", "--out", str(out)])
+    assert measure_learning.main() == 0
+    (out / "new.json").unlink()
+    assert measure_learning.is_done(first, out, retry=False)
+    assert len(record.read_text().splitlines()) == 2
+    assert "newer" in page.read_text()
 
 
 def test_a_command_that_fails_or_outlasts_its_deadline_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
