@@ -129,8 +129,10 @@ class GroupWeightSync:
         await self._transfer.close()
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """``stage_updates`` and ``send``."""
-        await self.send(stage_updates(weights, weight_version))
+        """``stage_updates``, in the dtypes of an engine of this process where there is one, and ``send``."""
+        here = [engine for engine in self.targets.engines.values() if not isinstance(engine, RemoteEngine)]
+        into = here[0].weight_slots if here else {}
+        await self.send(stage_updates(weights, weight_version, into=into))
 
     async def send(self, staged: StagedWeights) -> None:
         """Send by HTTP, or load here. Returns when every replica that can answer has these weights; until then the

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.base.types import UserError
+from mopd.base.types import NonFiniteError, UserError
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineUnavailable, OnRunning, SamplingParams, StaleWeights
@@ -97,6 +97,8 @@ def test_one_stream_reaches_every_engine_of_this_process(folder: Path, source: T
             await assert_serves(engine, source)
         with pytest.raises(ValueError, match="are missing"):
             await publish(engines, iter([]), 5)
+        with pytest.raises(NonFiniteError, match="infinite in float32"):  # finite in the dtype that they come in
+            await publish(engines, ((name, w.double() * 1e40) for name, w in source.model.named_parameters()), 6)
 
     asyncio.run(work())
 
