@@ -168,7 +168,7 @@ def _cell(contender: Contender, toy: str, seed: int, assets: Path, more: Sequenc
 
 def is_done(cell: Cell, out: Path, *, retry: bool) -> bool:
     """Return whether the run's result is kept; with ``retry`` a failed one does not count."""
-    return any(one["key"] == cell.key and not (retry and "failed" in one) for one in read_results(out))
+    return any(one.get("key") == cell.key and not (retry and "failed" in one) for one in read_results(out))
 
 
 def read_results(out: Path) -> list[dict[str, Any]]:
