@@ -14,17 +14,9 @@ from torch import Tensor
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.writing import write_json, writing
-from mopd.base.types import Batch, SampleMeta, UserError
+from mopd.base.types import SampleMeta, UserError
 from mopd.conversion.job import sha256_of
-from mopd.data_plane.ids import (
-    as_stored,
-    check_claim,
-    check_discard,
-    check_put,
-    check_read,
-    check_release,
-    check_update,
-)
+from mopd.data_plane.interface import Storage, check_read
 from mopd.data_plane.transfer_queue import QueueClient
 
 HASHES = "files.json"
@@ -32,16 +24,15 @@ HASHES = "files.json"
 CURE = "remove the folder to have its samples drawn again"
 
 
-class QueuePlane:
-    """Implementation of ``Storage`` on TransferQueue. One process writes; it remembers field names, never tensors."""
+class QueuePlane(Storage):
+    """Storage on TransferQueue. One process writes; it remembers field names, never tensors."""
 
     def __init__(self, address: Mapping[str, Any], *, timeout_s: float, end: Callable[[], None]) -> None:
         """Connect to a queue that is this run's alone; ``close`` calls ``end``, which ends the queue."""
+        super().__init__()
         self._address = dict(address)
         self._client = QueueClient(address, timeout_s=timeout_s)
         self._end = end
-        self._held: dict[int, set[str]] = {}
-        self._claimed: set[int] = set()
         self._writing = asyncio.Lock()
         """Held by every change of the samples, so that none falls between the actors' saves, which run in sequence."""
 
@@ -50,62 +41,30 @@ class QueuePlane:
         self._client.around_calls = around
 
     @property
-    def num_samples(self) -> int:
-        """Number of samples held now, claimed ones included."""
-        return len(self._held)
-
-    @property
     def address(self) -> dict[str, Any]:
         """Address of the controller and the storage units."""
         return self._address
 
-    async def put(self, metas: Sequence[SampleMeta], fields: Mapping[str, Sequence[Tensor]]) -> None:
-        """Write fields of new samples, with their metas as tags."""
-        ids = [meta.sample_id for meta in metas]
-        check_put(ids, fields, self._held)
-        if not ids:
-            return
-        tensors = {name: as_stored(fields[name]) for name in fields}
-        async with self._writing:
-            batch = await self._client.retrieve(ids, create=True)
-            await self._client.write(batch, tensors, [asdict(meta) for meta in metas])
-            # After the write: a ``put`` that failed leaves the samples unknown.
-            self._held.update({i: set(fields) for i in ids})
-
-    async def update(self, sample_ids: Sequence[int], fields: Mapping[str, Sequence[Tensor]]) -> None:
-        """Add fields to samples that exist."""
-        check_update(sample_ids, fields, self._held)
-        if not sample_ids:
-            return
-        tensors = {name: as_stored(fields[name]) for name in fields}
-        async with self._writing:
-            batch = await self._client.retrieve(sample_ids)
-            await self._client.write(batch, tensors)
-            for sample_id in sample_ids:
-                self._held[sample_id].update(fields)
-
     async def get(self, sample_ids: Sequence[int], fields: Sequence[str]) -> dict[str, list[Tensor]]:
-        """Return fields, in the order of ``sample_ids``."""
         return await _read(self._client, sample_ids, fields)
 
-    async def claim(self, sample_ids: Sequence[int], fields: Sequence[str]) -> Batch:
-        """Claim samples that have all ``fields`` in the controller actor's view; its tags are the samples' metas."""
-        check_claim(sample_ids, fields, self._held, self._claimed)
-        batch = await _retrieve(self._client, sample_ids, fields)
-        self._claimed.update(sample_ids)
-        metas = [SampleMeta(**tag) for tag in batch.custom_meta]
-        return Batch(samples=tuple(sorted(metas, key=lambda meta: meta.sample_id)))
+    async def _add(self, metas: Sequence[SampleMeta], tensors: Mapping[str, list[Tensor]]) -> None:
+        """Write the fields, with the metas as tags."""
+        async with self._writing:
+            batch = await self._client.retrieve([meta.sample_id for meta in metas], create=True)
+            await self._client.write(batch, tensors, [asdict(meta) for meta in metas])
 
-    async def release(self, batch: Batch) -> None:
-        """Forget a claimed batch."""
-        check_release(batch.sample_ids, self._claimed)
-        await self._forget(batch.sample_ids)
-        self._claimed.difference_update(batch.sample_ids)
+    async def _extend(self, sample_ids: Sequence[int], tensors: Mapping[str, list[Tensor]]) -> None:
+        async with self._writing:
+            await self._client.write(await self._client.retrieve(sample_ids), tensors)
 
-    async def discard(self, sample_ids: Sequence[int]) -> None:
-        """Forget samples that are not claimed."""
-        check_discard(sample_ids, self._held, self._claimed)
-        await self._forget(sample_ids)
+    async def _metas_of(self, sample_ids: Sequence[int], fields: Sequence[str]) -> list[SampleMeta]:
+        """Return the controller actor's tags of samples that have all ``fields`` in its view."""
+        return [SampleMeta(**tag) for tag in (await _retrieve(self._client, sample_ids, fields)).custom_meta]
+
+    async def _remove(self, sample_ids: Sequence[int]) -> None:
+        async with self._writing:
+            await self._client.clear(await self._client.retrieve(sample_ids))
 
     async def save(self, folder: Path) -> str:
         """Write all samples into ``folder``, which every actor's machine must see, with a hash of each file. Return the
@@ -139,16 +98,8 @@ class QueuePlane:
     async def close(self) -> None:
         """Disconnect, forget everything and end the queue."""
         self._client.close()
-        self._held.clear()
-        self._claimed.clear()
+        await super().close()
         self._end()
-
-    async def _forget(self, sample_ids: Sequence[int]) -> None:
-        async with self._writing:
-            if sample_ids:
-                await self._client.clear(await self._client.retrieve(sample_ids))
-            for sample_id in sample_ids:
-                del self._held[sample_id]
 
 
 class QueueReader:

@@ -1,4 +1,4 @@
-"""Readers of the local plane: in the storage's own process, and in others over its socket (``server.py``)."""
+"""Readers in other processes than the storage's: of the local plane over its socket (``local.py``), or of the queue."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zmq.utils.monitor import recv_monitor_message
 from mopd.base.types import UserError
 from mopd.data_plane.frames import FrameError, from_frames, packed, unpacked
 from mopd.data_plane.interface import Reader, StorageEnded
+from mopd.data_plane.local import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from mopd.data_plane.queue_plane import QueueReader
-from mopd.data_plane.server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, Read
 
 MAX_FRAME_BYTES = 2**33
 """Largest frame, one tensor; a connection that brings a larger one is closed."""
@@ -29,25 +29,6 @@ ENDED = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 """Events after which the storage is gone. Nothing connects twice: a storage does not come back within a run."""
-
-
-class DirectReader:
-    """Implementation of ``Reader`` in the storage's own process; nothing is copied."""
-
-    def __init__(self, read: Read) -> None:
-        self._read = read
-        self.bytes_received = 0
-
-    def fetch(
-        self, sample_ids: Sequence[int], fields: Sequence[str], *, waited_s: float = 0.0
-    ) -> dict[str, list[Tensor]]:
-        """Return the storage's own tensors."""
-        values = self._read(sample_ids, fields)
-        self.bytes_received += sum(tensor.nbytes for tensors in values.values() for tensor in tensors)
-        return values
-
-    def close(self) -> None:
-        """Do nothing: there is no connection."""
 
 
 class SocketReader:

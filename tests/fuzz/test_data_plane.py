@@ -8,7 +8,7 @@ import torch
 
 from mopd.conversion.mapped import TORCH_DTYPES
 from mopd.data_plane.frames import FrameError, from_frames, packed, to_frames, unpacked
-from mopd.data_plane.server import SampleServer
+from mopd.data_plane.local import SampleServer
 from tests.fuzz.harness import fuzz
 
 FIELDS = {

@@ -22,7 +22,7 @@ from mopd.base.files.records import Records
 from mopd.base.types import SampleMeta, UserError
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import HASHES, Manifest
-from mopd.data_plane.ids import as_stored
+from mopd.data_plane.interface import as_stored
 from mopd.engines.checks import check_scores
 from mopd.engines.interface import Images, Scores
 from mopd.engines.replicas.interface import info_of
