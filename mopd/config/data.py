@@ -17,7 +17,6 @@ from mopd.config.values import (
     Share,
     at_least,
     check_name,
-    check_ranges,
     require_positive,
 )
 
@@ -95,7 +94,7 @@ def mapping_of(columns: ShippedColumns | ColumnsConfig) -> ColumnsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(Checked):
     """Prompt files and how to read their rows."""
 
     train: tuple[str | DataFileConfig, ...]
@@ -137,8 +136,7 @@ class DataConfig:
     """Folders of samples that a run has kept (``metrics.keep_samples``) or ``mopd score`` has made of texts: responses
     to train on beside those that the student draws, in the share that ``schedule.on_policy_fraction`` leaves them."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         if not self.image_key:
             raise ValueError("image_key is empty: name the column of the images")
         for name in sorted(TEMPLATE_ARGUMENTS & self.chat_template_kwargs.keys()):
@@ -191,8 +189,7 @@ class ValidationConfig(Checked):
     """Domains of ``data.validation`` that no teacher teaches, validated all the same: what the student forgets of them
     is a line of the report. They need a reward, and have no say in which step is best."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         if self.samples_per_prompt > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples_per_prompt is {self.samples_per_prompt}, but temperature is 0, so all responses of a prompt "

@@ -32,7 +32,6 @@ from mopd.config.values import (
     Share,
     at_least,
     check_name,
-    check_ranges,
     check_unrepeated,
 )
 
@@ -107,7 +106,7 @@ Engine = AutoEngineConfig | SettledEngine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RoutingConfig:
+class RoutingConfig(Checked):
     """How requests are cut and spread over a group's replicas."""
 
     max_tokens_per_request: Count = 16384
@@ -119,8 +118,7 @@ class RoutingConfig:
     request_timeout_s: Seconds = 600.0
     """Deadline of one request to one replica; a server that takes no requests is waited for as long."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         if self.max_inflight_tokens < self.max_tokens_per_request:
             raise ValueError(
                 f"max_inflight_tokens is {self.max_inflight_tokens} and max_tokens_per_request "
@@ -129,7 +127,7 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineGroupConfig:
+class EngineGroupConfig(Checked):
     """Replicas of one model behind one router."""
 
     engine: Engine = AutoEngineConfig()
@@ -142,11 +140,7 @@ class EngineGroupConfig:
     routing: RoutingConfig = RoutingConfig()
     """How requests reach the replicas."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        self.check_group()
-
-    def check_group(self) -> None:
+    def check(self) -> None:
         """Raise ``ValueError`` if engine, placement and number of replicas do not go together."""
         if isinstance(self.placement, ExternalConfig) and self.replicas not in (1, len(self.placement.urls)):
             raise ValueError(
@@ -188,6 +182,11 @@ class EngineGroupConfig:
         return self.engine.num_gpus if isinstance(self.engine, VllmEngineConfig) else 1
 
     @property
+    def is_openai(self) -> bool:
+        """The replicas are stock servers, which score at temperature 1 and draw greedily, and take no weights."""
+        return isinstance(self.placement, ExternalConfig) and self.placement.protocol == "openai"
+
+    @property
     def shares_gpus(self) -> bool:
         """The replicas are on the trainer ranks' GPUs, by turns."""
         return isinstance(self.placement, LocalConfig) and self.placement.share_gpus_with is not None
@@ -208,7 +207,7 @@ class EngineGroupConfig:
     def scores_at_temperature_1_only(self) -> bool:
         """vLLM's prompt log-probs know no temperature."""
         if isinstance(self.placement, ExternalConfig):
-            return self.placement.protocol == "openai"
+            return self.is_openai
         return isinstance(self.engine, VllmEngineConfig)
 
 
@@ -216,7 +215,7 @@ class EngineGroupConfig:
 class TeacherDefaultsConfig(EngineGroupConfig):
     """What every teacher inherits; a teacher's own keys win, key by key."""
 
-    def check_group(self) -> None:
+    def check(self) -> None:
         """Check nothing: a teacher may override either side of a clash, and is checked complete."""
 
 
@@ -235,9 +234,8 @@ class TeacherConfig(EngineGroupConfig):
     """Share in domains that several teachers name (an ensemble), relative to the others' weights; all of them set
     one."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        self.check_group()
+    def check(self) -> None:
+        EngineGroupConfig.check(self)  # ``super()`` does not work in dataclasses with slots
         if not self.domains and not self.default:
             raise ValueError(
                 "domains is empty: name at least one value of the data's domain column, or set default: true"

@@ -15,7 +15,6 @@ from mopd.config.values import (
     Positive,
     Share,
     at_least,
-    check_ranges,
     require_fraction,
 )
 
@@ -44,7 +43,7 @@ Tokens = Literal["all"] | LargestTokensConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TopKLossConfig:
+class TopKLossConfig(Checked):
     """Divergence between teacher and student on the teacher's top-k tokens of every response position."""
 
     type: Literal["topk_forward_kl", "topk_reverse_kl", "topk_jsd"] = "topk_forward_kl"
@@ -80,8 +79,7 @@ class TopKLossConfig:
     tokens: Tokens = "all"
     """Tokens that count: all, or a share of each response."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         if self.correction is not None and not self.task_reward_weight:
             raise ValueError(
                 f"correction is set, but {self.type} without task_reward_weight takes samples of any policy: remove "
@@ -103,7 +101,7 @@ class TopKLossConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceMaskConfig:
+class SequenceMaskConfig(Checked):
     """Whole responses that are left out of the loss, by the geometric mean over their loss tokens of the ratio of
     current student to rollout. Denominators stay those of the whole batch."""
 
@@ -112,13 +110,12 @@ class SequenceMaskConfig:
     high: Positive = 1.1
     """Largest mean ratio of a response that counts."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         _check_bounds(self.low, self.high)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MismatchCorrectionConfig:
+class MismatchCorrectionConfig(Checked):
     """What repairs the difference between the student's and the rollout's probability of the same token: the engines'
     rounding, and the steps that the rollout's weights were behind."""
 
@@ -133,8 +130,7 @@ class MismatchCorrectionConfig:
     sequence: SequenceMaskConfig | None = None
     """Also leave out whole responses; absent means none. ``{}`` takes the bounds' defaults."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         _check_bounds(self.low, self.high)
         if self.type == "none" and self.sequence is None:
             raise ValueError("type is 'none' and sequence is absent: nothing is corrected; set one of them")
@@ -176,7 +172,7 @@ class KLLossConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyGradientConfig:
+class PolicyGradientConfig(Checked):
     """Policy gradient with the detached advantage A = -(student - teacher log-prob) - baseline (+ weight x task
     advantage)."""
 
@@ -215,8 +211,7 @@ class PolicyGradientConfig:
     tokens: Tokens = "all"
     """Tokens that count: all, or a share of each response."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         if self.correction is not None and self.correction.type == "gate" and self.old_logprobs == "rollout":
             raise ValueError(
                 "correction.type is 'gate' and old_logprobs is 'rollout': the gate already holds that ratio; "

@@ -12,7 +12,6 @@ from mopd.config.values import (
     Processes,
     Seconds,
     at_least,
-    check_ranges,
     check_server_url,
     check_unrepeated,
     require_at_least,
@@ -40,7 +39,7 @@ class InProcessConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalConfig:
+class LocalConfig(Checked):
     """Child processes of the one that leads the run, one engine server each, on this machine's loopback interface."""
 
     type: Literal["local"]
@@ -60,8 +59,7 @@ class LocalConfig:
     startup_timeout_s: Seconds = 600.0
     """Deadline for a server to become healthy, model loading included."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         check_unrepeated("gpus", self.gpus)
         for gpu in self.gpus:
             require_at_least("gpus", gpu, 0, MAX_PROCESSES)
@@ -95,7 +93,7 @@ class RayConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExternalConfig:
+class ExternalConfig(Checked):
     """Servers that are not started by the run. They choose their engine: the ``engine`` section beside this one is not
     read."""
 
@@ -112,8 +110,7 @@ class ExternalConfig:
     startup_timeout_s: Seconds = 60.0
     """Deadline for every server to answer when the run starts."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         if not self.urls:
             raise ValueError("urls is empty: name at least one server")
         for url in self.urls:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mopd.config.values import Checked, Seconds, at_least, check_ranges
+from mopd.config.values import Checked, Seconds, at_least
 
 MAX_PATTERN = 10_000
 """Characters of a regular expression."""
@@ -42,7 +42,7 @@ class MultipleChoiceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RegexConfig:
+class RegexConfig(Checked):
     """1 when the last match of a pattern's group equals the ground truth; without a group, when the pattern matches."""
 
     type: Literal["regex"]
@@ -52,8 +52,7 @@ class RegexConfig:
     timeout_s: Seconds = 2.0
     """Deadline of one response; one that takes longer scores 0."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         if len(self.pattern) > MAX_PATTERN:
             raise ValueError(f"pattern has {len(self.pattern)} characters: use at most {MAX_PATTERN}")
         try:

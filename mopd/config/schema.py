@@ -1,7 +1,7 @@
 """Every key of a recipe: frozen dataclasses; the text under a field is its help and its line in ``docs/recipes.md``.
 
-Checks that need one class sit in its ``__post_init__`` and raise ``ValueError`` that names the key to set; the loader
-adds file and dotted path. Values that follow from others are properties, never keys.
+Checks that need one class sit in its ``check`` and raise ``ValueError`` that names the key to set; the loader adds file
+and dotted path. Values that follow from others are properties, never keys.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from mopd.config.values import (
     Seconds,
     Share,
     at_least,
-    check_ranges,
     require_seed,
 )
 from mopd.config.weights import AutoSyncConfig, WeightSync, check_weight_sync
@@ -58,7 +57,7 @@ MAX_STALENESS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HorizonConfig:
+class HorizonConfig(Checked):
     """The first tokens of a response, which are all that is drawn and trained on; validation draws whole responses."""
 
     start: Annotated[int, at_least(1, MAX_TOKENS)]
@@ -68,8 +67,7 @@ class HorizonConfig:
     steps: Count | None = None
     """Steps over which it grows, by equal parts."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         if (self.end is None) != (self.steps is None):
             here, absent = ("end", "steps") if self.steps is None else ("steps", "end")
             raise ValueError(f"{here} is {getattr(self, here)} and {absent} is absent: set both, or remove {here}")
@@ -105,13 +103,12 @@ class RolloutConfig(EngineGroupConfig):
     ones wait (``finish``), or they go on under the new ones (``continue``: partial rollout). ``auto``: ``continue``
     with ``schedule.max_staleness`` above 0; at 0 nothing is under way then."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         if isinstance(self.placement, RayConfig) and self.placement.shared_pool is not None:
             raise ValueError(
                 f"placement.shared_pool is {self.placement.shared_pool!r}: only teachers take turns; remove it"
             )
-        self.check_group()
+        EngineGroupConfig.check(self)
         if isinstance(self.engine, VllmEngineConfig) and self.engine.pipeline_parallel_size > 1:
             raise ValueError(
                 f"engine.pipeline_parallel_size is {self.engine.pipeline_parallel_size}, but the weights of a rollout "
@@ -125,7 +122,7 @@ class RolloutConfig(EngineGroupConfig):
             )
         if self.top_k != -1 and not 1 <= self.top_k <= MAX_COUNT:
             raise ValueError(f"top_k is {self.top_k}: set -1 (all) or a positive number up to {MAX_COUNT}")
-        if isinstance(self.placement, ExternalConfig) and self.placement.protocol == "openai":
+        if self.is_openai:
             raise ValueError("placement.protocol is 'openai': such a server takes no weight updates; set mopd")
 
     @property
@@ -156,7 +153,7 @@ class WarmUpConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleConfig:
+class ScheduleConfig(Checked):
     """How long and in what rhythm to train."""
 
     steps: Count
@@ -182,8 +179,7 @@ class ScheduleConfig:
     """Deadline of every wait between workers: for the next sample of a batch, a sign of life of another process, a
     checkpoint. Waits that contain such a wait are a quarter longer, or last as long as there are signs of life."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         if self.warm_up is not None and self.warm_up.steps >= self.steps:
             raise ValueError(
                 f"warm_up.steps is {self.warm_up.steps} and steps is {self.steps}, which counts them: set fewer, or "
@@ -231,7 +227,7 @@ class PreflightConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class Recipe(Checked):
     """One run, complete: what ``mopd train`` reads."""
 
     run_dir: str
@@ -279,8 +275,7 @@ class Recipe:
     slurm: SlurmConfig | None = None
     """The job that ``mopd slurm`` submits; absent: the recipe is for one machine, or started by hand."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         self._check_teachers()
         self._check_loss()
         self._check_objective()
@@ -330,7 +325,7 @@ class Recipe:
                 "validation, or give every domain its weight"
             )
         for name, teacher in self.teachers.items():
-            if isinstance(teacher.placement, ExternalConfig) and teacher.placement.protocol == "openai":
+            if teacher.is_openai:
                 raise ValueError(
                     f"data.domain_weights is 'adaptive', but teachers.{name} is behind an openai server, which only "
                     "scores: its reward is not known; give every domain its weight"
@@ -448,7 +443,7 @@ class Recipe:
                 "samples_per_prompt: 1"
             )
         for name, teacher in self.teachers.items():
-            if not (isinstance(teacher.placement, ExternalConfig) and teacher.placement.protocol == "openai"):
+            if not teacher.is_openai:
                 continue
             what = "draws greedily" if self.answers.temperature else "does not say which weights it holds"
             cure = "answers.temperature: 0" if self.answers.temperature else "no answers.folder"

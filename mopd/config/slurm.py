@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mopd.base.text import visible
-from mopd.config.values import MAX_PROCESSES, Processes, at_least, check_ranges, check_unrepeated, require_at_least
+from mopd.config.values import MAX_PROCESSES, Checked, Processes, at_least, check_unrepeated, require_at_least
 from mopd.config.weights import check_interface
 
 MAX_SEEDS = 1000
@@ -48,7 +48,7 @@ class SlurmContainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmComponentConfig:
+class SlurmComponentConfig(Checked):
     """Where one group's component differs from the student's; absent keys are as there."""
 
     partition: str | None = None
@@ -58,13 +58,12 @@ class SlurmComponentConfig:
     cpus_per_node: Processes | None = None
     """CPUs of each node."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         _require_name("partition", self.partition)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmConfig:
+class SlurmConfig(Checked):
     """The job that ``mopd slurm`` submits (docs/cluster.md). ``mopd plan --gpu`` plans on its nodes, and ``mopd check
     --nodes`` holds them against it; no other command reads this section."""
 
@@ -114,8 +113,7 @@ class SlurmConfig:
     seeds: tuple[int, ...] = ()
     """An array of runs, one for each seed, in ``run_dir/seed_N``; empty: one run with the recipe's own ``seed``."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         for name in ("partition", "account", "qos"):
             _require_name(name, getattr(self, name))
         self._check_time()

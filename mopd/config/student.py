@@ -18,14 +18,13 @@ from mopd.config.values import (
     Processes,
     Whole,
     at_least,
-    check_ranges,
 )
 
 Freeze = Literal["tower", "tower_and_merger", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelConfig:
+class ParallelConfig(Checked):
     """Layout of the Megatron student over the trainer ranks. World size = tensor x context x pipeline x
     data."""
 
@@ -53,8 +52,7 @@ class ParallelConfig:
     num_layers_in_last_pipeline_stage: Count | None = None
     """Layers of the last stage, which also computes logits and loss; likewise."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         if self.world_size > MAX_PROCESSES:
             names = (f"{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model", "data"))
             sizes = " x ".join(f"{name} {getattr(self, name)}" for name in names)
@@ -117,7 +115,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """Adam, its learning-rate schedule and gradient clipping (Megatron's own optimizer)."""
 
     lr: Positive = 1e-6
@@ -144,8 +142,7 @@ class OptimizerConfig:
     """Share of each rank's optimizer states and fp32 main weights that is kept in host memory, where the processor
     steps it: less device memory, longer steps."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    def check(self) -> None:
         if self.offload_fraction and not self.use_distributed_optimizer:
             raise ValueError(
                 f"offload_fraction is {self.offload_fraction} but use_distributed_optimizer is false: set "

@@ -105,13 +105,16 @@ Processes = Annotated[int, at_least(1, MAX_PROCESSES)]
 
 
 class Checked:
-    """Base of sections whose numbers have ranges. A section with checks of its own calls ``check_ranges`` before them:
-    ``super()`` does not work in dataclasses with slots."""
+    """Base of sections whose numbers have ranges, or that have checks of their own."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ``ValueError`` that names the key to set; every number is in its range by then."""
 
 
 def check_ranges(section: Any) -> None:

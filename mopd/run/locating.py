@@ -11,7 +11,6 @@ from typing import Any, Literal
 from mopd.base.types import UserError
 from mopd.config.data import DataFileConfig
 from mopd.config.load import Loaded
-from mopd.config.placements import ExternalConfig
 from mopd.config.reading.tree import dotted
 from mopd.config.schema import Recipe
 from mopd.data.hub.names import HubName, hub_data, hub_model
@@ -99,11 +98,9 @@ def _hub_entries(loaded: Loaded, further_models: Mapping[str, str]) -> Iterator[
     recipe = loaded.recipe
     models = [("student.model", loaded.where("student", "model"), recipe.student.model, True)]
     for name, teacher in recipe.teachers.items():
-        # A stock server has the weights; here its tokenizer is enough.
-        placement = teacher.placement
-        is_elsewhere = isinstance(placement, ExternalConfig) and placement.protocol == "openai"
         path = ("teachers", name, "model")
-        models.append((dotted(path), loaded.where(*path), teacher.model, not is_elsewhere))
+        # A stock server has the weights; here its tokenizer is enough.
+        models.append((dotted(path), loaded.where(*path), teacher.model, not teacher.is_openai))
     models += [(option, option, text, True) for option, text in further_models.items()]
     for key, where, text, with_weights in models:
         hub_name = hub_model(text)

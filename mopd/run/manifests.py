@@ -16,7 +16,6 @@ from mopd.base.files.writing import write_json
 from mopd.base.types import UserError
 from mopd.config.groups import TeacherConfig, VllmEngineConfig
 from mopd.config.machine.places import engine_groups
-from mopd.config.placements import ExternalConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.header import read_header
 from mopd.conversion.hf.manifest import Manifest, compare_manifests, make_manifest
@@ -44,9 +43,7 @@ readers."""
 
 def has_own_weights(teacher: TeacherConfig) -> bool:
     """Return whether the teacher's folder holds its weights; only a stock server's may lack them."""
-    if not (isinstance(teacher.placement, ExternalConfig) and teacher.placement.protocol == "openai"):
-        return True
-    return any(Path(teacher.model).glob("*.safetensors"))
+    return not teacher.is_openai or any(Path(teacher.model).glob("*.safetensors"))
 
 
 def hash_cache() -> Path | None:

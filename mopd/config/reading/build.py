@@ -231,7 +231,7 @@ class Builder:
         return f"known {noun}: {', '.join(known)}"
 
     def _fail_check(self, error: ValueError, section: Section, fields: tuple[str, ...], path: Path_) -> NoReturn:
-        """Put file and dotted path before the message of a failed ``__post_init__`` check."""
+        """Put file and dotted path before the message of a failed ``check``."""
         message = str(error)
         first = re.match(r"[\w.]+", message)
         named = first[0].rstrip(".").split(".") if first else [""]
