@@ -52,7 +52,7 @@ def start_orchestrator(
     to print of a run that was asked to stop.
 
     Args:
-        what: the task, a key of ``mopd.orchestrator.process.TASKS``.
+        what: the task, a key of ``mopd.orchestrator.__main__.TASKS``.
         options: the task's own, as JSON.
         run: the folder for logs, if any.
         ask: what the first SIGTERM does.

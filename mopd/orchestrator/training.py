@@ -20,9 +20,8 @@ from mopd.base.types import SampleMeta, UserError
 from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
-from mopd.data.mixed_stream import MixedStream
 from mopd.data.prompts import PromptDataset
-from mopd.data.stream import PromptStream, headroom_shares
+from mopd.data.stream import MixedStream, PromptStream, headroom_shares
 from mopd.data_plane.queue_plane import QueuePlane
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.kept.samples import SampleKeeper, StoredSamples, StoredWorker, open_stored

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -460,6 +461,37 @@ class Objective:
             dual_clip=loss.dual_clip,
             **options,
         )
+
+
+class CrossEntropy(Objective):
+    """Cross entropy of the response's own tokens, for supervised training on the teachers' answers.
+
+    It is the forward KL from a teacher that is certain of each token: top-k with one id of log-prob 0 and no tail.
+    Takes the recipe's aggregation, and the kernels of the other losses.
+    """
+
+    field_names = ("tokens", "loss_mask")
+
+    def __init__(self, loss: Loss, layout: Layout, **options: Any) -> None:
+        """Set up, as ``Objective``; ``loss`` is the recipe's."""
+        certain = TopKLossConfig(top_k=1, tail="none", aggregation=loss.aggregation, domain_budget=loss.domain_budget)
+        super().__init__(certain, layout, **options)
+
+    def new_sums(
+        self, *, diagnostics: bool, domain_factors: Tensor | None = None, own_samples: bool = False, **sizes: int
+    ) -> Sums:
+        """Return empty sums: no metric compares with a teacher."""
+        names = ["num_tokens", "weight", "loss", "weighted_loss", *(DIAGNOSTICS[:1] if diagnostics else ())]
+        return Sums(names, **sizes, device=self._layout.device, domain_factors=domain_factors)
+
+    def __call__(self, head: LMHead, *, rows: LossRows, sums: Sums) -> Tensor:
+        certain = torch.zeros_like(rows.targets, dtype=torch.float32)
+        fields: Mapping[str, Tensor] = {
+            "teacher_ids": rows.targets[:, None].int(),
+            "teacher_logprobs": certain[:, None],
+            "teacher_token_logprobs": certain,
+        }
+        return super().__call__(head, rows=replace(rows, fields=fields), sums=sums)
 
 
 def _mean_of_teachers(own: Mapping[str, Tensor], per_teacher: Sequence[Tensor]) -> Tensor:

@@ -30,11 +30,10 @@ from mopd.student.memory.lending import GpuMemoryLease
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
 from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
-from mopd.student.objective import Objective, Sums
+from mopd.student.objective import CrossEntropy, Objective, Sums
 from mopd.student.optimizer import build_optimizer, complete_weights, guarded_step, overlaps, wrap_data_parallel
 from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, Shape, run_schedule
-from mopd.student.supervised import CrossEntropy
 from mopd.student.token_layout import TokenLayout, choose_token_layout
 from mopd.student.vision import add_clock, constant_names
 from mopd.student.weights import hf_senders, iter_hf_weights, iter_sender_weights, load_hf_into

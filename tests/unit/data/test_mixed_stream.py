@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from mopd.base.types import Prompt, UserError
-from mopd.data.mixed_stream import MixedStream
-from mopd.data.stream import PromptStream
+from mopd.data.stream import MixedStream, PromptStream
 
 ROWS = {"code": [*range(0, 20, 2)], "math": [*range(1, 20, 2)]}
 STORED = ["math", "code", "code"]

@@ -17,6 +17,7 @@ from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import MlaDims, ModelDims, MoeDims
 from mopd.data.packing import PackingRules, pack, packing_rules, plan_metrics, square_cost
 from mopd.planning.memory.shards import active
+from tests.fixtures.samples import meta_of
 
 PACKS = PackingRules(is_packed=True, max_tokens=100, micro_batch_size=None, square_cost=0.01)
 RECTANGLES = replace(PACKS, is_packed=False)
@@ -43,11 +44,7 @@ LATENT = replace(
 
 
 def samples(*lengths: int) -> list[SampleMeta]:
-    fixed = {"domain": "math", "weight_version": 0, "prompt_length": 1}
-    return [
-        SampleMeta(sample_id=100 + i, response_length=length - 1, num_loss_tokens=length - 1, **fixed)  # type: ignore[arg-type]
-        for i, length in enumerate(lengths)
-    ]
+    return [meta_of(100 + i, response=length - 1) for i, length in enumerate(lengths)]
 
 
 def rectangle(batch: Sequence[SampleMeta]) -> int:

@@ -21,13 +21,13 @@ from mopd.base.tasks import Stop
 from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta
 from mopd.bench.stand_ins import SHARES, Lengths, Scenario, make_dataset, make_recipe, make_stream
 from mopd.config.schema import AnswersConfig, Recipe, WarmUpConfig
-from mopd.data.mixed_stream import MixedStream
 from mopd.data.packing import PackingRules
+from mopd.data.stream import MixedStream
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.rollout import derive_seed
+from tests.fixtures.samples import meta_of
 from tests.fixtures.token_clock import run_on_token_clock
-from tests.unit.orchestrator.groups import meta_of
 
 TOKENS_PER_S = 1000
 
