@@ -80,9 +80,10 @@ def _overrides(files: RunFiles, args: argparse.Namespace) -> list[str]:
 
 def _require_steps(files: RunFiles, steps: int) -> None:
     """Raise ``UserError`` unless the run has kept the samples of its first ``steps`` steps."""
+    from mopd.base.files.records import Records
     from mopd.orchestrator.kept.samples import steps_of
 
-    kept = {*steps_of(files.samples_kept)}
+    kept = {*steps_of(Records(files.samples_kept))}
     first = next((step for step in range(1, steps + 1) if step not in kept), None)
     if first is not None:
         cure = f"set --steps {first - 1}" if first > 1 else "train a run with metrics.keep_samples: true from its start"

@@ -10,7 +10,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from mopd.config.data import ColumnsConfig, DataFileConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.conversion.models.reading import read_dims
-from mopd.data.prompts import PromptDataset, PromptRow, load_prompts
+from mopd.data.prompts import PromptRow, load_prompts
 from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.replicas.identity import Needs, problems_of
@@ -52,16 +52,6 @@ from mopd.run.manifests import make_manifests
 PROMPTS_TOGETHER = 256
 """Prompts whose samples are in memory at a time, and texts of one record."""
 TEXT_COLUMNS = ColumnsConfig(prompt="prompt", ground_truth="response", domain="domain")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """The teachers and where their scores go (``Scorers``)."""
-
-    plane: LocalDataPlane
-    teacher_groups: dict[str, TeacherGroup]
-    teachers: TeacherWorker
-    dataset: PromptDataset = PromptDataset(())
 
 
 def score(recipe: Recipe, *, texts: Sequence[str]) -> dict[str, Any]:
@@ -147,11 +137,17 @@ async def _score(recipe: Recipe, stored: StoredSamples, manifests: dict[str, Man
         teachers = {name: await teacher_group(name, routers, groups) for name in recipe.teachers}
         options: dict[str, Any] = {"top_k": recipe.loss.top_k, "temperature": recipe.loss.temperature}
         worker = TeacherWorker(teachers, recipe.assignment, plane, **options)
-        asked, load = (
-            _Asked(plane=plane, teacher_groups=teachers, teachers=worker),
-            StoredWorker(stored, plane, LOSS_FIELDS),
-        )
-        await _require_right_teachers(recipe, asked, manifests, prompts, load)
+        load = StoredWorker(stored, plane, LOSS_FIELDS)
+        for name, group in teachers.items():
+            dtype = await _require_right_model(recipe, group, manifests[f"teachers.{name}"])
+            own = [p for p in prompts if name in recipe.assignment.teachers_of(p.domain)][:NUM_PROBE_SAMPLES]
+            if own:
+                metas = await load.load(own, 0)
+                await worker.score(metas)
+                check = await ScoresCheck(recipe, group, plane, None, dtype).judge(metas)
+                await plane.discard([meta.sample_id for meta in metas])
+                if check.status == "failed":
+                    raise UserError(check.detail)
         worker.cache = cache = await open_score_cache(recipe, routers, manifests)
         assert cache is not None, "score() has looked"
         begin_s, num_tokens = time.perf_counter(), 0
@@ -184,23 +180,13 @@ def _require_one_tokenizer(recipe: Recipe) -> None:
             )
 
 
-async def _require_right_teachers(
-    recipe: Recipe, asked: _Asked, manifests: dict[str, Manifest], prompts: Sequence[Prompt], load: StoredWorker
-) -> None:
-    """Raise ``UserError`` unless each teacher is the recipe's model, and says of the first samples what its folder
-    says."""
-    for name, teacher in recipe.teachers.items():
-        own = [p for p in prompts if name in recipe.assignment.teachers_of(p.domain)][:NUM_PROBE_SAMPLES]
-        needs = Needs.of(recipe, model=teacher.model, is_rollout=False)
-        for replica in asked.teacher_groups[name].router.replicas:
-            info, key = await info_of(replica), f"teachers.{name}"
-            problems = "; ".join(problems_of(info, manifests[key], needs, key=key, is_rollout=False))
-            if problems:
-                raise UserError(f"{problems} (replica {replica.name}): start that server with {key}.model")
-        if own:
-            metas = await load.load(own, 0)
-            await asked.teachers.score(metas)
-            check = await ScoresCheck(recipe, asked, name, info.dtype).judge(metas)
-            await asked.plane.discard([meta.sample_id for meta in metas])
-            if check.status == "failed":
-                raise UserError(check.detail)
+async def _require_right_model(recipe: Recipe, group: TeacherGroup, manifest: Manifest) -> str:
+    """Return the dtype of a teacher's engine. Raise ``UserError`` unless each replica is the recipe's model."""
+    key = f"teachers.{group.name}"
+    needs = Needs.of(recipe, model=recipe.teachers[group.name].model, is_rollout=False)
+    for replica in group.router.replicas:
+        info = await info_of(replica)
+        problems = "; ".join(problems_of(info, manifest, needs, key=key, is_rollout=False))
+        if problems:
+            raise UserError(f"{problems} (replica {replica.name}): start that server with {key}.model")
+    return info.dtype

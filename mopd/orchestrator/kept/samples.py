@@ -123,7 +123,7 @@ class StoredSamples:
         """The step that was read last, of which the next prompt mostly is."""
         for folder in folders:
             records = Records(folder)
-            numbers = _steps_of(records)
+            numbers = steps_of(records)
             if records.about.get("content") != CONTENT or not numbers:
                 raise UserError(
                     f"data.scored: {shown_path(folder)} holds no samples: name the folder samples of a run with "
@@ -150,12 +150,8 @@ class StoredSamples:
         return self._newest[2][index : index + self._per_prompt]
 
 
-def steps_of(folder: Path) -> list[int]:
-    """Return the steps whose samples a folder holds, ascending. ``UserError`` for a damaged one."""
-    return _steps_of(Records(folder))
-
-
-def _steps_of(records: Records) -> list[int]:
+def steps_of(records: Records) -> list[int]:
+    """Return the steps whose samples a folder holds, ascending."""
     keys = records.keys()
     return [int(key[5:]) for key in keys if META.fullmatch(key)]
 

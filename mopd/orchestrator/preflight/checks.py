@@ -18,7 +18,6 @@ from mopd.base.files.reading import MAX_TEXT_BYTES
 from mopd.base.metrics import apart
 from mopd.base.text import one_line
 from mopd.base.types import Prompt, SampleMeta, UserError
-from mopd.config.placements import ExternalConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.prompts import encode_prompts
@@ -234,7 +233,9 @@ class Preflight:
         if not own:
             yield Check(f"scores of {name}", "warning", "no row in the data asks this teacher")
             return
-        scores = ScoresCheck(self.recipe, self.workers, name, self._infos[f"teachers.{name}"][0].dtype)
+        workers, dtype = self.workers, self._infos[f"teachers.{name}"][0].dtype
+        group, images = workers.teacher_groups[name], workers.dataset.images
+        scores = ScoresCheck(self.recipe, group, workers.plane, images, dtype)
         check = await scores.judge(own)
         if scores.parity is not None:
             self.parity[name] = scores.parity
@@ -257,7 +258,7 @@ class Preflight:
             domains = self.recipe.assignment.domains_of(name, validator.domains)
             if not domains:
                 continue
-            if isinstance(teacher.placement, ExternalConfig) and teacher.placement.protocol == "openai":
+            if teacher.is_openai:
                 yield Check(f"reward of {name}", "skipped", "unknown: a teacher behind an openai server only scores")
                 continue
             group = self.workers.teacher_groups[name]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from mopd.config.machine.auto import compares_with_transformers
 from mopd.config.schema import Recipe
 from mopd.conversion.models.families import FAMILIES
 from mopd.data.image_refs import image_refs_from_tensor
-from mopd.data.prompts import PromptDataset
+from mopd.data.images import ImageStore
 from mopd.data_plane.interface import Storage
 from mopd.engines.replicas.interface import SampleFailed
 from mopd.engines.torch.loading import read_config
@@ -38,24 +37,15 @@ Outcome = tuple[bool, str]
 """Whether the scores are right, and what was measured."""
 
 
-class Scorers(Protocol):
-    """What is asked for scores: ``Workers``, or those of ``mopd score``."""
-
-    @property
-    def plane(self) -> Storage: ...
-    @property
-    def teacher_groups(self) -> Mapping[str, TeacherGroup]: ...
-    @property
-    def dataset(self) -> PromptDataset: ...
-
-
 class ScoresCheck:
-    """Judges one teacher by probe samples that are in the data plane, scored. ``dtype`` is its engine's."""
+    """Judges one teacher by probe samples that are in the data plane, scored."""
 
-    def __init__(self, recipe: Recipe, workers: Scorers, name: str, dtype: str) -> None:
-        self._recipe, self._workers, self._name, self._dtype = recipe, workers, name, dtype
-        self._images = workers.dataset.images if workers.teacher_groups[name].sees_images else None
-        """Store of the probes' images, if the teacher sees any."""
+    def __init__(
+        self, recipe: Recipe, group: TeacherGroup, plane: Storage, images: ImageStore | None, dtype: str
+    ) -> None:
+        """``images``: store of the images that samples name; ``dtype``: that of the teacher's engine."""
+        self._recipe, self._group, self._plane, self._name, self._dtype = recipe, group, plane, group.name, dtype
+        self._images = images if group.sees_images else None
         self.parity: Parity | None = None
         """Distance from the teacher's folder, where that was compared and is right."""
 
@@ -118,7 +108,7 @@ class ScoresCheck:
             for i, sample in enumerate(samples)
         ]
         check = AlignmentCheck(
-            self._workers.teacher_groups[name],
+            self._group,
             top_k=recipe.loss.top_k,
             longest=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
             limit=recipe.preflight.logprob_limit(self._dtype),
@@ -161,7 +151,7 @@ class ScoresCheck:
     async def _fields_of(self, samples: Sequence[SampleMeta], *names: str) -> dict[str, list[Tensor]]:
         """Read fields of the samples, and their images where the teacher sees them."""
         wanted = names if self._images is None else (*names, "images")
-        return await self._workers.plane.get([sample.sample_id for sample in samples], wanted)
+        return await self._plane.get([sample.sample_id for sample in samples], wanted)
 
     def _images_of(self, fields: Mapping[str, Sequence[Tensor]], i: int) -> tuple[PromptImage, ...]:
         """Return the images of sample ``i``, as far as the teacher sees them."""

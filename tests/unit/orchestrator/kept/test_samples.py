@@ -28,8 +28,8 @@ from mopd.orchestrator.kept.samples import (
     write_samples,
 )
 from tests.fixtures.recipe import RECIPE
+from tests.fixtures.samples import meta_of
 from tests.fixtures.tiny_models import make_hf_model
-from tests.unit.orchestrator.groups import meta_of
 
 STUDENT = Manifest(path="s", config_sha256="c", weights_sha256="w", tokenizer_sha256="t")
 GRADIENT = (
@@ -83,7 +83,7 @@ def test_what_a_run_keeps_is_trained_on_as_it_was(folder: Path) -> None:
     keep(folder, recipe, 1, *step_of(100, num=6))  # of a life before the checkpoint that the run went on from
     for step, (metas, fields) in steps.items():
         keep(folder, recipe, step, metas, fields)
-    assert steps_of(folder / "samples") == [1, 2, 3]
+    assert steps_of(Records(folder / "samples")) == [1, 2, 3]
     stored = open_stored(recipe_of(folder, *GRADIENT, scored=True), STUDENT)
     assert stored is not None and stored.domains == ["math", "code"] * 3
 

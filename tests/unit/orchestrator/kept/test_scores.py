@@ -23,8 +23,9 @@ from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.kept.scores import ScoreCache, open_score_cache
 from mopd.orchestrator.teachers import TeacherWorker
 from tests.fixtures.recipe import RECIPE
+from tests.fixtures.samples import meta_of
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
-from tests.unit.orchestrator.groups import meta_of, router_of, teacher_of
+from tests.unit.orchestrator.groups import router_of, teacher_of
 
 TEACHERS = {
     "a": TeacherConfig(model="unread", domains=("math",), weight=3.0),

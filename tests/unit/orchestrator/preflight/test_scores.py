@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,8 +21,9 @@ from mopd.engines.torch.engine import TorchEngine
 from mopd.launch.checks.inputs import Check
 from mopd.orchestrator.preflight.scores import ScoresCheck
 from mopd.orchestrator.teachers import TeacherWorker
+from tests.fixtures.samples import meta_of
 from tests.fixtures.tiny_models import BOS_ID, VOCAB_SIZE, make_hf_model
-from tests.unit.orchestrator.groups import meta_of, teacher_of
+from tests.unit.orchestrator.groups import teacher_of
 
 TOP_K = 8
 DRAWN = -1.5
@@ -73,11 +72,10 @@ def judged(
         await plane.put(metas, {"tokens": tokens, "rollout_logprobs": drawn})
         worker = TeacherWorker(groups, recipe.assignment, plane, top_k=TOP_K, temperature=1.0)
         assert await worker.score(metas) == []
-        workers: Any = SimpleNamespace(dataset=SimpleNamespace(images=None), teacher_groups=groups, plane=plane)
         found = {}
         for name in teachers:
             own = [meta for meta in metas if name in recipe.assignment.teachers_of(meta.domain)]
-            check = ScoresCheck(recipe, workers, name, "float32")
+            check = ScoresCheck(recipe, groups[name], plane, None, "float32")
             found[name] = [await check.judge(own), await check.distance(own)]
         return found
 
