@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,20 @@ from mopd.losses import (
     parallel_topk_distill,
 )
 from tests.parity.losses.definitions import teacher_topk
+from tests.parity.losses.triton_layer import to_device
 
 PADDED_VOCAB = 104
 VOCAB = 101
 UNEVEN = {1: [0, 104], 2: [0, 37, 104], 4: [0, 13, 14, 90, 104]}
 """Shard borders of the case with unequal shards."""
 ROWS = (3, 4)
+ON_TRITON = (
+    *("forward_kl/bucket/two", "reverse_kl/generalized/two", "jsd/bucket/two", "reverse_kl/renormalize/two"),
+    *("clamped", "k2", "gather"),
+)
+"""The cases for the Triton layer, whose interpreter is slow."""
+EVENLY_ON_TRITON = ("forward_kl/bucket/two", "k2", "gather")
+"""What equal shards are tried with there: a formula sees none of the shards, and unequal ones have them all."""
 
 
 def problem() -> dict[str, Tensor]:
@@ -56,20 +64,27 @@ def problem() -> dict[str, Tensor]:
     }
 
 
-def cases(shard: Tensor, data: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
-    """Loss and gradient of every function on one shard of the logits."""
+def small_problem() -> dict[str, Tensor]:
+    """Six rows ``[2, 3]`` of it for the Triton layer, with what can go wrong on a shard; the third has no weight."""
+    rows = torch.tensor([[[0, 0], [1, 1], [1, 2]], [[2, 3], [0, 1], [2, 0]]])
+    return {name: to_device(value[rows[..., 0], rows[..., 1]]) for name, value in problem().items()}
+
+
+def cases(
+    shard: Tensor, data: dict[str, Tensor], options: dict[str, Any], names: Container[str] = ()
+) -> dict[str, Tensor]:
+    """Loss and gradient of every function, or of the named ones, on one shard of the logits."""
     shared = {"loss_weight": data["weight"], "temperature": 1.3, "true_vocab_size": VOCAB, **options}
     one = {"teacher_ids": data["ids"][..., 0, :], "teacher_logprobs": data["logq"][..., 0, :]}
     two = {"teacher_ids": data["ids"], "teacher_logprobs": data["logq"], "teacher_weights": data["teacher_weights"]}
     calls: dict[str, Any] = {}
     for loss in ("forward_kl", "reverse_kl", "jsd"):
         for tail in ("bucket", "generalized", "renormalize", "none"):
-            kind = {"loss": loss, "tail": tail}
+            kind = {"loss": loss, "tail": tail, "beta": 0.3}
             calls[f"{loss}/{tail}"] = lambda x, kind=kind: parallel_topk_distill(x, **one, **kind, **shared)
             calls[f"{loss}/{tail}/two"] = lambda x, kind=kind: parallel_topk_distill(x, **two, **kind, **shared)
-    calls["clamped"] = lambda x: parallel_topk_distill(
-        x, **one, logprob_min_clamp=-3.0, loss_soft_cap=0.2, target=data["target"], **shared
-    )
+    clamped = {"logprob_min_clamp": -3.0, "loss_soft_cap": 0.2, "with_entropy": True, "target": data["target"]}
+    calls["clamped"] = lambda x: parallel_topk_distill(x, **two, **clamped, **shared)
     task = {"target": data["target"], "task_advantage": data["advantage"], "task_reward_weight": 0.5}
     task |= {"rollout_logprobs": data["sampled"], "correction": ("icepop", 0.5, 2.0)}
     for name, given in (("one", one), ("two", two)):
@@ -84,17 +99,21 @@ def cases(shard: Tensor, data: dict[str, Tensor], options: dict[str, Any]) -> di
         )
     results = {}
     for name, call in calls.items():
+        if names and name not in names:
+            continue
         leaf = shard.clone().requires_grad_()
         loss, metrics = call(leaf)
         loss.sum().backward()
-        results[f"{name}/loss"], results[f"{name}/gradient"] = loss.detach(), leaf.grad
+        results |= {f"{name}/loss": loss.detach(), f"{name}/gradient": leaf.grad}
         results |= {f"{name}/metric/{key}": value for key, value in metrics.items()}
     leaf = shard.clone().requires_grad_()
-    logprobs, lse = parallel_gather_logprobs(leaf, data["ids"][..., 0, :], **shared)
+    logprobs, lse = parallel_gather_logprobs(leaf, data["ids"].flatten(2).int(), **shared)
     (logprobs.square().sum() + (3 * lse).sum()).backward()
     results |= {"gather/logprobs": logprobs.detach(), "gather/lse": lse.detach(), "gather/gradient": leaf.grad}
-    entropy, overlap = parallel_entropy_and_topk_overlap(shard, data["ids"][..., 0, :].int(), **shared)
-    return results | {"entropy": entropy, "overlap": overlap}
+    if not names:
+        ids = data["ids"][..., 0, :].int()
+        results["entropy"], results["overlap"] = parallel_entropy_and_topk_overlap(shard, ids, **shared)
+    return {name: value.cpu() for name, value in results.items() if value is not None}
 
 
 def edge_problem() -> dict[str, Tensor]:
@@ -150,16 +169,22 @@ def spawn(run_rank: Callable[[int, int, str], None], world_size: int, folder: Pa
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)]
 
 
-def run_rank(rank: int, world_size: int, folder: str) -> None:
+def run_rank(rank: int, world_size: int, folder: str, *, on_triton: bool = False) -> None:
     """Compute this rank's shards in every case."""
-    data, edge = problem(), edge_problem()
+    data = small_problem() if on_triton else problem()
+    edge = {name: to_device(value) if on_triton else value for name, value in edge_problem().items()}
     with joined(rank, world_size, folder) as results:
-        for even in (True, False):
-            edges, name = borders(world_size, even), "even" if even else "uneven"
+        for split in ("even", "uneven"):
+            edges = borders(world_size, split == "even")
             low, high = edges[rank], edges[rank + 1]
             options: dict[str, Any] = {"dist_process_group": dist.group.WORLD}
-            if not even:
+            names: Container[str] = ()
+            if split == "uneven":
                 options["vocab_range"] = (low, high)
-            found = cases(data["z"][..., low:high].contiguous(), data, options)
-            found |= edge_cases(edge["z"][:, low:high], edge, options)
-            results |= {f"{name}/{key}": value for key, value in found.items()}
+            if on_triton:
+                options["backend"] = "triton"
+                names = EVENLY_ON_TRITON if split == "even" else ON_TRITON
+            found = cases(data["z"][..., low:high].contiguous(), data, options, names)
+            if split == "uneven" or not on_triton:
+                found |= edge_cases(edge["z"][:, low:high], edge, options)
+            results |= {f"{split}/{name}": value for name, value in found.items()}

@@ -21,12 +21,13 @@ import pytest
 import torch
 import zmq
 
-from mopd.base.types import SampleMeta, UserError
+from mopd.base.types import UserError
 from mopd.data_plane.frames import packed
 from mopd.data_plane.interface import StorageEnded
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import SocketReader
 from mopd.data_plane.transfer_queue import QueueClient
+from tests.fixtures.samples import meta_of
 
 STORAGE = """
 import asyncio, json, sys, torch
@@ -70,12 +71,6 @@ def freeze(process: subprocess.Popen[str]) -> None:
     while any((thread / "stat").read_text().rsplit(")", 1)[1].split()[0] != "T" for thread in threads):
         assert time.monotonic() < deadline
         time.sleep(0.001)
-
-
-def meta(sample_id: int) -> SampleMeta:
-    return SampleMeta(
-        sample_id=sample_id, domain="math", weight_version=0, prompt_length=1, response_length=2, num_loss_tokens=2
-    )
 
 
 def is_in_the_kernel(address: dict[str, Any]) -> bool:
@@ -143,7 +138,7 @@ def test_a_storage_that_does_not_answer_is_waited_for_until_the_deadline() -> No
 def test_nobody_reads_without_the_keys() -> None:
     async def run() -> None:
         plane = LocalDataPlane()
-        await plane.put([meta(1)], {"tokens": [torch.arange(2)]})
+        await plane.put([meta_of(1)], {"tokens": [torch.arange(2)]})
         plane.serve(host="127.0.0.1")
         address = plane.address
         assert address["url"].startswith("tcp://127.0.0.1:")

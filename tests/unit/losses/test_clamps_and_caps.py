@@ -15,11 +15,9 @@ LOSSES = ("forward_kl", "reverse_kl", "jsd")
 TAILS = ("bucket", "generalized", "renormalize", "none")
 
 
-def from_probabilities(
-    p: list[float], q: list[float], dtype: torch.dtype = torch.float64, **options: Any
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def from_probabilities(p: list[float], q: list[float], **options: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """One row with student probabilities ``p``; the teacher lists ``q`` on the first ids. Loss, dz, metrics."""
-    z = torch.tensor([p], dtype=torch.float64).log().to(dtype).requires_grad_()
+    z = torch.tensor([p], dtype=torch.float64).log().requires_grad_()
     ids = torch.arange(len(q)).unsqueeze(0)
     loss, metrics = parallel_topk_distill(z, ids, torch.tensor([q], dtype=torch.float64).log(), **options)
     loss.sum().backward()
@@ -57,16 +55,6 @@ def test_both_layers_agree(loss: str, tail: str, options: dict[str, float]) -> N
         torch.testing.assert_close(value, results[1][2][name], msg=name)
 
 
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_kernels_leave_the_same_gradient_at_a_clamp(loss: str, tail: str) -> None:
-    options = {"loss": loss, "tail": tail, "logprob_min_clamp": -3.0}
-    value, gradient, _ = from_probabilities(P, Q, torch.float32, backend="triton", **options)
-    expected = from_probabilities(P, Q, backend="reference", **options)
-    torch.testing.assert_close(value.double(), expected[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient.double(), expected[1], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_clamp_that_holds_nothing_changes_nothing(loss: str) -> None:
     plain, clamped = (from_probabilities(P, Q, loss=loss, logprob_min_clamp=c) for c in (None, -20.0))
@@ -100,19 +88,6 @@ def test_soft_cap_of_an_infinite_loss_has_no_gradient_left() -> None:
     loss, _ = parallel_topk_distill(z, torch.tensor([[2]]), torch.tensor([[-0.5]]), loss_soft_cap=5.0)
     loss.sum().backward()
     assert z.grad is not None and torch.count_nonzero(z.grad) == 0
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("tail", TAILS)
-def test_masked_student_token(loss: str, tail: str) -> None:
-    """A listed id whose logit is -inf: infinite forward KL, finite reverse KL and JSD, finite gradient throughout."""
-    z = torch.tensor([[0.3, 1.0, -torch.inf, 0.2]], requires_grad=True)
-    logq = torch.tensor([[0.5, 0.3]]).log()
-    value, _ = parallel_topk_distill(z, torch.tensor([[2, 1]]), logq, loss=loss, tail=tail)
-    value.sum().backward()
-    assert z.grad is not None
-    assert bool(value.detach().isinf()) == (loss == "forward_kl")
-    assert bool(z.grad.isfinite().all())
 
 
 def sure_student(tail: float) -> tuple[Tensor, Tensor]:

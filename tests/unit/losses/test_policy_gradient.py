@@ -104,8 +104,6 @@ def test_tis_compares_the_old_student_and_not_the_current_one() -> None:
         ({"clip_ratio_low": 0.0}, "clip_ratio_low is 0.0"),
         ({"dual_clip": 1.0}, "dual_clip is 1.0"),
         ({"correction": ("tis", 0.5, 2.0)}, "needs rollout_logprobs"),
-        ({"correction": ("icp", 0.5, 2.0), "rollout_logprobs": 0.0}, "'icp'"),
-        ({"correction": ("icepop", 2.0, 0.5), "rollout_logprobs": 0.0}, "low 2.0 and high 0.5"),
         ({"correction": ("gate", 0.5, 2.0), "rollout_logprobs": 0.0, "old_logprobs": 0.0}, "leave old_logprobs"),
         ({"task_reward_weight": 1.0}, "task_advantage is missing"),
         ({"task_advantage": 1.0}, "task_advantage is given"),

@@ -1,10 +1,9 @@
-"""Groups of engines without servers, and samples' metas, for tests of the workers."""
+"""Groups of engines without servers, for tests of the workers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mopd.base.types import SampleMeta
 from mopd.config.groups import RoutingConfig
 from mopd.engines.replicas.interface import LIMITS, Replica, RouterLimits
 from mopd.engines.replicas.router import Router
@@ -22,17 +21,3 @@ def teacher_of(
     name: str, *engines: Any, limits: RouterLimits = LIMITS, vocab_size: int = VOCAB_SIZE, **options: Any
 ) -> TeacherGroup:
     return TeacherGroup(name, router_of(name, *engines, limits=limits), vocab_size=vocab_size, **options)
-
-
-def meta_of(
-    sample_id: int, domain: str, weight_version: int = 0, *, prompt: int = 1, response: int = 2, **more: Any
-) -> SampleMeta:
-    return SampleMeta(
-        sample_id=sample_id,
-        domain=domain,
-        weight_version=weight_version,
-        prompt_length=prompt,
-        response_length=response,
-        num_loss_tokens=response,
-        **more,
-    )

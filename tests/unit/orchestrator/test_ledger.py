@@ -15,8 +15,8 @@ import pytest
 
 from mopd.base.types import Prompt, SampleMeta, UserError
 from mopd.orchestrator.ledger import Ledger, Slot
+from tests.fixtures.samples import meta_of
 from tests.fixtures.token_clock import run_on_token_clock
-from tests.unit.orchestrator.groups import meta_of
 
 DOMAINS = ("math", "math", "code", "math", "vision")
 P = 8

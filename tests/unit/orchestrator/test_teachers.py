@@ -20,8 +20,9 @@ from mopd.engines.interface import EngineRejected, EngineUnavailable, Scores
 from mopd.engines.replicas.interface import RouterLimits
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
+from tests.fixtures.samples import meta_of
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
-from tests.unit.orchestrator.groups import meta_of, teacher_of
+from tests.unit.orchestrator.groups import teacher_of
 
 LIMITS = RouterLimits(max_attempts=2, backoff_s=0.0, breaker_reset_s=0.0)
 

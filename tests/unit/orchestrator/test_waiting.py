@@ -17,8 +17,8 @@ from mopd.orchestrator.ledger import Ledger, Slot
 from mopd.orchestrator.training import extend_wait_for_batch
 from mopd.rewards.domains import DomainRewards
 from mopd.rewards.interface import Graded, RewardItem
+from tests.fixtures.samples import meta_of
 from tests.unit.engines.replicas.stand_in import StandIn, make_router, run, samples, score
-from tests.unit.orchestrator.groups import meta_of
 
 DEADLINE_S = 15.0
 """Longer than one attempt (10 s), shorter than two."""

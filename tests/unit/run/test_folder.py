@@ -96,13 +96,6 @@ def test_resume_needs_a_run(load: Load) -> None:
     assert not Path("runs").exists()
 
 
-def test_run_dir_may_not_be_a_file(load: Load) -> None:
-    Path("runs").mkdir()
-    Path("runs/one").touch()
-    with pytest.raises(UserError, match="is a file"):
-        RunDir("runs/one").check(load(), resume=False)
-
-
 def test_second_writer_is_refused_by_process_id(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first writer is another process; killing it frees the folder at once."""
     monkeypatch.setattr("mopd.run.folder.LOCK_WAIT_S", 0.1)

@@ -8,9 +8,10 @@ import torch
 from mopd.base.types import SampleMeta
 from mopd.data.packing import PackingRules
 from mopd.student.batch import MicroBatch, build_micro_batch
+from tests.fixtures.samples import meta_of
 
-META_A = SampleMeta(sample_id=7, domain="math", weight_version=0, prompt_length=2, response_length=3, num_loss_tokens=2)
-META_B = SampleMeta(sample_id=9, domain="code", weight_version=0, prompt_length=1, response_length=1, num_loss_tokens=1)
+META_A = meta_of(7, prompt=2, response=3, num_loss_tokens=2)
+META_B = meta_of(9, "code", response=1)
 FIELDS = {
     "tokens": {7: torch.tensor([1, 5, 7, 8, 2]), 9: torch.tensor([4, 6])},
     "loss_mask": {7: torch.tensor([True, False, True]), 9: torch.tensor([True])},

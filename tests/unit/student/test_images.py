@@ -19,6 +19,7 @@ from mopd.data.packing import PackingRules
 from mopd.student.images import StudentImages
 from mopd.student.token_layout import TokenLayout, choose_token_layout
 from tests.fixtures.recipe import RECIPE
+from tests.fixtures.samples import meta_of
 from tests.fixtures.vision import IMAGE_TOKEN_ID, image_bytes, make_vision_model
 
 FILES = {"a.png": image_bytes(56, 84), "b.png": image_bytes(56, 56, 1)}
@@ -62,12 +63,7 @@ def _sample(*numbers: int) -> tuple[Tensor, Tensor]:
 
 
 def _metas(samples: list[tuple[Tensor, Tensor]]) -> list[SampleMeta]:
-    return [
-        SampleMeta(
-            sample_id=i, domain="", weight_version=0, prompt_length=len(tokens), response_length=0, num_loss_tokens=0
-        )
-        for i, (tokens, _) in enumerate(samples)
-    ]
+    return [meta_of(i, prompt=len(tokens), response=0) for i, (tokens, _) in enumerate(samples)]
 
 
 def _padded(samples: list[tuple[Tensor, Tensor]]) -> TokenLayout:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.base.types import MicroBatchPlan, SampleMeta, UserError
+from mopd.base.types import MicroBatchPlan, UserError
 from mopd.config.losses import (
     KLLossConfig,
     LargestTokensConfig,
@@ -28,6 +28,7 @@ from mopd.student.batch import LossRows
 from mopd.student.model.gpt import LMHead
 from mopd.student.objective import Objective, Sums
 from mopd.student.parallel import Layout
+from tests.fixtures.samples import meta_of
 
 S, B, H, K = 7, 6, 4, 3
 VOCAB = 20_000
@@ -178,11 +179,7 @@ def loss_rows(
 
 
 def evaluate(objective: Objective, lm_head: LMHead, rows: LossRows) -> tuple[Sums, Tensor]:
-    counts = enumerate(rows.num_loss_tokens.tolist())
-    metas = [
-        SampleMeta(sample_id=i, domain="", weight_version=0, prompt_length=1, response_length=n, num_loss_tokens=n)
-        for i, n in counts
-    ]
+    metas = [meta_of(i, response=n) for i, n in enumerate(rows.num_loss_tokens.tolist())]
     plan = MicroBatchPlan(
         micro_batches=((tuple(metas),),), num_loss_tokens=int(rows.loss_mask.sum()), num_samples=len(metas)
     )
@@ -260,11 +257,7 @@ def test_the_loss_is_the_domains_own_losses_by_budget(
         weight = problem["weight"].clone().requires_grad_()
         rows = loss_rows(*(x[:, columns] for x in (mask, problem["targets"], problem["teacher"], problem["rollout"])))
         num = [int(one) for one in rows.loss_mask.view(S, -1).sum(0)]
-        metas = [
-            SampleMeta(sample_id=i, domain="abc"[i % 3], weight_version=0, prompt_length=1, response_length=S,
-                       num_loss_tokens=n)
-            for i, n in enumerate(num)
-        ]  # fmt: skip
+        metas = [meta_of(i, "abc"[i % 3], response=S, num_loss_tokens=n) for i, n in enumerate(num)]
         factors = objective.domain_factors(metas, "abc")
         sizes = {"num_domains": 3, "num_samples": len(num), "num_loss_tokens": sum(num)}
         sums = objective.new_sums(diagnostics=False, domain_factors=factors, **sizes)

@@ -120,8 +120,3 @@ def test_what_needs_transformer_engine_says_so() -> None:
 def test_a_typo_names_the_nearest_field() -> None:
     with pytest.raises(UserError, match=r"overrides.recompute_moduls: .*did you mean 'recompute_modules'"):
         check_overrides({"recompute_moduls": ["core_attn"]})
-
-
-def test_recompute_has_one_owner() -> None:
-    with pytest.raises(UserError, match=r"student.recompute sets this field"):
-        check_overrides({"recompute_granularity": "full"}, owned=["recompute_granularity"])

@@ -15,17 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mopd.base.types import SampleMeta, UserError
+from mopd.base.types import UserError
 from mopd.config.student import ParallelConfig
 from mopd.data_plane.local import LocalDataPlane
 from mopd.student import parallel
 from mopd.student.reading import StageReader, one_ahead
-
-
-def meta(sample_id: int) -> SampleMeta:
-    return SampleMeta(
-        sample_id=sample_id, domain="math", weight_version=0, prompt_length=1, response_length=2, num_loss_tokens=2
-    )
+from tests.fixtures.samples import meta_of
 
 
 def test_the_next_one_is_built_while_this_one_is_used() -> None:
@@ -103,14 +98,14 @@ def test_what_reads_of_one_command_were_waited_for_adds_up(monkeypatch: pytest.M
     reader = StageReader(own, layout)
     for takes_s, waited_s in ((700.0, 700.0), (600.0, 200.0), (100.0, 5000.0)):
         own.takes_s = takes_s
-        reader.fetch([meta(0)], ())
+        reader.fetch([meta_of(0)], ())
         reader.note_wait(waited_s)  # the second was ahead; most of the third was computation
     assert own.waited == [0.0, 700.0, 900.0] and reader._waited_s == 1000.0
     reader.fetch([], ())
     reader.note_wait(100.0)  # an empty micro-batch reads nothing
     assert reader._waited_s == 1000.0
     reader.begin()
-    reader.fetch([meta(0)], ())
+    reader.fetch([meta_of(0)], ())
     assert own.waited[-1] == 0.0
 
 
@@ -151,15 +146,15 @@ def rank(number: int, folder: str, end: Connection) -> None:
     plane = LocalDataPlane()
     if number == 0:  # the other rank's plane is empty: it must not be asked
         tensors = {"tokens": [torch.arange(3), torch.arange(4)], "bf16": [torch.ones(2, 3).bfloat16()] * 2}
-        asyncio.run(plane.put([meta(5), meta(6)], tensors))
+        asyncio.run(plane.put([meta_of(5), meta_of(6)], tensors))
     said: list[Any] = []
     reader = StageReader(plane.reader(), layout)
-    got = reader.fetch([meta(6), meta(5)], ("tokens", "bf16"))
+    got = reader.fetch([meta_of(6), meta_of(5)], ("tokens", "bf16"))
     said.append({name: {i: t.tolist() for i, t in values.items()} for name, values in got.items()})
     said.append([reader.bytes_received, str(got["bf16"][5].dtype), reader.fetch([], ("tokens",))])
     for own, ids, names in ((plane.reader(), [7], ("tokens",)), (plane.reader(), [5], ("x",)), (Ending(), [5], ())):
         try:
-            StageReader(own, layout).fetch([meta(i) for i in ids], names or ("tokens",))
+            StageReader(own, layout).fetch([meta_of(i) for i in ids], names or ("tokens",))
         except (KeyError, UserError) as error:
             said.append([type(error).__name__, error.args[0]])
     end.send(said)

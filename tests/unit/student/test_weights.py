@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mopd.base.types import UserError
-from mopd.config.student import ParallelConfig, StudentConfig, VisionConfig
+from mopd.config.student import StudentConfig, VisionConfig
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.reading import read_dims
@@ -31,13 +30,6 @@ TE_NAMES = {
     "input_layernorm": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm_weight",
 }
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[parallel.Layout]:
-    yield parallel.initialize(ParallelConfig(), timeout_s=60, seed=0)
-    parallel.destroy()
-    dist.destroy_process_group()
 
 
 @pytest.fixture
