@@ -119,8 +119,8 @@ def test_a_stage_reads_what_it_needs(is_first: bool, is_last: bool, names: set[s
     )
     plane = LocalDataPlane()
     fields = {"tokens": torch.arange(3), "loss_mask": torch.ones(2, dtype=torch.bool), "other": torch.ones(2)}
-    asyncio.run(plane.put([meta(0)], {name: [tensor] for name, tensor in fields.items()}))
-    assert StageReader(plane.reader(), layout).fetch([meta(0)], ("tokens", "loss_mask")).keys() == names
+    asyncio.run(plane.put([meta_of(0)], {name: [tensor] for name, tensor in fields.items()}))
+    assert StageReader(plane.reader(), layout).fetch([meta_of(0)], ("tokens", "loss_mask")).keys() == names
 
 
 def test_a_wait_is_told_before_the_next_one_is_begun() -> None:
