@@ -105,7 +105,7 @@ pytest() { # SECONDS FILES: the project's own options name plugins that may be m
         --import-mode=importlib -p no:cacheprovider -q -rfEs "${@:2}"
 }
 kernels() {
-    pytest "$1" tests/gpu/test_kernels.py tests/parity/losses/test_{triton_*,topk_definition,precision}.py \
+    pytest "$1" tests/gpu/test_kernels.py tests/parity/losses/test_{topk_definition,precision}.py \
         tests/unit/losses/test_{non_finite*,triton_*,topk_properties,misuse}.py
 }
 goals() { pytest "$1" tests/gpu --ignore-glob='*test_kernels*'; }

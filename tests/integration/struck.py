@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mopd.launch import orchestrator
-from mopd.orchestrator import process
+from mopd.orchestrator.__main__ import run
 from mopd.orchestrator.weights.meeting import GroupTransfer
 from mopd.orchestrator.weights.targets import TransferTargets
 from mopd.student.sending import WeightSender
@@ -246,7 +246,7 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 def be_orchestrator(descriptor: int) -> int:
     """Be the orchestrator, whose parent is rank 0; the exit code."""
     _strike_orders(_Striker(Path(os.environ[JOURNAL]), os.getppid()))
-    return process.run(descriptor)
+    return run(descriptor)
 
 
 if __name__ == "__main__":
