@@ -111,15 +111,16 @@ def main() -> int:
         print(f"measure_learning: {error}", file=sys.stderr)
         return 2
     deadline = time.monotonic() + 60 * args.minutes
-    missing = [cell for cell in cells if not is_done(cell, args.out, retry=args.retry)]
+    done = done_keys(args.out, retry=args.retry)
+    missing = [cell for cell in cells if cell.key not in done]
     print(f"{len(cells) - len(missing)} of {len(cells)} runs are done", flush=True)
     if args.list:
         print(*(f"{cell.key} {cell.contender.name}, {cell.toy}, seed {cell.seed}" for cell in missing), sep="\n")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
-        done = sum(pool.map(lambda cell: time.monotonic() < deadline and measure(cell, args.out), missing))
-    return int(done < len(missing))
+        num_done = sum(pool.map(lambda cell: time.monotonic() < deadline and measure(cell, args.out), missing))
+    return int(num_done < len(missing))
 
 
 def planned(only: Sequence[str], seeds: int, overrides: Sequence[str]) -> list[Cell]:
@@ -166,9 +167,9 @@ def _cell(contender: Contender, toy: str, seed: int, assets: Path, more: Sequenc
     return Cell(contender=contender, toy=toy, seed=seed, loaded=loaded, overrides=overrides, assets=assets)
 
 
-def is_done(cell: Cell, out: Path, *, retry: bool) -> bool:
-    """Return whether the run's result is kept; with ``retry`` a failed one does not count."""
-    return any(one.get("key") == cell.key and not (retry and "failed" in one) for one in read_results(out))
+def done_keys(out: Path, *, retry: bool) -> set[str]:
+    """Return the keys of the runs whose results are kept; with ``retry`` failed ones do not count."""
+    return {one["key"] for one in read_results(out) if "key" in one and not (retry and "failed" in one)}
 
 
 def read_results(out: Path) -> list[dict[str, Any]]:

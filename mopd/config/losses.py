@@ -225,7 +225,7 @@ Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig
 
 
 def has_domain_baseline(loss: Loss) -> bool:
-    """Whether the loss reads the ``baseline`` field, which the step's batch as a whole determines."""
+    """Return whether the loss reads the ``baseline`` field, which the step's batch as a whole determines."""
     return isinstance(loss, PolicyGradientConfig) and loss.baseline == "domain"
 
 

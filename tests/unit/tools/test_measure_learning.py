@@ -181,13 +181,12 @@ def test_the_record_counts_in_every_checkout_and_newer_results_replace_its_lines
     old = {"key": "of another recipe", "contender": first.contender.name, "toy": first.toy, "seed": 0, "failed": "old"}
     other = {**old, "key": second.key, "toy": second.toy, "contender": second.contender.name, "failed": "new"}
     record.write_text("".join(json.dumps(one) + "\n" for one in (old, other)))
-    assert not measure_learning.is_done(first, out, retry=False)
-    assert measure_learning.is_done(second, out, retry=False)
+    assert measure_learning.done_keys(out, retry=False) == {"of another recipe", second.key}
     (out / "new.json").write_text(json.dumps({**old, "key": first.key, "failed": "newer"}))
     monkeypatch.setattr(sys, "argv", ["measure_learning", "--table", "--out", str(out)])
     assert measure_learning.main() == 0
     (out / "new.json").unlink()
-    assert measure_learning.is_done(first, out, retry=False)
+    assert measure_learning.done_keys(out, retry=False) == {first.key, second.key}
     assert len(record.read_text().splitlines()) == 2
     assert "newer" in page.read_text()
 
