@@ -133,7 +133,8 @@ def planned(only: Sequence[str], seeds: int, overrides: Sequence[str]) -> list[C
     names = {contender.name for contender in CONTENDERS}
     unknown = [name for name in only if name not in names and name not in TOYS]
     if unknown:
-        raise UserError(f"--only: {unknown[0]!r} is no contender and no toy: name some of {', '.join((*names, *TOYS))}")
+        known = ", ".join(map(repr, (*TOYS, *(one.name for one in CONTENDERS))))
+        raise UserError(f"--only: {unknown[0]!r} is no contender and no toy: name some of {known}")
     chosen = [one for one in CONTENDERS if not names & set(only) or one.name in only]
     toys = [toy for toy in TOYS if not set(TOYS) & set(only) or toy in only]
     assets = {toy: _make(toy) for toy in toys if any(toy in one.toys for one in chosen)}

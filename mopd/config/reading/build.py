@@ -82,12 +82,14 @@ class Builder:
     def fail(self, origin: str, path: Path_, problem: str) -> NoReturn:
         raise UserError(f"{place(self.recipe_file, origin)}: {f'{shown_key(path)}: ' if path else ''}{problem}")
 
-    def dataclass(self, section: Section, cls: type, path: Path_, default: Any) -> Any:
-        """An instance of ``cls``; keys that the section lacks come from ``default``, else from the fields."""
+    def dataclass(self, section: Section, cls: type, path: Path_, default: Any, others: tuple[type, ...] = ()) -> Any:
+        """An instance of ``cls``; keys that the section lacks come from ``default``, else from the fields. ``others``
+        are classes that another ``type`` of the section would have chosen."""
         types_ = field_types(cls)
         for key, node in section.items.items():
             if key not in types_:
-                self.attempt((*path, key), partial(self._fail_unknown, node.origin, (*path, key), tuple(types_)), None)
+                below = (*path, key)
+                self.attempt(below, partial(self._fail_unknown, node.origin, below, tuple(types_), others), None)
         values: dict[str, Any] = {}
         missing: list[Path_] = []
         for field in dataclasses.fields(cls):
@@ -135,8 +137,10 @@ class Builder:
             object.__setattr__(made, name, value)
         return made
 
-    def _fail_unknown(self, origin: str, path: Path_, known: tuple[str, ...]) -> NoReturn:
-        cure = HINTS.get(dotted(path)) or self.suggest(path[-1], known)
+    def _fail_unknown(self, origin: str, path: Path_, known: tuple[str, ...], others: tuple[type, ...]) -> NoReturn:
+        having = [value for cls in others if path[-1] in field_types(cls) for value in type_values(cls)]
+        of_others = f"only type {' or '.join(having)} has it: remove it, or set {dotted((*path[:-1], 'type'))}"
+        cure = HINTS.get(dotted(path)) or (of_others if having else self.suggest(path[-1], known))
         self.fail(origin, (), f"unknown key '{shown_key(path)}'; {cure}")
 
     def value(self, node: Node, annotation: Any, path: Path_, default: Any) -> Any:
@@ -211,14 +215,14 @@ class Builder:
             known = default if isinstance(default, classes) else None
             if known is None:
                 self.fail(node.origin, path, f"missing key type: set one of {', '.join(by_type)}")
-            return self.dataclass(node, type(known), path, known)
+            return self.dataclass(node, type(known), path, known, classes)
         chosen = leaf.value if isinstance(leaf, Leaf) else None
         if not isinstance(chosen, str) or chosen not in by_type:
             hint = HINTS.get(f"{dotted((*path, 'type'))}={chosen}")
             cure = hint or self.suggest(_shown(chosen), tuple(by_type), "types")
             self.fail(leaf.origin, (*path, "type"), f"unknown type {_shown(chosen)}; {cure}")
         same = isinstance(default, classes) and getattr(default, "type", None) == chosen
-        return self.dataclass(node, by_type[chosen], path, default if same else None)
+        return self.dataclass(node, by_type[chosen], path, default if same else None, classes)
 
     def suggest(self, key: str, known: tuple[str, ...], noun: str = "keys") -> str:
         """A cure for a name that the schema does not have."""

@@ -108,6 +108,10 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
+        (
+            "loss={type: topk_forward_kl, baseline: domain}",
+            "unknown key 'loss.baseline'; only type policy_gradient has it: remove it, or set loss.type",
+        ),
         ("student.optimizer.lrr=1", "unknown key 'student.optimizer.lrr'; did you mean 'lr'?"),
         (
             "student.tensor_model_parallel_size=2",
