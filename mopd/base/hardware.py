@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -151,3 +152,11 @@ def _vllm() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return None if version.endswith("+cpu") else version
+
+
+def give_back_freed_memory() -> None:
+    """Return to the system what this process has freed: glibc would keep the most that there ever was, and more with
+    every large copy."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # other C libraries keep less, and have no such call
+        trim(0)

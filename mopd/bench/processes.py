@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import multiprocessing
 import secrets
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from mopd.base.hardware import give_back_freed_memory
 from mopd.base.types import UserError
 from mopd.bench.harness import own_busy_s
 from mopd.bench.networks import ADDRESSES, inside
@@ -125,9 +125,7 @@ class HostPeaks:
     def __init__(self, pids: Mapping[str, int]) -> None:
         """Begin to watch these processes. What this process has freed is given back before, so that none of it is
         taken again unseen."""
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)
+        give_back_freed_memory()
         self._pids = pids
         for pid in pids.values():
             Path(f"/proc/{pid}/clear_refs").write_text(RESET_PEAK)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from mopd.base.hardware import give_back_freed_memory
 from mopd.engines.wire.messages import DEADLINE_HEADER
 from mopd.serving.admission import ServerLimits
 from mopd.serving.errors import Refusal, bad_request, busy, too_large
@@ -66,7 +66,7 @@ class BodyReader:
             self._passed_bytes += len(body)
             if self._passed_bytes >= TRIM_EVERY_BYTES:
                 self._passed_bytes = 0
-                _give_back_freed_memory()
+                give_back_freed_memory()
 
     def close(self, reason: Refusal) -> None:
         """Refuse bodies that have not arrived yet, and all later ones."""
@@ -100,13 +100,6 @@ class BodyReader:
                 raise busy(f"{others} bytes of other bodies are arriving", retry_after_s=1.0)
             body += part
             self._arrived_bytes += len(part)
-
-
-def _give_back_freed_memory() -> None:
-    """Return the memory of bodies that were read to the system: glibc would keep the most that there ever was."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # other C libraries keep less, and have no such call
-        trim(0)
 
 
 @asynccontextmanager

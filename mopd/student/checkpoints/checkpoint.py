@@ -13,7 +13,6 @@ system's error by one without a reason.
 from __future__ import annotations
 
 import copy
-import ctypes
 import io
 import json
 import os
@@ -47,6 +46,7 @@ from torch.futures import Future as TorchFuture
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import shown_path
 from mopd.base.files.writing import WriteRefusedError, reasoned, refusal, sync, write_text, writing
+from mopd.base.hardware import give_back_freed_memory
 from mopd.base.types import UserError
 from mopd.conversion.job import files_below, sha256_of
 from mopd.conversion.torch_dist.plan import EXTRA_STATE
@@ -178,14 +178,7 @@ def _write(folder: Path, ready: Ready, layout: Layout, state: Mapping[str, Any])
         dist.barrier(group=layout.control_group)
         raise
     finally:
-        _trim_heap()
-
-
-def _trim_heap() -> None:
-    """Give the memory of the copies back to the system: glibc keeps it, and more with every save."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # no other C library has it
-    if trim is not None:
-        trim(0)
+        give_back_freed_memory()
 
 
 def _make_anew(folder: Path) -> None:
