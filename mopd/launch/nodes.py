@@ -259,7 +259,8 @@ class Nodes:
         if place.is_first:
             self._store.set("num_nodes", str(place.num_nodes))
         self._wait(lambda: self._has("num_nodes"), deadline)
-        entry = self._store.get("num_nodes")
+        entry = self._read("num_nodes")
+        self.check()
         if not entry.isdigit():
             raise self._foreign("what node 0 wrote into the store is no number of nodes")
         num_nodes = int(entry)
@@ -270,7 +271,8 @@ class Nodes:
         self._beating.start()
         for rank in range(place.num_nodes):
             self._wait(lambda rank=rank: self._has(f"here/{rank}"), deadline)  # type: ignore[misc]
-            self._names[rank] = self._store.get(f"here/{rank}").decode("utf-8")
+            self._names[rank] = self._read(f"here/{rank}").decode("utf-8")
+            self.check()
 
     def _wait(self, is_so: Callable[[], bool], deadline: float | None = None) -> None:
         """Wait; ``NodeLostError`` where another node fails, ``UserError`` after the deadline."""

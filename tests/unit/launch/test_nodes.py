@@ -241,6 +241,23 @@ def test_launchers_that_do_not_fit(other: Place, line: str, monkeypatch: pytest.
 SECRET = "only the launchers know it"
 
 
+@pytest.mark.parametrize("key", ["num_nodes", "here/0"])
+def test_an_entry_that_a_stranger_writes_between_two_reads(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_SECRET, SECRET)
+    port, wait = free_port(), Nodes._wait
+
+    def wait_and_spoil(self: Nodes, is_so: Callable[[], bool], deadline: float | None = None) -> None:
+        wait(self, is_so, deadline)
+        stranger = TCPStore("127.0.0.1", port, is_master=False)
+        if stranger.check([key]):
+            stranger.set(key, "{}")
+
+    monkeypatch.setattr(Nodes, "_wait", wait_and_spoil)
+    end = meet_as(Place(num_nodes=2, node_rank=0, port=port), lambda nodes: None)
+    with pytest.raises(UserError, match=rf"^--rdzv-endpoint 127.0.0.1:{port}: the store's entry '{key}' is not signed"):
+        end()
+
+
 @pytest.mark.parametrize("junk", ["", "2", "{}", "x" * 500, "other nodes ended well"])
 @pytest.mark.parametrize("key", ["num_nodes", "here/0", "shared", "failed", "end/0"])
 def test_what_a_stranger_writes_is_not_believed(key: str, junk: str, monkeypatch: pytest.MonkeyPatch) -> None:
