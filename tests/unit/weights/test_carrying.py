@@ -266,11 +266,12 @@ def test_who_leaves_ends_its_own_wait_and_that_of_those_behind_it() -> None:
         (1, torch.float32, 0),  # large ones, from memory into memory
     ],
 )
-def test_two_buckets_are_held_on_either_side(
+def test_two_buckets_at_most_are_held_on_either_side(
     large_bytes: int, dtype: torch.dtype, num_buckets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an update of ten: the same tensor ten times, and one slot for all, so that nothing else takes memory. Between
-    updates none is held."""
+    """An update is ten buckets: the same tensor ten times, and one slot for all, so that nothing else takes memory. How
+    many of the four are full at once hangs on which side is ahead, so only the most is asked for. Between updates none
+    is held."""
     monkeypatch.setattr(transfer_group, "SLICE_BYTES", 8 * MIB)
     bucket = 32 * MIB
     shape = (bucket // dtype.itemsize,)
@@ -286,7 +287,7 @@ def test_two_buckets_are_held_on_either_side(
         for _, tensor in group.receivers[0].tensors(verify=False, patience_s=DEADLINE_S):
             slot.copy_(tensor)
         sending.result(DEADLINE_S)
-        assert abs(peaks.extra_bytes()["own"] / bucket - num_buckets) < 0.5
+        assert peaks.extra_bytes()["own"] / bucket < num_buckets + 0.5
         for carrier in (group.senders[0], group.receivers[0]._carrier):
             assert isinstance(carrier, TravellingParts) and not any(map(len, carrier._halves))
         assert torch.equal(slot, one)
