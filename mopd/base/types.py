@@ -191,7 +191,7 @@ class MicroBatchPlan:
         return tuple(sorted(s.sample_id for rank in self.micro_batches for mb in rank for s in mb))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan in plain JSON types, for the trip from rank 0 to the other ranks."""
+        """Return the plan in plain JSON types, for the trip from the orchestrator to the ranks."""
         return asdict(self)
 
     @classmethod
@@ -211,4 +211,4 @@ class DomainSums:
 
     num_tokens: int
     sums: Mapping[str, float]
-    """Metric name -> sum over tokens: loss, k1, k3, teacher_mass, clamped, … (see ``docs/metrics`` in report/)."""
+    """Metric name -> sum over tokens: loss, k1, k3, teacher_mass, clamped, … (see ``docs/metrics.md``)."""

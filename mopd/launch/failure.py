@@ -136,7 +136,7 @@ def run_as_rank(action: Callable[[], int | None]) -> int:
 
 def ignore_library_warnings() -> None:
     """Silence what Megatron and torch warn of at import and at deprecated calls: nothing that a user can change."""
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|mopd\.cpu_shim")
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|mopd\.student\.cpu_shim")
 
 
 def leave_stopped(line: str) -> None:

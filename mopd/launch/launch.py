@@ -38,12 +38,12 @@ from mopd.launch.failure import (
 )
 from mopd.launch.node import RANK_DEFAULTS
 from mopd.launch.nodes import Kind, NodeLostError, Nodes
-from mopd.launch.signals import first_sigterm_asks
+from mopd.launch.signals import ENDING, first_sigterm_asks
 from mopd.placement import reaper
 from mopd.placement.ending import EXIT_S, TERMINATE_TIMEOUT_S
 
 POLL_S = 0.1
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_HANDLED = (*ENDING, signal.SIGQUIT)
 """Signals that end the ranks."""
 _LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|closed by peer|Broken pipe|Timed out waiting|[Ss]ocket [Tt]imeout|"
@@ -242,8 +242,8 @@ class _Ranks:
     def ended_by_signals(self, ask: Callable[[], None] | None) -> Iterator[None]:
         """While the block lasts, signals end the ranks; with ``ask`` the first SIGTERM calls that instead. An error
         that leaves the block ends the ranks too."""
-        before = {number: signal.getsignal(number) for number in ENDING}
-        for number in ENDING:
+        before = {number: signal.getsignal(number) for number in _HANDLED}
+        for number in _HANDLED:
             if before[number] != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self._note)
         if ask is not None:

@@ -10,6 +10,9 @@ failed     exists as soon as any node's ranks have failed, or a launcher is sile
 silent/R   written by node 0 when R's beat has stopped: its place among the ends
 order      counts the ends: the store says who failed first, as the clocks of machines differ
 met/X      counts the launchers that have come to X
+claim/R    counts the launchers that say they are R
+shared     node 0's resolved recipe, as JSON
+told/X     exists once a node has told all the others X
 bye/R      R needs the store no more
 =========  ==========================================================================================================
 

@@ -189,6 +189,8 @@ def role_of(process: psutil.Process) -> str | None:
         words, is_leader = process.cmdline(), os.getsid(process.pid) == process.pid
         if words and words[0] in ACTORS:
             return ACTORS[words[0]]
+        if words and words == psutil.Process(process.ppid()).cmdline() and "train" not in words:
+            return None  # forked a moment ago, to become another program: not the orchestrator, or the server, itself
         # that of ``struck`` is known by the number of its end of the link
         if words[1:3] == ["-m", "mopd.orchestrator"] or (
             words[2:3] == ["tests.integration.struck"] and "train" not in words
