@@ -24,17 +24,6 @@ pytestmark = pytest.mark.multirank
 HERE = Path(__file__).parent
 DEADLINE_S = 90.0
 
-_IGNORES_HANGUPS = f"""
-import runpy, signal
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-runpy.run_path({str(HERE / "launch_script.py")!r}, run_name="__main__")
-"""
-_NEVER_KILLS = f"""
-import runpy
-from mopd.launch import nodes
-nodes.TERMINATE_TIMEOUT_S = 6000
-runpy.run_path({str(HERE / "launch_script.py")!r}, run_name="__main__")
-"""
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -51,9 +40,9 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Start]:
     """Start a launcher (or another command) whose ranks behave as told."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(behaviour: str, *, world_size: int = 2, command: list[str] | None = None) -> subprocess.Popen[str]:
-        command = command or [str(HERE / "launch_script.py"), str(world_size)]
-        process = launchers.start(behaviour, tmp_path, command, TMPDIR=str(temporary))
+    def begin(behaviour: str, *, command: list[str] | None = None, **variables: str) -> subprocess.Popen[str]:
+        command = command or [str(HERE / "launch_script.py"), "2"]
+        process = launchers.start(behaviour, tmp_path, command, TMPDIR=str(temporary), **variables)
         started.append(process)
         return process
 
@@ -182,7 +171,7 @@ def test_killed_rank_takes_its_children_along(start: Start, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_to_the_launcher_ends_everything(start: Start, tmp_path: Path, number: signal.Signals) -> None:
-    process = start("hang_in_python", command=["-c", _NEVER_KILLS, "2"])  # none has to be killed
+    process = start("hang_in_python", MOPD_TESTS_PATIENCE_S="6000")  # none has to be killed
     pids = [pid_from(tmp_path / f"{rank}.pid") for rank in (0, 1)]
     process.send_signal(number)
     _, err = process.communicate(timeout=DEADLINE_S)
@@ -212,7 +201,7 @@ def test_signal_at_any_moment_of_the_start(
 
 def test_signals_that_were_ignored_stay_so(start: Start, tmp_path: Path) -> None:
     """As ``nohup`` has it: the terminal may go."""
-    process = start("hang_in_python", command=["-c", _IGNORES_HANGUPS, "1"])
+    process = start("hang_in_python", MOPD_TESTS_IGNORES="SIGHUP")
     pid_from(tmp_path / "0.pid")
     process.send_signal(signal.SIGHUP)
     time.sleep(0.5)  # several looks of the launcher

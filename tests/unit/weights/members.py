@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -75,10 +76,12 @@ class Members:
         elsewhere = elsewhere or {}
         for bring in elsewhere.values():
             bring(order)
-        deciding = self.pool.submit(self.store.decide, order)
+        given_up = threading.Event()
+        deciding = self.pool.submit(self.store.decide, order, given_up)
         here = set(range(order.size)) - elsewhere.keys()
         coming = {rank: self.pool.submit(self._enter, rank) for rank in sorted(here)}
-        assert deciding.result(DEADLINE_S)
+        for came in coming.values():  # else a failure to connect would cost the deadline
+            came.add_done_callback(lambda done: given_up.set() if done.exception() else None)
         self.receivers: dict[int, Receiver] = {}
         self.senders: dict[int, Parts] = {}
         for rank, came in coming.items():
@@ -86,6 +89,7 @@ class Members:
                 self.senders[rank] = came.result(DEADLINE_S)
             else:
                 self.receivers[rank - num_senders] = came.result(DEADLINE_S)
+        assert deciding.result(DEADLINE_S)
 
     def _enter(self, rank: int) -> Parts | Receiver:
         if rank < self.order.num_senders:
