@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
+from collections.abc import Generator
 from typing import Any
 
 # Before torch and its OpenMP are there: several processes with a thread for each core would wait for one another.
@@ -33,6 +35,19 @@ settings.register_profile("tests", derandomize="MOPD_FUZZ_MUTATIONS" not in os.e
 settings.load_profile("tests")
 SHARING = ("tests/parity/student/",)
 """Their sessions' fixtures are starts of ranks."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What all test modules import stays: the collector looks at it neither meanwhile nor later, which would take half
+    a second each time, and forked children do not copy it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

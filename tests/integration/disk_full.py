@@ -1,8 +1,8 @@
 """Runs on a small disk that fills up at random moments: ``python -m tests.integration.disk_full WORLD DISK NUM SEED``.
 
 ``WORLD`` is a folder of ``world.build_world``, ``DISK`` an empty one on which a tmpfs may be mounted. Each of the
-``NUM`` moments is one run that is cut off by a full disk, and goes on once there is space. Every run is a forked rank:
-what takes long, the imports, happens once. Prints one JSON object a moment; an assertion ends the process.
+``NUM`` moments is one run that is cut off by a full disk, and goes on once there is space. Every run is one rank, a
+child of this process. Prints one JSON object a moment; an assertion ends the process.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.utils.tensorboard  # noqa: F401
-import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 import yaml
 
-from mopd.cli.main import main
+from tests.fixtures import warm
 from tests.fixtures.ports import free_port
 from tests.integration.world import World, read_metrics, read_validation
 
@@ -80,26 +78,18 @@ def num_steps(run: Path) -> int:
 
 
 def train(recipe: Path, log: Path, *flags: str, meanwhile: Callable[[], None] = lambda: None) -> Ended:
-    """``mopd train`` as the one rank of a forked process; ``meanwhile`` is called all the time."""
-    child = os.fork()
-    if child == 0:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"TORCHELASTIC_RUN_ID": "one", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        code = 70
-        try:
-            code = main(["train", str(recipe), *flags])
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
+    """``mopd train`` as the one rank; ``meanwhile`` is called all the time."""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    variables |= {"TORCHELASTIC_RUN_ID": "one", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "mopd", "train", str(recipe), *flags]
     give_up_at = time.monotonic() + DEADLINE_S
-    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+    with log.open("wb") as file:
+        child = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | variables)
+    while child.poll() is None:
         assert time.monotonic() < give_up_at, f"no end: {log.read_text()}"
         meanwhile()
         time.sleep(0.0005)
-    return Ended(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), log.read_text())
+    return Ended(child.returncode, log.read_text())
 
 
 def fill(disk: Path, free_bytes: int) -> None:
@@ -194,4 +184,5 @@ def run_all(world: World, disk: Path, num_moments: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    warm.install()
     run_all(World(Path(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

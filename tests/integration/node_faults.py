@@ -18,6 +18,7 @@ from pathlib import Path
 
 from mopd.cli.main import main
 from tests.fixtures.ports import free_port
+from tests.fixtures.warm_template import import_as_commands_do
 
 CLONE_NEWNS = 0x00020000
 DEADLINE_S = 60.0
@@ -106,6 +107,7 @@ def ended(pid: int) -> int:
 
 def try_all(folder: Path) -> None:
     faults = Faults(folder)
+    import_as_commands_do()
     for name in [name for name in vars(Faults) if not name.startswith("_")]:
         begun, port = time.monotonic(), free_port()
         outs = [folder / f"{name}.{number}" for number in range(2)]
