@@ -172,12 +172,20 @@ class ScheduleConfig(Checked):
     """Share of the prompts of every step whose responses the student draws; the others are those of ``data.scored``, in
     their order, again from the first once all are used. Needed with ``data.scored``, and absent without."""
     warm_up: WarmUpConfig | None = None
-    """Steps on the teachers' own answers before the on-policy ones; absent means none."""
+    """Steps on the teachers' own answers before the on-policy ones; absent means none. With the first on-policy step
+    the optimizer begins anew: Adam's moments are 0, and the learning rate warms up again (``lr_warmup_steps``) and
+    decays over the steps that are left. The warm-up's own steps are the first of a schedule over all ``steps``."""
     sync_every_steps: Count = 1
     """Optimizer steps from one publication of the student's weights to the next; at most ``max_staleness`` + 1."""
     wait_timeout_s: Seconds = 3600.0
     """Deadline of every wait between workers: for the next sample of a batch, a sign of life of another process, a
     checkpoint. Waits that contain such a wait are a quarter longer, or last as long as there are signs of life."""
+
+    def learning_rate_steps(self, weight_version: int) -> tuple[int, int]:
+        """Return how many steps of the learning-rate schedule are done after ``weight_version`` optimizer steps, and of
+        how many. It begins again after ``warm_up``."""
+        before = 0 if self.warm_up is None or weight_version < self.warm_up.steps else self.warm_up.steps
+        return weight_version - before, self.steps - before
 
     def check(self) -> None:
         if self.warm_up is not None and self.warm_up.steps >= self.steps:
@@ -295,11 +303,11 @@ class Recipe(Checked):
                 f"{self.rollout.samples_per_prompt} are {self.samples_per_step} samples: set at most {MAX_SAMPLES}"
             )
         self._check_shares()
-        warmup, steps = self.student.optimizer.lr_warmup_steps, self.schedule.steps
+        warmup = self.student.optimizer.lr_warmup_steps
+        steps, _ = self.schedule.learning_rate_steps(self.schedule.steps)
         if warmup >= steps:
-            raise ValueError(
-                f"student.optimizer.lr_warmup_steps {warmup} is not below schedule.steps {steps}: set fewer"
-            )
+            told = "schedule.steps" if self.schedule.warm_up is None else "schedule.steps less schedule.warm_up.steps,"
+            raise ValueError(f"student.optimizer.lr_warmup_steps {warmup} is not below {told} {steps}: set fewer")
         if self.data.domain_weights == "adaptive":
             self._check_adaptive()
         if self.validation is not None and not self.data.validation:

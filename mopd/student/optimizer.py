@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from mopd.base.types import UserError
+from mopd.config.schema import ScheduleConfig
 from mopd.config.student import OptimizerConfig as StudentOptimizerConfig
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
@@ -84,7 +85,8 @@ def complete_weights(chunks: Sequence[DistributedDataParallel]) -> None:
 def build_optimizer(
     config: StudentOptimizerConfig, chunks: Sequence[DistributedDataParallel], *, num_steps: int
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """Return Adam over the wrapped model chunks and its schedule over ``num_steps`` optimizer steps.
+    """Return Adam over the wrapped model chunks and its schedule over ``num_steps`` optimizer steps, which
+    ``set_learning_rate`` moves on.
 
     Weight decay is Megatron's default: biases and one-dimensional weights (norms) have none. With w warm-up steps, step
     i (from 0) runs at lr * (i + 1) / (w + 1): a straight line from 0 whose first step is not wasted.
@@ -125,6 +127,27 @@ def build_optimizer(
         use_checkpoint_opt_param_scheduler=False,
     )
     return optimizer, scheduler
+
+
+def set_learning_rate(scheduler: OptimizerParamScheduler, schedule: ScheduleConfig, weight_version: int) -> None:
+    """Give the optimizer the learning rate of the step that follows ``weight_version`` steps."""
+    scheduler.num_steps, scheduler.lr_decay_steps = schedule.learning_rate_steps(weight_version)
+    scheduler.step(0)
+
+
+@torch.no_grad()
+def clear_moments(optimizer: ChainedOptimizer) -> None:
+    """Set this rank's share of Adam's moments, and its count of steps, to 0; main weights stay as they are."""
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer:
+            continue
+        for states in part.optimizer.state.values():
+            # In place, not by dropping the states: a GPU's memory would be cut up anew, beside the step's activations.
+            for name in states.keys() & {"exp_avg", "exp_avg_sq", "step"}:
+                states[name].zero_()
+        for group in part.optimizer.param_groups:
+            if "step" in group:  # the fused Adam counts by group, torch's by parameter
+                group["step"] = 0
 
 
 def guarded_step(optimizer: ChainedOptimizer, chunks: Sequence[DistributedDataParallel]) -> float:

@@ -31,7 +31,15 @@ from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
 from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
 from mopd.student.objective import CrossEntropy, Objective, Sums
-from mopd.student.optimizer import build_optimizer, complete_weights, guarded_step, overlaps, wrap_data_parallel
+from mopd.student.optimizer import (
+    build_optimizer,
+    clear_moments,
+    complete_weights,
+    guarded_step,
+    overlaps,
+    set_learning_rate,
+    wrap_data_parallel,
+)
 from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, Shape, run_schedule
 from mopd.student.token_layout import TokenLayout, choose_token_layout
@@ -186,9 +194,10 @@ class StudentWorker:
         return cosines(sketches)
 
     def optim_step(self) -> dict[str, float]:
-        """Clip and apply the gradients of the last ``forward_backward``, and count one ``weight_version`` more. Return
-        ``grad_norm`` (before clipping), the ``lr`` that was used, and the metrics of experts, vision tower and the
-        domains' gradients if there are any.
+        """Clip and apply the gradients of the last ``forward_backward``, and count one ``weight_version`` more. The
+        first step after ``schedule.warm_up`` finds moments of 0, as in a new optimizer. Return ``grad_norm`` (before
+        clipping), the ``lr`` that was used, and the metrics of experts, vision tower and the domains' gradients if
+        there are any.
 
         Raises:
             NonFiniteError: the gradient norm is not finite, weights and optimizer states are untouched; or a weight is
@@ -197,6 +206,9 @@ class StudentWorker:
         """
         if self._plan is None:
             raise RuntimeError("optim_step without a forward_backward before it")
+        num_done, _ = self.recipe.schedule.learning_rate_steps(self.weight_version)
+        if num_done == 0:  # the moments, if there are any, are those of a warm-up's gradients
+            clear_moments(self._optimizer)
         lr = float(self._optimizer.param_groups[0]["lr"])
         norm = guarded_step(self._optimizer, self._chunks)
         if not math.isfinite(norm):
@@ -205,9 +217,9 @@ class StudentWorker:
                 f"{_list_samples(_samples(self._plan))}; the weights are unchanged; lower student.optimizer.lr or set "
                 "loss.loss_soft_cap"
             )
-        self._scheduler.step(1)
         self._plan = None
         self.weight_version += 1
+        set_learning_rate(self._scheduler, self.recipe.schedule, self.weight_version)
         metrics = {"grad_norm": norm, "lr": lr} | self._cosines
         for part in (self._balance, self._clock):
             metrics |= {} if part is None else part.metrics()
@@ -310,8 +322,9 @@ class StudentWorker:
         """
         parallel.raise_together(self.layout, partial(checkpoint.verify, folder))
         complete_weights(self._chunks)
-        state = checkpoint.load(folder, self._chunks, self._optimizer, self._scheduler, self.layout)
+        state = checkpoint.load(folder, self._chunks, self._optimizer, self.layout)
         self.weight_version = state["weight_version"]
+        set_learning_rate(self._scheduler, self.recipe.schedule, self.weight_version)
         self._plan = None
         extra: dict[str, Any] = state["extra"]
         return extra

@@ -14,28 +14,31 @@ pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 NOT_VALIDATED = {"validation": None, "checkpoint__keep_best": False, "preflight__require_better_teacher": False}
 
 
-def test_a_warm_up_resumed_within_it_equals_uninterrupted(world: World, tmp_path: Path) -> None:
+def test_a_warm_up_resumed_within_it_and_at_its_end_equals_uninterrupted(world: World, tmp_path: Path) -> None:
     """Bit for bit, though the resumed run finds its answers on disk; the report says where the warm-up ended."""
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole = tmp_path / "whole"
     options = {"schedule__warm_up": {"objective": "sft_on_teacher", "steps": 3}, "checkpoint__keep_last": 5}
     done = mopd("train", world.write_recipe(whole, **options))
     assert done.returncode == 0, done.stderr
     assert "warm-up: SFT on the teachers' answers up to step 3; rewards at step 3: " in done.stdout
     metrics = read_metrics(whole)
     assert [line["is_warm_up"] for line in metrics] == [1.0] * 3 + [0.0] * 3
+    assert [line["lr"] for line in metrics[3:5]] == [line["lr"] for line in metrics[:2]]  # lr_warmup_steps, again
     assert [f"kl_k1/{domain}" in line for line in metrics for domain in ANSWERS] == [False] * 6 + [True] * 6
-    shutil.copytree(whole, resumed)
-    done = mopd("train", world.write_recipe(resumed, **options), "--resume", "--from", "step_00000002")
-    assert done.returncode == 0, done.stderr
-    assert read_validation(resumed) == read_validation(whole)
-    found = [line.pop("stored_answers_share", None) for line in read_metrics(resumed)]
-    assert found[2] == 1.0 and found[3:] == [None] * 3
 
     def learned(run_dir: Path) -> list[dict[str, float]]:
         kept = ("stored_answers_share", "teachers/", "rollout/")  # what was asked of whom differs
         return [{k: v for k, v in line.items() if not k.startswith(kept)} for line in read_metrics(run_dir)]
 
-    assert learned(resumed) == learned(whole)
+    for step in (2, 3):
+        resumed = tmp_path / f"resumed_{step}"
+        shutil.copytree(whole, resumed)
+        done = mopd("train", world.write_recipe(resumed, **options), "--resume", "--from", f"step_0000000{step}")
+        assert done.returncode == 0, done.stderr
+        assert read_validation(resumed) == read_validation(whole)
+        found = [line.get("stored_answers_share") for line in read_metrics(resumed)]
+        assert found[2] == (1.0 if step == 2 else metrics[2]["stored_answers_share"]) and found[3:] == [None] * 3
+        assert learned(resumed) == learned(whole)
 
 
 @pytest.mark.parametrize("objective", ["sft_on_teacher", "off_policy_scores"])

@@ -35,7 +35,6 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -192,13 +191,12 @@ def load(
     folder: Path,
     chunks: Sequence[DistributedDataParallel],
     optimizer: ChainedOptimizer,
-    scheduler: OptimizerParamScheduler,
     layout: Layout,
 ) -> dict[str, Any]:
     """Load weights and optimizer of a verified ``folder`` and return the ``state`` given to ``save``. Collective.
 
-    The learning-rate schedule continues after as many steps as the state's ``weight_version``, with the recipe's
-    values. Call ``verify`` first. Raises ``UserError`` on every rank as ``restricted.load`` does.
+    The caller sets the learning rate of the state's ``weight_version``, by the recipe's values. Call ``verify`` first.
+    Raises ``UserError`` on every rank as ``restricted.load`` does.
     """
     state = read_state(folder)
     options = [{name: group[name] for name in _KEPT_OPTIONS} for group in optimizer.param_groups]
@@ -220,8 +218,6 @@ def load(
     for group, kept in zip(optimizer.param_groups, options, strict=True):
         # Learning rate and Adam's constants are those of the recipe that resumes.
         group.update(kept)
-    scheduler.num_steps = state["weight_version"]
-    scheduler.step(0)
     return state
 
 

@@ -68,6 +68,14 @@ HEAD_CASES = {
 """Loss, and whether the embeddings are tied, by layout."""
 PACKING = (True, False)
 SUPERVISED: Results = {"objective": "sft_on_teacher", "steps": 1}
+WARM_UP: Results = {"warm_up": 2, "steps": 4}
+WARMED = {
+    "tp2_plain": {**TWO_RANK_LAYOUTS["tp2"], "distributed_optimizer": False},
+    "pp2": TWO_RANK_LAYOUTS["pp2"],
+    "dp2_overlap": {**TWO_RANK_LAYOUTS["dp2"], **OVERLAP},
+    "dp2_offload": {**TWO_RANK_LAYOUTS["dp2"], "offload": 0.5},
+}
+"""Layouts that a warm-up is tried at; experts' are in ``test_moe.py``."""
 OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient", "domain_budget", "domain_mean", "task", "largest")
 TIMEOUT_S = 3600
 
@@ -169,6 +177,9 @@ def saved_ranks(hf_model: Path, deep_model: str, student_folder: Path) -> Result
         "dp2_overlap": {**dp2, **twice, **OVERLAP},
         "vp4": {**PIPELINES["vp4"], **deep},
         "cp2": {**context_cases.CP2, **twice},
+        "tp2_warm_up": {**tp2, "warm_up": 2, "steps": 1, "steps_after": 3},
+        "dp2_warm_up": {**dp2, **OVERLAP, "warm_up": 2, **twice},
+        "dp2_offload_warm_up": {**dp2, "offload": 0.5, "warm_up": 2, "steps": 3, "steps_after": 2},
     }
     loaded = {f"{name}/{name}": case for name, case in saved.items()} | {
         "tp2/pp2": {**pp2, **twice},
@@ -208,6 +219,7 @@ def two_ranks(
         cases[f"{name}/untied"] = {**layout, "model": str(untied_model), "steps": 1, "logprobs": True}
         cases[f"{name}/logprobs"] = {**layout, "logprobs": True}
         cases[f"{name}/supervised"] = {**layout, **SUPERVISED}
+    cases |= {f"{name}/warm_up": {**layout, **WARM_UP} for name, layout in WARMED.items()}
     untied_steps = {**dp2, "model": str(untied_model), "micro_batch_size": 2, "steps": 3}
     cases |= {"dp2/steps": untied_steps, "dp2/steps/overlap": {**untied_steps, **OVERLAP, "logprobs": True}}
     cases["dp2/steps/offload"] = {**untied_steps, **OVERLAP, "offload": 1.0}
@@ -269,5 +281,6 @@ def one_rank(
     cases["one/untied"] = {**ONE, "model": str(untied_model), "steps": 1, "logprobs": True}
     cases["one/logprobs"] = {**ONE, "logprobs": True}
     cases["one/supervised"] = {**ONE, **SUPERVISED}
+    cases["one/warm_up"] = {**ONE, **WARM_UP}
     cases["one/deep"] = {**ONE, "model": deep_model, "steps": 2, "logprobs": True}
     return run_ranks(1, {"model": str(hf_model), "cases": cases}, student_folder / "one")

@@ -34,7 +34,7 @@ from mopd.config.losses import (
 )
 from mopd.config.output import MetricsConfig
 from mopd.config.rewards import ExactMatchConfig
-from mopd.config.schema import AnswersConfig, Recipe, RolloutConfig, ScheduleConfig
+from mopd.config.schema import AnswersConfig, Recipe, RolloutConfig, ScheduleConfig, WarmUpConfig
 from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.models import reading
 from mopd.data.packing import pack
@@ -135,7 +135,12 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
         data=DataConfig(train=(case.get("data", "unused"),), validation=("unused",), max_prompt_length=16),
         rollout=RolloutConfig(max_response_length=16, samples_per_prompt=2),
         loss=LOSSES[case.get("loss", "default")],
-        schedule=ScheduleConfig(steps=10, prompts_per_step=NUM_SAMPLES, wait_timeout_s=120),
+        schedule=ScheduleConfig(
+            steps=10,
+            prompts_per_step=NUM_SAMPLES,
+            wait_timeout_s=120,
+            warm_up=WarmUpConfig(objective="sft_on_teacher", steps=case["warm_up"]) if "warm_up" in case else None,
+        ),
         rewards={"default": ExactMatchConfig(type="exact_match")},
         validation=ValidationConfig(),
         metrics=MetricsConfig(gradient_cosine_every_steps=case.get("cosine_every")),

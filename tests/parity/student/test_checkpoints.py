@@ -31,7 +31,13 @@ Results = dict[str, Any]
 Dtype = Literal["float32", "bfloat16"]
 
 
-@pytest.mark.parametrize("name", ["tp2", "tp2_plain", "tp2_waiting", "tp2_bf16_offload", "dp2_overlap", "vp4", "cp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tp2", "tp2_plain", "tp2_waiting", "tp2_bf16_offload", "dp2_overlap", "vp4", "cp2"),
+        *("tp2_warm_up", "dp2_warm_up", "dp2_offload_warm_up"),  # saved in a warm-up, at its end, after it
+    ],
+)
 def test_same_layout_is_bit_exact(saved_ranks: Results, name: str) -> None:
     saved, loaded = saved_ranks[f"save/{name}"], saved_ranks[f"load/{name}/{name}"]
     assert loaded["loaded_hash"] == saved["saved_hash"] != saved["hash"]

@@ -26,6 +26,7 @@ from tests.parity.student.conftest import (
     PIPELINES,
     SIZES,
     TWO_RANK_LAYOUTS,
+    WARMED,
     WIDE_PIPELINES,
 )
 from tests.parity.student.samples import DOMAINS, ENSEMBLE, Weights, make_samples
@@ -137,6 +138,15 @@ def test_overlap_and_offload_change_nothing(
     assert len(steps) >= 2
     for step, other in zip(steps, expected, strict=True):
         assert_same_step(step, other)
+
+
+@pytest.mark.parametrize("layout", WARMED)
+def test_a_warm_up_and_what_follows_equal_one_rank(two_ranks: Results, one_rank: Results, layout: str) -> None:
+    """The optimizer begins anew in its middle (``tests/unit/student/test_worker.py`` says as what)."""
+    steps, expected = two_ranks[f"{layout}/warm_up"]["steps"], one_rank["one/warm_up"]["steps"]
+    assert ["k1/math" in step for step in expected] == [False, False, True, True]
+    for step, wanted in zip(steps, expected, strict=True):
+        assert_same_step(step, wanted)
 
 
 @pytest.mark.parametrize("name", OVERRIDES)

@@ -18,7 +18,7 @@ import pytest
 
 from tests.fixtures.tiny_models import make_hf_model
 from tests.parity.student.balancing import by_definition
-from tests.parity.student.conftest import OVERLAP
+from tests.parity.student.conftest import OVERLAP, WARM_UP
 from tests.parity.student.harness import run_ranks
 from tests.parity.student.test_layouts import assert_logprobs, assert_same_step
 
@@ -139,6 +139,7 @@ def moe_two_ranks(moe_models: dict[str, str], deep_models: dict[str, str], moe_f
     cases |= {
         f"recompute/{name}": {**TWO_RANK_LAYOUTS["tp2_sp_ep2"], **padded, **how} for name, how in RECOMPUTED.items()
     }
+    cases["ep2/warm_up"] = {**TWO_RANK_LAYOUTS["ep2"], "model": moe_models["qwen3_moe"], **WARM_UP}
     cases["ep2/logprobs"] = {**TWO_RANK_LAYOUTS["ep2"], "model": moe_models["deepseek_v3"], "logprobs": True}
     for name, case in SAVED.items():
         saving = {"save": str(moe_folder / f"saved_{name}"), "steps": 2, "steps_after": 2}
@@ -165,6 +166,7 @@ def moe_four_ranks(moe_models: dict[str, str], moe_folder: Path) -> Results:
 def moe_one_rank(moe_models: dict[str, str], deep_models: dict[str, str], moe_folder: Path) -> Results:
     cases = {f"one/{family}": {**ONE, "model": model, "steps": 1} for family, model in moe_models.items()}
     cases |= {f"deep/{family}": _deep(ONE, deep_models, family) for family in DEEP}
+    cases["one/warm_up"] = {**ONE, "model": moe_models["qwen3_moe"], **WARM_UP}
     cases["one/dense_latent"] = {**ONE, **_dense_latent(moe_folder)}
     for kind in BALANCE:
         cases[f"one/{kind}"] = {**cases["one/qwen3_moe"], "moe": BALANCE[kind], "micro_batch_size": 1}
@@ -179,6 +181,13 @@ def test_layouts_equal_one_rank(
 ) -> None:
     found = (moe_two_ranks | moe_four_ranks)[f"{layout}/{family}"]
     assert_same_step(found["steps"][0], moe_one_rank[f"one/{family}"]["steps"][0])
+
+
+def test_a_warm_up_and_what_follows_equal_one_rank(moe_two_ranks: Results, moe_one_rank: Results) -> None:
+    """Experts' states are a part of the optimizer of their own, which begins anew as well."""
+    steps, expected = moe_two_ranks["ep2/warm_up"]["steps"], moe_one_rank["one/warm_up"]["steps"]
+    for step, wanted in zip(steps, expected, strict=True):
+        assert_same_step(step, wanted)
 
 
 @pytest.mark.parametrize("family", DEEP)

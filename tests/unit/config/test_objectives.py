@@ -72,6 +72,10 @@ def test_a_baseline_needs_no_reward_of_its_samples(write: Write) -> None:
             "steps objective: off_policy_scores",
         ),
         (
+            [WARM_UP, "student.optimizer.lr_warmup_steps=1"],
+            "student.optimizer.lr_warmup_steps 1 is not below schedule.steps less schedule.warm_up.steps, 1: set fewer",
+        ),
+        (
             ["schedule.warm_up={objective: on_policy, steps: 1}"],
             "schedule.warm_up.objective: expected one of sft_on_teacher, off_policy_scores, got 'on_policy'",
         ),

@@ -63,13 +63,13 @@ def run(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
         model = build_model(student, dims, layout)
         load_hf_into([model], HfReader(source), dims, layout)
         wrapped = wrap_data_parallel([model], use_distributed_optimizer=True)
-        optimizer, scheduler = build_optimizer(student.optimizer, wrapped, num_steps=9)
+        optimizer, _ = build_optimizer(student.optimizer, wrapped, num_steps=9)
         state = {"weight_version": 1, "source": str(source), "dtype": "float32", "extra": {"step": 1}}
         checkpoint.save(step, wrapped, optimizer, layout, state=state)
 
         def resume(folder: Path) -> None:
             checkpoint.verify(folder)
-            checkpoint.load(folder, wrapped, optimizer, scheduler, layout)
+            checkpoint.load(folder, wrapped, optimizer, layout)
 
         yield Run(step, resume, lambda folder: checkpoint.load_weights(folder, model))
 
