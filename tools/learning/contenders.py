@@ -7,7 +7,7 @@ from typing import Literal
 
 TOYS = ("quickstart", "stochastic", "long", "conflict", "foreign")
 REFERENCE = "forward_kl"
-"""The contender that every table begins with: the recipes as they are."""
+"""The contender that every table begins with: the recipes as they are, the quickstart's with equal shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,14 @@ CONTENDERS = (
         ),
         ("quickstart", "long"),
     ),
-    Contender(
-        "warm-up of 30 steps", WARM, ("schedule.warm_up={objective: sft_on_teacher, steps: 30}",), ("long", "foreign")
+    *(
+        Contender(
+            f"warm-up of {steps} steps",
+            WARM,
+            (f"schedule.warm_up={{objective: sft_on_teacher, steps: {steps}}}",),
+            ("long", "foreign"),
+        )
+        for steps in (10, 30)
     ),
     Contender("horizon of a quarter", TOKENS, ("rollout.horizon={start: 15}",), ("long",)),
     *(
@@ -77,6 +83,12 @@ CONTENDERS = (
     Contender("domain_mean", CONFLICT, ("loss.aggregation=domain_mean",), ("conflict",)),
     Contender(
         "half for the short", CONFLICT, ("loss.domain_budget={short: 0.5, middle: 0.25, wide: 0.25}",), ("conflict",)
+    ),
+    Contender(
+        "half as many of the easy",
+        CONFLICT,
+        ("data.domain_weights={reversal: 2, sorting: 2, next_letter: 1}",),
+        ("quickstart",),
     ),
     Contender("adaptive mixing", CONFLICT, ("data.domain_weights=adaptive",), ("conflict",)),
     Contender(
