@@ -15,6 +15,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ from safetensors.torch import save_file
 from torch.distributed import FileStore, PrefixStore
 
 from mopd.base.files.temporary import TemporaryFolder
-from mopd.base.types import SampleMeta
+from mopd.base.types import SampleMeta, UserError
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import MoeConfig, ParallelConfig
@@ -52,6 +54,8 @@ SENT_TO_STAGED, LOADED_TO_STAGED = 4.3, 0.5
 ROUNDS = 7
 SUMS = 20
 TIMEOUT_S = 60.0
+START_S = 300.0
+"""Seconds in which another process has imported torch, on a machine with much other work too."""
 
 
 def probe(recipe: Recipe, dims: ModelDims, work: Workload) -> Rates:
@@ -124,12 +128,14 @@ def _engine(dims: ModelDims, *, tp: int) -> Iterator[TorchEngine]:
 def _least_s(work: Callable[[], object], rounds: int = ROUNDS) -> float:
     """Return the shortest of several times after a warm-up: other work on this machine only ever makes it slower."""
     work()
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return min(times)
+    return min(_spent_s(work) for _ in range(rounds))
+
+
+def _spent_s(work: Callable[[], object]) -> float:
+    """Return the seconds of ``work``, or of processors if those are fewer: then others had the processors meanwhile."""
+    began, used = time.perf_counter(), time.process_time()
+    work()
+    return min(time.perf_counter() - began, time.process_time() - used)
 
 
 def _sequences(engine: TorchEngine, count: int, length: int) -> list[torch.Tensor]:
@@ -183,13 +189,10 @@ def _training(engine: TorchEngine, recipe: Recipe, dims: ModelDims, work: Worklo
     worker = StudentWorker(own, plane.reader(), [domain])
     rules = dataclasses.replace(worker.packing, max_tokens=max(worker.packing.max_tokens, length))
     plan = pack(metas, rules, dp_size=1)
-    steps: list[tuple[float, float]] = []
-    for _ in range(1 + ROUNDS):
-        began = time.perf_counter()
-        worker.forward_backward(plan, diagnostics=False)
-        between = time.perf_counter()
-        worker.optim_step()
-        steps.append((between - began, time.perf_counter() - between))
+    steps = [
+        (_spent_s(partial(worker.forward_backward, plan, diagnostics=False)), _spent_s(worker.optim_step))
+        for _ in range(1 + ROUNDS)
+    ]
     parallel.destroy()
     torch.distributed.destroy_process_group()
     forward = _flops(dims, tokens=count * length, length=length, rows=count * (length - prompt))
@@ -263,17 +266,47 @@ def _staging() -> float:
 
 
 def _collectives() -> tuple[float, float]:
-    """Measure the bytes a second that a rank sends in a sum of two ranks, and the seconds of a sum of few bytes."""
+    """Measure the bytes a second that a rank sends in a sum of two ranks, and the seconds of a sum of few bytes.
+
+    Raises:
+        UserError: the other process does not come.
+    """
+    context = multiprocessing.get_context("spawn")
     with TemporaryFolder("mopd-probe-") as folder:
-        other = multiprocessing.get_context("spawn").Process(target=_sums, args=(1, str(folder)), daemon=True)
+        is_there = context.Event()
+        other = context.Process(target=_other_rank, args=(str(folder), is_there), daemon=True)
         other.start()
+        began = time.monotonic()
+        while not is_there.wait(0.2):
+            if not other.is_alive() or time.monotonic() - began > START_S:
+                other.kill()
+                raise UserError(
+                    f"--probe: the second process to measure sums with was not there after "
+                    f"{time.monotonic() - began:.0f} s: measure when less runs on this machine"
+                )
         large, small = _sums(0, str(folder))
         other.join(TIMEOUT_S)
     return 4 * LARGE_SUM / large, small
+
+
+def _other_rank(folder: str, is_there: Event) -> None:
+    is_there.set()
+    _sums(1, folder)
 
 
 def _sums(number: int, folder: str) -> tuple[float, float]:
     """Measure the seconds of a large and of a small sum, as one of two processes."""
     group = open_gloo(PrefixStore("probe", FileStore(str(Path(folder, "store")), 2)), number, 2, TIMEOUT_S, "127.0.0.1")
     large, small = ([torch.ones(size)] for size in (LARGE_SUM, SMALL_SUM))
-    return _least_s(lambda: group.allreduce(large).wait(), SUMS), _least_s(lambda: group.allreduce(small).wait(), SUMS)
+    return _least_wait_s(lambda: group.allreduce(large).wait()), _least_wait_s(lambda: group.allreduce(small).wait())
+
+
+def _least_wait_s(work: Callable[[], object]) -> float:
+    """Return the shortest of several times of what waits for another process."""
+    work()
+    times = []
+    for _ in range(SUMS):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times)
