@@ -110,7 +110,8 @@ def given_of(
     from mopd.planning.workload import expected, measured
 
     loaded, cluster, pool, hardware = _nodes(args, loaded, this_hardware())
-    models = read_models(loaded, args.configs)
+    read = read_models(loaded, args.configs)
+    models = read.dims
     loaded = settled_for(loaded, models, pool, hardware)
     check_models(loaded, models, with_layout=not args.suggest)
     if steps:
@@ -124,7 +125,8 @@ def given_of(
         )
     _check_images(work, sees_images=models[STUDENT].vision is not None)
     rates = _rates(args, loaded.recipe, models[STUDENT], work)
-    return loaded, PlanInput(recipe=loaded.recipe, models=models, work=work, cluster=cluster), pool, rates
+    given = PlanInput(recipe=loaded.recipe, models=models, work=work, cluster=cluster, stored=read.stored)
+    return loaded, given, pool, rates
 
 
 def _check_images(work: Workload, *, sees_images: bool) -> None:

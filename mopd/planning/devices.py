@@ -237,5 +237,10 @@ class Cluster:
         return round(self.memory_bytes * (1 - SHARES["device"].value)) if self.gpus_per_node else self.memory_bytes
 
     @property
+    def usable_host_bytes(self) -> int:
+        """Memory of a node's host that a plan fills, beside GPUs; 0 where nobody knows it."""
+        return round(self.host_bytes * (1 - SHARES["device"].value))
+
+    @property
     def num_gpus(self) -> int:
         return self.nodes * self.gpus_per_node

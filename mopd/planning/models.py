@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from mopd.base.files.reading import shown_path
@@ -12,12 +14,22 @@ from mopd.conversion.models.config_keys import CONFIG_FILE
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.reading import read_dims
 from mopd.data.hub.names import HubName, hub_model
+from mopd.planning.memory.stored import StoredFormat, stored_format
 
 STUDENT = "student"
 
 
-def read_models(loaded: Loaded, configs: Path | None) -> Mapping[str, ModelDims]:
-    """Return the sizes of ``student`` and of each ``teachers.NAME``.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadModels:
+    """Models of a recipe by ``student`` and ``teachers.NAME``."""
+
+    dims: Mapping[str, ModelDims]
+    stored: Mapping[str, StoredFormat]
+    """Formats of those teachers whose weights are quantised."""
+
+
+def read_models(loaded: Loaded, configs: Path | None) -> ReadModels:
+    """Return the sizes of ``student`` and of each ``teachers.NAME``, whose weights may be quantised.
 
     A model's ``config.json`` is that of its folder, of ``configs``/LAST-PART-OF-ITS-NAME, or what the Hub's cache has.
 
@@ -27,8 +39,8 @@ def read_models(loaded: Loaded, configs: Path | None) -> Mapping[str, ModelDims]
     recipe = loaded.recipe
     wanted: dict[str, tuple[str, tuple[str, ...]]] = {STUDENT: (recipe.student.model, ("student", "model"))}
     wanted |= {f"teachers.{name}": (one.model, ("teachers", name, "model")) for name, one in recipe.teachers.items()}
-    found: dict[Path, ModelDims] = {}
-    models = {}
+    read, read_format = cache(read_dims), cache(stored_format)
+    models, stored = {}, {}
     for key, (model, path) in wanted.items():
         folder = _folder(model, configs)
         if folder is None:
@@ -38,10 +50,10 @@ def read_models(loaded: Loaded, configs: Path | None) -> Mapping[str, ModelDims]
                     f"{loaded.where(*path)}: {model!r} is no folder here and not in the Hub's cache: {cure}"
                 )
             raise UserError(f"{loaded.where(*path)}: no such folder {shown_path(model)!r}: {cure}")
-        if folder not in found:
-            found[folder] = read_dims(folder)
-        models[key] = found[folder]
-    return models
+        models[key] = read(folder, takes_quantised=key != STUDENT)
+        if key != STUDENT and (own := read_format(folder)) is not None:
+            stored[key] = own
+    return ReadModels(dims=models, stored=stored)
 
 
 def _folder(model: str, configs: Path | None) -> Path | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 from mopd.base.hardware import Hardware
@@ -32,6 +32,7 @@ from mopd.planning.memory.ranks import (
 )
 from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
 from mopd.planning.memory.shards import checkpoint_bytes, total_weights
+from mopd.planning.memory.stored import StoredFormat
 from mopd.planning.models import STUDENT
 from mopd.planning.stages import drawing_time, scoring_time, training_time
 from mopd.planning.traffic import Flow, links
@@ -53,6 +54,8 @@ class PlanInput:
     """``student`` and ``teachers.NAME`` -> sizes."""
     work: Workload
     cluster: Cluster
+    stored: Mapping[str, StoredFormat] = field(default_factory=dict)
+    """``teachers.NAME`` of quantised weights -> their format."""
 
     def dims_of(self, key: str) -> ModelDims:
         """Return the sizes of the model that a group's replicas hold."""
@@ -193,7 +196,15 @@ def stage_of(key: str) -> str:
 def replica_of(given: PlanInput, key: str, group: EngineGroupConfig, *, samples: float) -> ReplicaPlan:
     """Plan one replica of a group to which so many ``samples`` of a step come."""
     dims = given.dims_of(key)
-    return plan_replica(group, dims, given.work, given.cluster, scores=key != ROLLOUT, samples=samples)
+    return plan_replica(
+        group,
+        dims,
+        given.work,
+        given.cluster,
+        scores=key != ROLLOUT,
+        samples=samples,
+        stored=given.stored.get(key),
+    )
 
 
 def update_nodes(recipe: Recipe, places: Places) -> int:
@@ -278,12 +289,12 @@ def _too_large(
             name = "every rank" if len(ranks) == 1 else f"ranks of pipeline stage {rank.stage}"
             key = ("student", "parallel", "tensor_model_parallel_size")
             problems.append((key, f"{name} needs {gib(rank.num_bytes)} of {most} ({parts}): {_cure(rank)}"))
-    full = [host for host in hosts if 0 < cluster.host_bytes < host.num_bytes]
+    full = [host for host in hosts if 0 < cluster.usable_host_bytes < host.num_bytes]
     for host in sorted(full, key=lambda host: -host.num_bytes)[:1]:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in host.parts.items())
         path, cure = _HOST_CURES.get(max(host.parts, key=host.parts.__getitem__), _WEIGHTS_CURE)
         where = f"node {host.node}" + (f" of component {host.component}" if host.component else "")
-        text = f"the host of {where} needs {gib(host.num_bytes)} of {gib(cluster.host_bytes)} ({parts}): {cure}"
+        text = f"the host of {where} needs {gib(host.num_bytes)} of {gib(cluster.usable_host_bytes)} ({parts}): {cure}"
         problems.append((path, text))
     return problems
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mopd.config.machine.places import STUDENT, Places, Tenant
 from mopd.config.reading.tree import dotted
-from mopd.planning.balance import StepTimes
+from mopd.planning.balance import ROLLOUT, StepTimes
 from mopd.planning.devices import GIB, SHARES, Rates
 from mopd.planning.measured import PlannedAndMeasured
 from mopd.planning.memory.ranks import HostPlan, RankPlan
@@ -94,7 +94,11 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
         console.print(_tower_line(plan.tower, work.image_tokens))
     console.print(_places_table(plan.places))
     console.print(_memory_table(plan))
-    console.print(f"a checkpoint has {plan.checkpoint_bytes / GIB:.0f} GiB, and {plan.checkpoints_kept} are kept")
+    kept, size = plan.checkpoints_kept, plan.checkpoint_bytes
+    on_disk = _bytes((kept + 1) * size)
+    console.print(
+        f"a checkpoint has {size / GIB:.0f} GiB, and {kept} are kept: {on_disk} of disk while another is written"
+    )
     console.print(_links_table(plan))
     if plan.heads:
         console.print(_head_table(plan))
@@ -160,12 +164,13 @@ def _memory_table(plan: RunPlan) -> Table:
             table.add_row("rank 0 with engines", f"{rank.num_bytes / GIB:.2f}", limit, _parts(rank.shared))
     for key, one in plan.replicas.items():
         room = f"; {one.sequences} sequences" if one.cache_tokens else ""
+        room += f"; weights stored as {one.stored}" if one.stored else ""
         per = "" if one.gpus == 1 else f" (each of {one.gpus} GPUs)"
         table.add_row(f"{key}{per}", f"{one.num_bytes / GIB:.2f}", limit, _parts(one.parts) + room)
     alike: dict[str, list[HostPlan]] = {}
     for host in plan.hosts:
         alike.setdefault(f"{host.component} {_parts(host.parts)}", []).append(host)
-    known = f"{plan.cluster.host_bytes / GIB:.0f}" if plan.cluster.host_bytes else ""
+    known = f"{plan.cluster.usable_host_bytes / GIB:.0f}" if plan.cluster.host_bytes else ""
     for first, *more in alike.values():
         which = f"{'nodes' if more else 'node'} {_range(host.node for host in (first, *more))}"
         name = f"host of {which}" + (f" of component {first.component}" if first.component else "")
@@ -272,7 +277,7 @@ def show_suggestions(found: Sequence[Suggestion], helps: Sequence[Help], keys: s
         table.add_row(
             one.split.trainer.label,
             str(one.split.trainer.gpus),
-            ", ".join(f"{name} {count}" for name, count in one.split.replicas.items()),
+            ", ".join(f"{name} {count}{_degrees(name, one)}" for name, count in one.split.replicas.items()),
             f"{times.step_s:.3g}",
             times.bound_by.replace("_", " "),
             f"{one.num_bytes / GIB:.1f}",
@@ -283,6 +288,14 @@ def show_suggestions(found: Sequence[Suggestion], helps: Sequence[Help], keys: s
     console.print("set for the first:")
     for line in keys.splitlines():
         console.print(line)
+
+
+def _degrees(stage: str, found: Suggestion) -> str:
+    """Return the GPUs of a suggested group's replica; nothing of a single one."""
+    section = found.keys if stage == ROLLOUT else found.keys["teachers"]
+    engine = section[stage.removeprefix("teachers/")]["engine"]
+    tp, stages = engine["tensor_parallel_size"], engine.get("pipeline_parallel_size", 1)
+    return (f" x TP {tp}" if tp > 1 else "") + (f" PP {stages}" if stages > 1 else "")
 
 
 def _digits(value: float) -> str:

@@ -156,13 +156,13 @@ def drawing_time(
 ) -> StageTime:
     """Return the time of ``replicas`` that share the drawing of a step's samples evenly. ``max_staleness`` steps more
     may be under way beside it."""
-    samples, size = work.samples / replicas, BYTES[group.engine.dtype]
+    samples, token_bytes = work.samples / replicas, kv_bytes(dims, own.number_bytes)
     at_once = max(1.0, min(samples * (max_staleness + 1), own.sequences))
     context = work.prompt_tokens + work.response_tokens / 2
 
     def step_s(sequences: float) -> tuple[float, str]:
         flops = forward_flops(dims, tokens=sequences, context=context, rows=sequences)
-        read = _read_weights(dims, sequences) * size + sequences * context * kv_bytes(dims, size)
+        read = _read_weights(dims, sequences) * own.weight_bytes + sequences * context * token_bytes
         times = {
             "operations": flops / (own.gpus * _forward_rate(dims, rates)),
             "memory": read / (own.gpus * rates.bandwidth),
@@ -177,7 +177,7 @@ def drawing_time(
     prompt = forward_flops(dims, tokens=samples * work.prompt_tokens, context=work.prompt_tokens / 2, rows=samples)
     prompt += samples * tower_flops(dims, work.image_tokens)
     prefill = prompt / (own.gpus * _forward_rate(dims, rates))
-    prefill += _sums_s(dims, samples * work.prompt_tokens * size, own, rates)
+    prefill += _sums_s(dims, samples * work.prompt_tokens * BYTES[group.engine.dtype], own, rates)
     if isinstance(group.engine, VllmEngineConfig):
         rows = samples * work.response_tokens / at_once
         capacity = rows * full
@@ -210,7 +210,7 @@ def scoring_time(
     flops += samples * tower_flops(dims, work.image_tokens)
     logits = rows * dims.vocab_size * (VLLM_BYTES_PER_LOGIT if isinstance(group.engine, VllmEngineConfig) else 4)
     batches = max(1.0, samples * work.length / _tokens_per_batch(group))
-    read = batches * _read_weights(dims, samples * work.length) * BYTES[group.engine.dtype]
+    read = batches * _read_weights(dims, samples * work.length) * own.weight_bytes
     times = {
         "operations": flops / (own.gpus * _forward_rate(dims, rates)) + SCORE_PASSES * logits / rates.bandwidth,
         "memory": read / rates.bandwidth / own.gpus,

@@ -20,7 +20,7 @@ from mopd.conversion.models.dims import ModelDims, layout_problem
 from mopd.conversion.models.stages import Stages
 from mopd.planning.balance import ROLLOUT, GroupLoad, Split, TrainerLoad, ranked, share_out
 from mopd.planning.devices import SHARES, Cluster, Rates
-from mopd.planning.memory.ranks import plan_ranks
+from mopd.planning.memory.ranks import RankPlan, plan_hosts, plan_ranks
 from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT, ReplicaPlan, scoring_rows
 from mopd.planning.memory.shards import shard, tensor_bytes
 from mopd.planning.models import STUDENT
@@ -33,6 +33,8 @@ T = TypeVar("T")
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32, 64)
 SHOWN = 8
+OFFLOAD_STEP = 0.05
+"""Step in which the share of optimizer states in host memory is tried."""
 LAST = "num_layers_in_last_pipeline_stage"
 CHUNKS = "virtual_pipeline_model_parallel_size"
 MIN_SHARE = 0.05
@@ -67,23 +69,31 @@ def suggest(given: PlanInput, rates: Rates) -> list[Suggestion]:
     Raises:
         UserError: nothing fits into so many GPUs.
     """
-    cluster, found = given.cluster, _search(given, rates)
+    cluster, fitting = given.cluster, _fitting_groups(given)
+    found = _search(given, rates, fitting)
     if not found:
+        least = {key: own[0].gpus_per_replica for key, own in fitting.items()}
+        beside = f"{sum(least.values())} ({', '.join(f'{key} {gpus}' for key, gpus in least.items())})"
+        all_gpus = f"{cluster.num_gpus} GPUs ({cluster.nodes} x {cluster.gpus_per_node} {cluster.name})"
         raise UserError(
-            f"--suggest: no layout of the student beside engines fits {cluster.nodes} nodes of {cluster.gpus_per_node} "
-            f"{cluster.name}: give more --nodes, lower student.max_tokens_per_micro_batch, or set student.recompute: "
-            "full"
+            f"--suggest: of {all_gpus} the engines take {beside} at least, and no layout of the student fits the "
+            "others, with full recompute and its optimizer's states in host memory either: give more --nodes, or lower "
+            "student.max_tokens_per_micro_batch"
         )
     return found
 
 
-def _search(given: PlanInput, rates: Rates) -> list[Suggestion]:
-    recipe, cluster = given.recipe, given.cluster
-    fitting = {
+def _fitting_groups(given: PlanInput) -> dict[str, list[EngineGroupConfig]]:
+    """Return each group that needs GPUs at every degree at which it fits."""
+    return {
         key: _with_own_gpus(given, key, group)
-        for key, group in engine_groups(recipe).items()
+        for key, group in engine_groups(given.recipe).items()
         if not isinstance(group.placement, ExternalConfig)
     }
+
+
+def _search(given: PlanInput, rates: Rates, fitting: Mapping[str, Sequence[EngineGroupConfig]]) -> list[Suggestion]:
+    recipe, cluster = given.recipe, given.cluster
     lowest = {key: own[0] for key, own in fitting.items()}
     # Teachers take as few GPUs as hold them; a rollout that shares its weights over more has more room for sequences.
     choices = [{**lowest, ROLLOUT: rollout} for rollout in fitting.get(ROLLOUT, [])]
@@ -127,7 +137,8 @@ def helps(given: PlanInput, rates: Rates, best: Suggestion) -> list[Help]:
         changes["weight_sync.type: collective"] = {"weight_sync": CollectiveConfig(type="collective")}
     for text, change in changes.items():
         own = replace(recipe, **change)
-        others = _search(replace(given, recipe=own), rates)[:1]
+        changed = replace(given, recipe=own)
+        others = _search(changed, rates, _fitting_groups(changed))[:1]
         for times in (
             other.split.times for other in others if other.split.times.step_s < HELPFUL * best.split.times.step_s
         ):
@@ -164,7 +175,8 @@ def _with_own_gpus(given: PlanInput, key: str, group: EngineGroupConfig) -> list
         # its prompt log-probs come beside what vLLM takes
         scoring = scoring_rows(engine) * given.dims_of(key).vocab_size * VLLM_BYTES_PER_LOGIT
         room = math.floor(100 * (cluster.usable_bytes - scoring) / cluster.memory_bytes) / 100
-        engine = replace(engine, gpu_memory_utilization=max(0.01, min(engine.gpu_memory_utilization, room)))
+        wanted = max(engine.gpu_memory_utilization, VllmEngineConfig(type="vllm").gpu_memory_utilization)
+        engine = replace(engine, gpu_memory_utilization=max(0.01, min(wanted, room)))
     found, per_node = list[EngineGroupConfig](), cluster.gpus_per_node
     problems: list[tuple[str, str]] = []
     degrees = [(degree, 1) for degree in DEGREES if degree <= per_node]
@@ -252,19 +264,20 @@ def _fitting(
     given: PlanInput, rates: Rates, layouts: Iterable[ParallelConfig], replicas: Mapping[str, ReplicaPlan]
 ) -> Iterator[TrainerLoad]:
     """Yield each of the ``layouts`` that fits, beside ``replicas`` that share its GPUs, with the least recompute that
-    fits, and with optimizer states on the host only where no recompute does."""
-    recipe, cluster = given.recipe, given.cluster
+    fits, and with optimizer states on the host only where no recompute does, no more of them than must."""
+    recipe, cluster, dims = given.recipe, given.cluster, given.models[STUDENT]
     student, given_offload = recipe.student, recipe.student.optimizer.offload_fraction
-    ways: list[tuple[Literal["none", "full"], float]] = [("none", given_offload), ("full", given_offload)]
-    ways += [("full", 1.0)] if given_offload < 1 and student.optimizer.use_distributed_optimizer else []
+    ways: list[tuple[Literal["none", "full"], float | None]] = [("none", given_offload), ("full", given_offload)]
+    ways += [("full", None)] if given_offload < 1 and student.optimizer.use_distributed_optimizer else []
     for parallel in layouts:
-        for recompute, offload in ways:
+        ranks = list[RankPlan]()
+        for recompute, wanted in ways:
+            offload = _least_offload(ranks, given_offload, cluster) if wanted is None else wanted
             optimizer = replace(student.optimizer, offload_fraction=offload)
             own = replace(recipe, student=replace(student, parallel=parallel, recompute=recompute, optimizer=optimizer))
-            fullest = max(
-                rank.num_bytes for rank in plan_ranks(own, given.models[STUDENT], given.work, cluster, replicas)
-            )
-            if fullest <= cluster.usable_bytes:
+            ranks = plan_ranks(own, dims, given.work, cluster, replicas)
+            fullest = max(rank.num_bytes for rank in ranks)
+            if fullest <= cluster.usable_bytes and _fits_hosts(replace(given, recipe=own), ranks):
                 changed: dict[str, Any] = {"recompute": recompute} if recompute != student.recompute else {}
                 changed |= {"optimizer": {"offload_fraction": offload}} if offload != given_offload else {}
                 load = trainer_load(
@@ -272,6 +285,30 @@ def _fitting(
                 )
                 yield replace(load, student=changed, num_bytes=fullest)
                 break
+
+
+def _least_offload(ranks: Sequence[RankPlan], before: float, cluster: Cluster) -> float:
+    """Return the least ``offload_fraction``, a multiple of ``OFFLOAD_STEP``, with which ranks fit that are planned with
+    ``before``; 1 where none does."""
+    fragments = 1 + SHARES["fragments"].value
+    over = (
+        (rank.training_bytes - cluster.usable_bytes) / fragments / rank.parts["optimizer"] * (1 - before)
+        for rank in ranks
+    )
+    return min(1.0, round(math.ceil((before + max(over)) / OFFLOAD_STEP + 0.01) * OFFLOAD_STEP, 2))
+
+
+def _fits_hosts(given: PlanInput, ranks: Sequence[RankPlan]) -> bool:
+    """Return whether the nodes' hosts hold what planned ranks keep there, as far as their memory is known."""
+    cluster, recipe = given.cluster, given.recipe
+    if not cluster.host_bytes:
+        return True
+    pool = NodePool(gpus_per_node=cluster.gpus_per_node, num_nodes=cluster.nodes)
+    places = place({}, recipe.student.parallel.world_size, pool)
+    if places.problems:
+        return True  # of another kind, which the search looks at beside the engines
+    hosts = plan_hosts(recipe, given.models[STUDENT], given.work, places, ranks)
+    return all(host.num_bytes <= cluster.usable_host_bytes for host in hosts)
 
 
 def _degrees(parallel: ParallelConfig) -> dict[str, int]:

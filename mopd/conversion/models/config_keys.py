@@ -19,6 +19,8 @@ MAX_COUNT = 10_000
 MAX_NUMBER = 2**48
 """Limit of any whole number of a config; published ones stay below 2^34."""
 _COUNTED = re.compile(r"(layer|expert|head|group|label|block|stage|codebook)s?$")
+QUANTISATION = ("quantization_config", "compression_config")
+"""Keys that announce quantised weights."""
 _IMPLEMENTATION = re.compile(r"(attn|experts|attention)_implementation")
 
 
@@ -117,6 +119,15 @@ class Keys:
 
 def refuse_quantised(keys: Keys) -> None:
     """Raise ``UserError`` for an object of a config, whole or nested, that announces quantised weights."""
-    for key in ("quantization_config", "compression_config"):
+    for key in QUANTISATION:
         if not keys.absent(key):
             raise keys.error(key, "quantised weights are not supported; use the unquantised checkpoint")
+
+
+def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config, whole and nested, as it was before its weights were quantised."""
+    return {
+        key: without_quantisation(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in QUANTISATION
+    }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config, refuse_quantised
+from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config, refuse_quantised, without_quantisation
 from mopd.conversion.models.dims import Llama3Rope, MlaDims, ModelDims, MoeDims, YarnRope
 from mopd.conversion.models.vision_config import MROPE_KEYS, is_tied, read_vision, text_keys
 
@@ -34,15 +34,19 @@ _ROPE_KEYS = {
 _COMMON_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
-def read_dims(folder: Path) -> ModelDims:
+def read_dims(folder: Path, *, takes_quantised: bool = False) -> ModelDims:
     """Return the ``ModelDims`` of a Hugging Face folder (``rope_theta`` and transformers 5's ``rope_parameters`` both
     work).
+
+    Args:
+        takes_quantised: the weights may be quantised, as an engine alone reads them.
 
     Raises:
         UserError: the config is unreadable, lacks a key, has a value of the wrong type, or asks for a feature that
             cannot be carried; the message names file and key.
     """
-    return dims_from_config(read_config(folder), folder / CONFIG_FILE)
+    config = read_config(folder)
+    return dims_from_config(without_quantisation(config) if takes_quantised else config, folder / CONFIG_FILE)
 
 
 def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:

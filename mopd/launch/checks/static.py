@@ -137,7 +137,8 @@ class StaticChecks:
     def _lengths(self) -> str:
         """Check that the longest sample has positions in every model that is here, and room in a micro-batch."""
         folders = self._folders()
-        check_models(self._loaded, {key: read_dims(folder) for key, folder in folders.items()}, with_layout=False)
+        dims = {key: read_dims(folder, takes_quantised=key != "student") for key, folder in folders.items()}
+        check_models(self._loaded, dims, with_layout=False)
         recipe = self._recipe
         longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
         return f"{longest} tokens in {len(folders)} of {1 + len(recipe.teachers)} models"

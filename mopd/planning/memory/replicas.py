@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.devices import SHARES, Cluster, gib
 from mopd.planning.memory.shards import BYTES, total_weights
+from mopd.planning.memory.stored import StoredFormat, engine_format, weights_bytes
 from mopd.planning.workload import Workload
 
 VLLM_BYTES_PER_LOGIT = 6.5
@@ -36,6 +37,12 @@ class ReplicaPlan:
     longest: int
     """Tokens of one sequence that the cache holds; below the recipe's longest it cannot work."""
     cache_tokens: int
+    weight_bytes: float
+    """Bytes of a weight, on average."""
+    number_bytes: float
+    """Bytes of a number in the cache of keys and values."""
+    stored: str = ""
+    """Name of the format of quantised weights."""
     problems: tuple[tuple[str, str], ...] = field(default=())
     """Key below the group, and what is wrong with it."""
 
@@ -49,50 +56,70 @@ def scoring_rows(engine: VllmEngineConfig) -> int:
     return min(engine.max_num_batched_tokens, engine.max_scoring_tokens)
 
 
-def kv_bytes(dims: ModelDims, size: int) -> int:
+def kv_bytes(dims: ModelDims, size: float) -> int:
     """Return the bytes of one token's keys and values in all layers; of latent attention the compressed ones."""
     if dims.mla is not None:
-        return dims.num_layers * (dims.mla.kv_lora_rank + dims.mla.qk_rope_head_dim) * size
-    return 2 * dims.num_layers * dims.num_query_groups * dims.head_dim * size
+        return round(dims.num_layers * (dims.mla.kv_lora_rank + dims.mla.qk_rope_head_dim) * size)
+    return round(2 * dims.num_layers * dims.num_query_groups * dims.head_dim * size)
 
 
 def plan_replica(
-    group: EngineGroupConfig, dims: ModelDims, work: Workload, cluster: Cluster, *, scores: bool, samples: float
+    group: EngineGroupConfig,
+    dims: ModelDims,
+    work: Workload,
+    cluster: Cluster,
+    *,
+    scores: bool,
+    samples: float,
+    stored: StoredFormat | None = None,
 ) -> ReplicaPlan:
     """Plan one replica of a group whose engine and dtype are settled.
 
     Args:
         scores: it is a teacher's; else it draws.
         samples: samples of a step that come to one replica.
+        stored: of a checkpoint that is quantised.
     """
     if isinstance(group.engine, VllmEngineConfig):
-        return _vllm(group.engine, dims, work, cluster, scores=scores, samples=samples)
+        return _vllm(group.engine, dims, work, cluster, scores=scores, samples=samples, stored=stored)
     engine, size = group.engine, BYTES[group.engine.dtype]
     budget = getattr(engine, "max_tokens_per_batch", 65_536)
     tokens = round(min(budget, max(1.0, samples) * work.max_tokens))
     layer = 4 * dims.hidden_size + 3 * max(dims.ffn_hidden_size, dims.head_dim * dims.num_attention_heads)
     rows = min(TORCH_ROWS, tokens) if scores else max(1, tokens // work.max_tokens)
     parts = {
-        "weights": total_weights(dims) * size,
+        "weights": weights_bytes(dims, size, stored),
         "cache": 0 if scores else tokens * kv_bytes(dims, size),
         "reserve": tokens * layer * size,
         "scoring" if scores else "logits": rows * dims.vocab_size * TORCH_BYTES_PER_LOGIT,
     }
     at_once = max(1, budget // work.max_tokens)
-    return ReplicaPlan(gpus=1, parts=parts, sequences=at_once, longest=budget, cache_tokens=tokens)
+    return ReplicaPlan(
+        gpus=1, parts=parts, sequences=at_once, longest=budget, cache_tokens=tokens,
+        weight_bytes=parts["weights"] / total_weights(dims), number_bytes=size, stored=stored.name if stored else "",
+    )  # fmt: skip
 
 
 def _vllm(
-    engine: VllmEngineConfig, dims: ModelDims, work: Workload, cluster: Cluster, *, scores: bool, samples: float
+    engine: VllmEngineConfig,
+    dims: ModelDims,
+    work: Workload,
+    cluster: Cluster,
+    *,
+    scores: bool,
+    samples: float,
+    stored: StoredFormat | None,
 ) -> ReplicaPlan:
     """vLLM takes ``gpu_memory_utilization`` of a GPU, and what weights and reserve leave of it is the cache."""
     tp, stages, size = engine.tensor_parallel_size, engine.pipeline_parallel_size, BYTES[engine.dtype]
-    memory_bytes, usable_bytes = cluster.memory_bytes, cluster.usable_bytes
-    weights, reserve = total_weights(dims) * size // engine.num_gpus, int(SHARES["vllm_reserve_bytes"].value)
+    memory_bytes = cluster.memory_bytes
+    stored, number_bytes, unknown = engine_format(stored, engine.extra)
+    in_all, number_bytes = weights_bytes(dims, size, stored), number_bytes or size
+    weights, reserve = in_all // engine.num_gpus, int(SHARES["vllm_reserve_bytes"].value)
     own = int(engine.gpu_memory_utilization * memory_bytes)
     # Latent keys are whole on every GPU of a stage, and so is a key head that there are more GPUs than.
     heads = 1 if dims.mla is not None else min(tp, dims.num_query_groups)
-    each = max(1, kv_bytes(dims, size) // (heads * stages))
+    each = max(1, kv_bytes(dims, number_bytes) // (heads * stages))
     if engine.kv_cache_memory_bytes is None:
         cache = max(0, own - weights - reserve)
     else:
@@ -104,30 +131,7 @@ def _vllm(
         tokens = min(scoring_rows(engine), max(1.0, samples) * work.max_tokens)
         scoring = int(tokens * dims.vocab_size * VLLM_BYTES_PER_LOGIT)
     parts = {"weights": weights, "cache": cache, "reserve": reserve, "scoring": scoring}
-    problems, degree = [], "engine.tensor_parallel_size"
-    if dims.num_attention_heads % tp:
-        text = f"{tp} does not divide the model's {dims.num_attention_heads} attention heads: set a divisor of them"
-        problems.append((degree, text))
-    if stages > dims.num_layers:
-        text = f"{stages} stages, and the model has {dims.num_layers} layers: set at most that"
-        problems.append(("engine.pipeline_parallel_size", text))
-    if cache // each < longest:
-        left = (
-            f"{tp}: weights ({gib(weights)} on each GPU) and {gib(reserve)} in reserve leave {gib(cache)} of "
-            f"{engine.gpu_memory_utilization:g} x {gib(memory_bytes)} for the cache, room for {cache // each} "
-            f"tokens where one sequence has {longest}"
-        )
-        problems.append((degree, f"{left}: raise it, or gpu_memory_utilization"))
-    if weights + cache + reserve + scoring > usable_bytes:
-        beside = (
-            f", and the prompt log-probs of max_num_batched_tokens {engine.max_num_batched_tokens} x {dims.vocab_size} "
-            f"take {gib(scoring)} beside it: lower it, or max_num_batched_tokens"
-        )
-        taken = (
-            f"{engine.gpu_memory_utilization:g} of {gib(memory_bytes)} leaves "
-            f"{gib(usable_bytes - weights - cache - reserve)} of the {gib(usable_bytes)} that a plan fills"
-        )
-        problems.append(("engine.gpu_memory_utilization", taken + (beside if scoring else ": lower it")))
+    problems = [*unknown, *_problems(engine, dims, cluster, parts, room_tokens=cache // each, longest=longest)]
     room = max(1, min(engine.max_num_seqs, int(cache // each / work.length)))
     return ReplicaPlan(
         gpus=engine.num_gpus,
@@ -137,5 +141,46 @@ def _vllm(
         sequences=room,
         longest=longest,
         cache_tokens=cache // each,
+        weight_bytes=in_all / total_weights(dims),
+        number_bytes=number_bytes,
+        stored=stored.name if stored else "",
         problems=tuple(problems),
     )
+
+
+def _problems(
+    engine: VllmEngineConfig,
+    dims: ModelDims,
+    cluster: Cluster,
+    parts: Mapping[str, int],
+    *,
+    room_tokens: int,
+    longest: int,
+) -> Iterator[tuple[str, str]]:
+    """Yield what does not divide the model or does not fit a GPU, by key below the group."""
+    tp, stages, degree = engine.tensor_parallel_size, engine.pipeline_parallel_size, "engine.tensor_parallel_size"
+    weights, cache, reserve, scoring = (parts[name] for name in ("weights", "cache", "reserve", "scoring"))
+    memory_bytes, usable_bytes = cluster.memory_bytes, cluster.usable_bytes
+    if dims.num_attention_heads % tp:
+        text = f"{tp} does not divide the model's {dims.num_attention_heads} attention heads: set a divisor of them"
+        yield degree, text
+    if stages > dims.num_layers:
+        text = f"{stages} stages, and the model has {dims.num_layers} layers: set at most that"
+        yield "engine.pipeline_parallel_size", text
+    if room_tokens < longest:
+        left = (
+            f"{tp}: weights ({gib(weights)} on each GPU) and {gib(reserve)} in reserve leave {gib(cache)} of "
+            f"{engine.gpu_memory_utilization:g} x {gib(memory_bytes)} for the cache, room for {room_tokens} "
+            f"tokens where one sequence has {longest}"
+        )
+        yield degree, f"{left}: raise it, or gpu_memory_utilization"
+    if weights + cache + reserve + scoring > usable_bytes:
+        beside = (
+            f", and the prompt log-probs of max_num_batched_tokens {engine.max_num_batched_tokens} x {dims.vocab_size} "
+            f"take {gib(scoring)} beside it: lower it, or max_num_batched_tokens"
+        )
+        taken = (
+            f"{engine.gpu_memory_utilization:g} of {gib(memory_bytes)} leaves "
+            f"{gib(usable_bytes - weights - cache - reserve)} of the {gib(usable_bytes)} that a plan fills"
+        )
+        yield "engine.gpu_memory_utilization", taken + (beside if scoring else ": lower it")

@@ -99,7 +99,12 @@ SIZES: dict[str, tuple[str, dict[str, int], int]] = {
     "Qwen3-1.7B": ("Qwen3-1.7B", {}, 1),
     "Qwen3-4B": ("Qwen3-4B", {}, 1),
     "Qwen3-8B": ("Qwen3-8B", {}, 1),
+    "Qwen3-14B": ("Qwen3-8B", {
+        "num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 40,
+    }, 1),
     "Qwen3-32B": ("Qwen3-32B", {}, 1),
+    "Qwen2.5-32B": ("Qwen2.5-32B-Instruct", {}, 1),
+    "Qwen2.5-VL-7B": ("Qwen2.5-VL-7B-Instruct", {}, 1),
     "Qwen3-30B-A3B": ("Qwen3-30B-A3B", {}, 1),
     "Qwen2.5-7B": ("Qwen2.5-Coder-7B", {}, 1),
     "Qwen2.5-72B": ("Qwen2.5-Coder-7B", {

@@ -55,7 +55,7 @@ def as_json(capsys: pytest.CaptureFixture[str], recipe: str, *arguments: str) ->
         (SIXTEEN_NODES, ["--nodes", "16", "student.parallel.expert_model_parallel_size=24"], "does not divide"),
         (SIXTEEN_NODES, ["--nodes", "16", f"{LARGE}=12"], f"{LARGE}: 12 GPUs, and a node has 8: only a registered"),
         (SIXTEEN_NODES, ["--nodes", "16", f"{LARGE}=4"], f"{LARGE}: 4: weights"),
-        (SIXTEEN_NODES, ["--nodes", "1", "--suggest"], "--suggest: no layout of the student"),
+        (SIXTEEN_NODES, ["--nodes", "1", "--suggest"], "of 8 GPUs (1 x 8 h100) the engines take 9"),
         (ONE_NODE, SHARED, "rollout.engine.gpu_memory_utilization: with placement.share_gpus_with 82.3 GiB of a GPU's"),
     ],
 )
@@ -355,7 +355,7 @@ def test_hosts_are_planned_by_node_and_held_against_their_memory(capsys: pytest.
     assert main(["plan", ONE_NODE, "--configs", CONFIGS, "--gpu", "4090", "--gpu-memory", "80", "--nodes", "3",
                  *small, "--gpus-per-node", "24"]) == 2  # fmt: skip
     error = capsys.readouterr().err
-    assert "weight_sync.type: the host of node 0 needs" in error and "of 256.0 GiB" in error
+    assert "weight_sync.type: the host of node 0 needs" in error and "of 243.2 GiB" in error
 
 
 def test_a_search_says_what_would_help_and_its_picture_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -378,3 +378,29 @@ def test_a_search_says_what_would_help_and_its_picture_adds_up(capsys: pytest.Ca
         assert spans["weights, the trainer waits"][0] == spans["trainer"][1]
         taken = spans["weights, on their way"]
         assert taken[0] == (spans["weights, the trainer waits"][1] if keys else 0)
+
+
+def test_a_search_keeps_no_more_states_on_hosts_than_must_and_no_more_than_they_hold(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A student of 32B beside a rollout and teachers, one as large, on eight GPUs; hosts of 256 GiB hold no states of
+    it."""
+    large = [f"{key}.model=Qwen/Qwen3-32B" for key in ("student", "teachers.math")]
+    lengths = ["rollout.max_response_length=1024", "student.max_tokens_per_micro_batch=4096"]
+    command = ["plan", ONE_NODE, "--configs", CONFIGS, *large, *lengths]
+    assert main([*command, "--gpu", "h100", "--suggest", "--json"]) == 0
+    keys = json.loads(capsys.readouterr().out)[0]["keys"]
+    fraction = keys["student"]["optimizer"]["offload_fraction"]
+    assert 0 < fraction < 1
+    assert keys["teachers"]["math"]["engine"]["gpu_memory_utilization"] == 0.85  # more than the recipe's, and it fits
+    parallel = {"data_parallel_size": 1, **keys["student"]["parallel"]}
+    set_to = [f"student.parallel.{key}={json.dumps(value)}" for key, value in parallel.items()]
+    set_to += ["student.recompute=full"]
+    set_to += [f"rollout.{key}={json.dumps(value)}" for key, value in keys["rollout"].items()]
+    set_to += [f"teachers.{n}.{k}={json.dumps(v)}" for n, own in keys["teachers"].items() for k, v in own.items()]
+    for less, code in ((0.0, 0), (0.05, 2)):
+        offload = f"student.optimizer.offload_fraction={fraction - less}"
+        assert main([*command, "--gpu", "h100", *set_to, offload]) == code
+        assert ("every rank needs" in capsys.readouterr().err) == bool(code)
+    assert main([*command, "--gpu", "4090", "--gpu-memory", "79.6", "--gpus-per-node", "8", "--suggest"]) == 2
+    assert "no layout of the student fits the others" in capsys.readouterr().err

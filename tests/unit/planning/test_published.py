@@ -3,23 +3,29 @@ how they are planned."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mopd.base.files.temporary import TemporaryFolder
 from mopd.config.groups import VllmEngineConfig
 from mopd.config.load import load_recipe
 from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.reading import read_dims
 from mopd.planning.devices import GIB, GPUS, Cluster, Rates, rates_of
 from mopd.planning.memory.activations import micro_batches
 from mopd.planning.memory.ranks import EAGER_BYTES, head_shape, plan_ranks
+from mopd.planning.memory.stored import stored_format, weights_bytes
 from mopd.planning.plan import PlanInput, replica_of
 from mopd.planning.stages import drawing_time, scoring_time, training_time
 from mopd.planning.workload import Workload
+from tests.unit.planning.test_stored import DEEPSEEK_V3
 from tests.unit.planning.test_updates import NAMES, RECIPE, dims_of, rows
 
 PROMPT = 150
@@ -116,6 +122,13 @@ def rank_gib() -> float:
     return (rank.num_bytes - rank.parts["lm_head"] + head.eager(head.element + EAGER_BYTES)) / GIB
 
 
+def stored_gib() -> float:
+    """DeepSeek-R1's weights as its published config says that they are stored."""
+    with TemporaryFolder("published-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(DEEPSEEK_V3))
+        return weights_bytes(read_dims(Path(folder), takes_quantised=True), 2, stored_format(Path(folder))) / GIB
+
+
 NEMO_8B = {"model": "Llama-3.1-8B", "samples": 2048}
 NEMO_32B = {"model": "Qwen3-32B", "layout": "TP 4, PP 4, DP 2", "rollout": (4, 8), "samples": 2048}
 NEMO_30B = {"model": "Qwen3-30B-A3B", "samples": 2048}
@@ -155,6 +168,7 @@ PLANNED: dict[str, Any] = {
     ),
     "Qwen3-235B-A22B, tokens/s of prompts of 2,000": lambda: prefill(2000),
     "Qwen3-235B-A22B, tokens/s of prompts of 32,000": lambda: prefill(32000),
+    "DeepSeek-R1, weights, GiB each of 8": lambda: stored_gib() / 8,
 }
 EXPERTS = "Qwen3-30B-A3B"
 
