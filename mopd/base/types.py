@@ -5,10 +5,14 @@ One sample's life, with small numbers::
     Prompt(sample_id=7, domain="math", row=3)                                  # from the prompt stream
     SampleMeta(sample_id=7, domain="math", weight_version=2,
                prompt_length=3, response_length=4, num_loss_tokens=4)         # after the rollout
-    tensor fields of sample 7 in the data plane (L = 3 + 4 tokens, R = 4 response tokens, K = top-k):
+    tensor fields of sample 7 in the data plane (L = 3 + 4 tokens, R = 4 response tokens, K = ids of a row):
         tokens [L] int64 · loss_mask [R] bool · rollout_logprobs [R] fp32 · token_versions [R] int32
         teacher_ids [R, K] int32 · teacher_logprobs [R, K] fp32 · teacher_token_logprobs [R] fp32
+        student_ids [R, top_k] int32, the student's most probable ids, where a teacher's payload asks for them
         task_advantage [R] fp32, of losses with a task reward · baseline [R] fp32, of ``loss.baseline: domain``
+
+K is the largest number of ids that a teacher is asked for (``config/payloads.py``). Places of ``teacher_ids`` that hold
+no id of their own, repeats and what other teachers are asked for more, have log-prob -inf.
 
 A recipe with an ensemble (D = most teachers of any domain > 1) has ``teacher_ids`` and ``teacher_logprobs`` [R, D, K]
 in all domains; entries beyond a domain's own teachers have weight 0. If the student's family has vision, every sample
@@ -23,8 +27,10 @@ from typing import Any, ClassVar
 
 ROLLOUT_FIELDS = ("tokens", "loss_mask", "rollout_logprobs")
 """Fields that the rollout worker writes and a loss may need, beside ``token_versions``."""
-TEACHER_FIELDS = ("teacher_ids", "teacher_logprobs", "teacher_token_logprobs")
-"""Fields that the teacher worker writes."""
+TOKEN_FIELD = "teacher_token_logprobs"
+"""The one field that the teacher worker writes whatever the payload: log-probs of the sampled tokens."""
+TEACHER_FIELDS = ("teacher_ids", "teacher_logprobs", TOKEN_FIELD)
+"""Fields that the teacher worker writes; without the first two where every teacher's payload is ``sampled``."""
 LOSS_FIELDS = ROLLOUT_FIELDS + TEACHER_FIELDS
 """Fields that must exist before a sample can be trained on (``task_advantage`` joins them if a loss needs it)."""
 FIRST_STORED = 2**40

@@ -162,7 +162,7 @@ async def make_workers(recipe: Recipe, scenario: Scenario) -> Workers:
         sync=sync,
         plane=plane,
         rollout=RolloutWorker(rollout, plane, dataset, sampling=sampling, **options),
-        teachers=TeacherWorker(groups, recipe.assignment, plane, top_k=scenario.top_k, temperature=1.0),
+        teachers=TeacherWorker(groups, recipe.assignment, plane, asked=recipe.asked, temperature=1.0),
         rewards=RewardWorker(dataset, tokenizer, build_rewards(recipe.rewards), plane),
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from mopd.base.types import UserError
+from mopd.config.payloads import Payload
 from mopd.config.placements import (
     AutoPlacementConfig,
     ExternalConfig,
@@ -215,6 +216,9 @@ class EngineGroupConfig(Checked):
 class TeacherDefaultsConfig(EngineGroupConfig):
     """What every teacher inherits; a teacher's own keys win, key by key."""
 
+    payload: Payload = "topk"
+    """Ids at which a teacher gives log-probs, beside the sampled token, as a teacher's own key."""
+
     def check(self) -> None:
         """Check nothing: a teacher may override either side of a clash, and is checked complete."""
 
@@ -233,6 +237,10 @@ class TeacherConfig(EngineGroupConfig):
     weight: Positive | None = None
     """Share in domains that several teachers name (an ensemble), relative to the others' weights; all of them set
     one."""
+    payload: Payload = "topk"
+    """Ids at which it gives log-probs at each response token, beside that token itself. topk: its own
+    ``loss.top_k`` most probable; student_topk: the student's, which the rollout tells; union: both, without repeats;
+    sampled: none (docs/losses.md)."""
 
     def check(self) -> None:
         EngineGroupConfig.check(self)  # ``super()`` does not work in dataclasses with slots

@@ -49,9 +49,14 @@ class TopKLossConfig(Checked):
     type: Literal["topk_forward_kl", "topk_reverse_kl", "topk_jsd"] = "topk_forward_kl"
     """KL(teacher||student), KL(student||teacher), or the Jensen-Shannon divergence between them."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 64
-    """Teacher tokens per position."""
-    tail: Literal["bucket", "generalized", "renormalize", "none"] | None = None
-    """What becomes of the mass outside the top-k; absent means the vetted form (reverse: generalized, else bucket)."""
+    """Ids per position of the teacher, of the student, or of each: see ``teachers.NAME.payload``."""
+    always_ids: tuple[int | str, ...] = ()
+    """Tokens that are among every position's ids, whatever the payload: texts of single tokens of the student's
+    tokenizer, or their ids."""
+    tail: Literal["bucket", "generalized", "renormalize", "none", "sampled"] | None = None
+    """What becomes of the mass outside the ids; absent means the vetted form (reverse: generalized, else bucket).
+    sampled, of ``topk_reverse_kl``: the bucket, and the policy gradient of sampled tokens in it, which together are an
+    unbiased estimate over the whole vocabulary; responses must then be the student's own."""
     beta: Fraction = 0.5
     """Weight of the teacher in the mixture of ``topk_jsd``; 0 is forward KL and 1 is reverse KL."""
     temperature: Positive = 1.0
@@ -80,17 +85,25 @@ class TopKLossConfig(Checked):
     """Tokens that count: all, or a share of each response."""
 
     def check(self) -> None:
-        if self.correction is not None and not self.task_reward_weight:
+        if self.tail == "sampled" and self.type != "topk_reverse_kl":
             raise ValueError(
-                f"correction is set, but {self.type} without task_reward_weight takes samples of any policy: remove "
-                "it, or set task_reward_weight"
+                f"tail is 'sampled', but the student's own tokens estimate no {self.type}: set tail: bucket, or type: "
+                "topk_reverse_kl"
+            )
+        if self.correction is not None and not self.is_sampled:
+            raise ValueError(
+                f"correction is set, but {self.type} without task_reward_weight and tail: sampled takes samples of any "
+                "policy: remove it, or set one of them"
             )
         if self.logprob_min_clamp is not None and not -MAX_NUMBER <= self.logprob_min_clamp < 0:
             raise ValueError(f"logprob_min_clamp is {self.logprob_min_clamp}: set a negative number, for example -10")
         if self.loss_max_clamp is not None and self.loss_soft_cap is not None:
             raise ValueError("loss_max_clamp and loss_soft_cap are both set: keep one")
-        if self.type == "topk_reverse_kl" and self.tail == "renormalize" and self.top_k == 1:
-            raise ValueError("tail renormalize with top_k 1 gives no gradient: raise top_k or choose another tail")
+
+    @property
+    def is_sampled(self) -> bool:
+        """Some term of the loss rests on the sampled token, which must then be the student's own."""
+        return self.tail == "sampled" or self.task_reward_weight > 0
 
     @property
     def resolved_tail(self) -> str:
@@ -199,7 +212,9 @@ class PolicyGradientConfig(Checked):
     """Weight of tokens, and choice of responses, that another policy than the current student has drawn; absent means
     none. Needed where ``schedule.max_staleness`` is above 0."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 16
-    """Teacher tokens per position, for the baseline and the mass and overlap metrics."""
+    """Ids per position, as in a top-k loss, for the baseline and the mass and overlap metrics."""
+    always_ids: tuple[int | str, ...] = ()
+    """Tokens that are among every position's ids, as in a top-k loss."""
     temperature: Positive = 1.0
     """Divides the logits of both sides; must equal ``rollout.temperature``."""
     aggregation: Aggregation = "token_mean"
@@ -259,9 +274,11 @@ def require_own_samples(
     correction for old ones. ``ValueError`` otherwise. Divergences over a top k take samples of any policy."""
     what = f"loss.type {loss.type!r}"
     if isinstance(loss, TopKLossConfig):
-        if not loss.task_reward_weight:
+        if not loss.is_sampled:
             return
         what = f"loss.task_reward_weight {loss.task_reward_weight:g}"
+        if loss.tail == "sampled":
+            what = "loss.tail 'sampled'"
     if top_p != 1.0 or top_k != -1:
         raise ValueError(
             f"{what} estimates an expectation over the student's own distribution, but "
@@ -289,8 +306,9 @@ def require_dense_loss(loss: Loss, key: str) -> None:
             "estimates an expectation over the student's own samples: set loss.type: topk_forward_kl, topk_reverse_kl "
             "or topk_jsd"
         )
-    if loss.task_reward_weight:
+    if loss.is_sampled:
+        what = "tail 'sampled'" if loss.tail == "sampled" else f"task_reward_weight {loss.task_reward_weight:g}"
         raise ValueError(
-            f"{key} is 'off_policy_scores', which trains on the teachers' answers, but loss.task_reward_weight "
-            f"{loss.task_reward_weight:g} is a policy gradient over the student's own samples: remove it"
+            f"{key} is 'off_policy_scores', which trains on the teachers' answers, but loss.{what} is a policy "
+            "gradient over the student's own samples: remove it"
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mopd.base.types import LOSS_FIELDS, ROLLOUT_FIELDS
+from mopd.base.types import LOSS_FIELDS, ROLLOUT_FIELDS, TOKEN_FIELD
 from mopd.config.data import DataConfig, DataPlane, LocalPlaneConfig, ValidationConfig
 from mopd.config.groups import (
     Assignment,
@@ -30,6 +30,7 @@ from mopd.config.losses import (
     require_own_samples,
 )
 from mopd.config.output import CheckpointConfig, MetricsConfig
+from mopd.config.payloads import Asked, asked, require_payloads
 from mopd.config.placements import ExternalConfig, InProcessConfig, RayConfig
 from mopd.config.rewards import RewardConfig
 from mopd.config.slurm import SlurmConfig
@@ -286,6 +287,12 @@ class Recipe(Checked):
     def check(self) -> None:
         self._check_teachers()
         self._check_loss()
+        require_payloads(
+            {name: (teacher.payload, teacher.is_openai) for name, teacher in self.teachers.items()},
+            self.loss,
+            elsewhere={"data.scored": bool(self.data.scored), "objective": "off_policy_scores" in self.objectives},
+            is_ensemble=self.assignment.max_teachers > 1,
+        )
         self._check_objective()
         self._check_vllm_rollout()
         self._check_staleness()
@@ -529,12 +536,23 @@ class Recipe(Checked):
 
     def loss_fields(self, step: int) -> tuple[str, ...]:
         """Fields that a sample must have before ``step`` can train on it."""
+        fields = LOSS_FIELDS if self.support_width else (*ROLLOUT_FIELDS, TOKEN_FIELD)
         match self.objective_at(step):
             case "sft_on_teacher":
                 return ROLLOUT_FIELDS
             case "off_policy_scores":
-                return LOSS_FIELDS
-        return (*LOSS_FIELDS, "task_advantage") if self.needs_task_advantage else LOSS_FIELDS
+                return fields
+        return (*fields, "task_advantage") if self.needs_task_advantage else fields
+
+    @property
+    def asked(self) -> dict[str, Asked]:
+        """What each teacher is asked for at each response token."""
+        return {name: asked(teacher.payload, self.loss) for name, teacher in self.teachers.items()}
+
+    @property
+    def support_width(self) -> int:
+        """K: places of a row of ids in the data plane, those of the teacher asked for most; 0: there are no rows."""
+        return max(own.width for own in self.asked.values())
 
     @property
     def has_in_process_engines(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,24 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if not any(Path(folder).glob("*tokenizer*")) and not any(Path(folder).glob("vocab*")):
         raise UserError(f"{folder}: no tokenizer files (tokenizer.json, tokenizer_config.json): copy them there")
     return pretrained.load_tokenizer(Path(folder))
+
+
+def token_ids(tokens: Sequence[int | str], tokenizer: PreTrainedTokenizerBase, key: str) -> tuple[int, ...]:
+    """Return the ids of ``tokens``, which are ids or texts of single tokens. ``UserError`` with ``key`` for one that
+    the tokenizer does not have, or that is named twice."""
+    vocabulary = tokenizer.get_vocab()
+    known, found = set(vocabulary.values()), list[int]()
+    for token in tokens:
+        number = vocabulary.get(token, -1) if isinstance(token, str) else token
+        if number not in known:
+            raise UserError(
+                f"{key} names {token!r}, which is no token of student.model's tokenizer: name one that is, as its "
+                "tokenizer.json writes it, or its id"
+            )
+        if number in found:
+            raise UserError(f"{key} names token {number} twice ({token!r}): remove one of them")
+        found.append(number)
+    return tuple(found)
 
 
 def compare_tokenizers(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mopd.base.types import UserError
-from mopd.engines.interface import Generation, SamplingParams, Scores, WeightsLost
+from mopd.engines.interface import Generation, Given, SamplingParams, Scores, WeightsLost
 
 MAX_EXCESS = 1e-4
 """Probability mass above 1 that rounding explains (``docs/losses.md``); a log-prob may exceed 0 by as much."""
@@ -90,6 +90,7 @@ def check_scores(
     *,
     top_k: int,
     vocab_size: int | None,
+    given: Given = None,
 ) -> None:
     """Raise ``ValueError`` unless ``scores`` can be those of the responses ``tokens[i][prompt_lengths[i]:]``.
 
@@ -99,6 +100,7 @@ def check_scores(
 
     Args:
         vocab_size: ids are below it; ``None`` if it is unknown.
+        given: the ids that were asked for beside the most probable ones.
 
     Raises:
         ValueError: one line: which sequence, which row, what is wrong.
@@ -106,20 +108,52 @@ def check_scores(
     if len(scores) != len(tokens):
         raise ValueError(f"{len(scores)} answers for {len(tokens)} sequences")
     counts = [len(sequence) - start for sequence, start in zip(tokens, prompt_lengths, strict=True)]
-    for i, (given, count) in enumerate(zip(scores, counts, strict=True)):
-        _check_tensor(given.ids, "ids", (count, top_k), torch.int32, i)
-        _check_tensor(given.logprobs, "logprobs", (count, top_k), torch.float32, i)
-        _check_tensor(given.token_logprobs, "token_logprobs", (count,), torch.float32, i)
+    num_given = num_given_of(given)
+    for i, (own, count) in enumerate(zip(scores, counts, strict=True)):
+        _check_tensor(own.ids, "ids", (count, top_k), torch.int32, i)
+        _check_tensor(own.logprobs, "logprobs", (count, top_k), torch.float32, i)
+        _check_tensor(own.token_logprobs, "token_logprobs", (count,), torch.float32, i)
+        if num_given:
+            _check_tensor(own.given_logprobs, "given_logprobs", (count, num_given), torch.float32, i)
     if not sum(counts):
         return
-    ids_RK = torch.cat([given.ids for given in scores]).numpy()
-    logprobs_RK = torch.cat([given.logprobs for given in scores]).numpy()
-    own_R = torch.cat([given.token_logprobs for given in scores]).numpy()
+    rows = _Rows(counts)
+    own_R = torch.cat([own.token_logprobs for own in scores]).numpy()
     sampled_R = torch.cat([t[start:] for t, start in zip(tokens, prompt_lengths, strict=True)]).numpy()
-    _Rows(counts).check(ids_RK, logprobs_RK, own_R, sampled_R, vocab_size)
+    ids_RK = torch.cat([own.ids for own in scores]).numpy()
+    logprobs_RK = torch.cat([own.logprobs for own in scores]).numpy()
+    if top_k:
+        rows.check(ids_RK, logprobs_RK, own_R, sampled_R, vocab_size)
+    else:
+        rows.check_own(own_R)
+    if given is not None and num_given:
+        ids_RG = torch.cat([*given]).numpy()
+        given_RG = torch.cat([own.given_logprobs for own in scores if own.given_logprobs is not None]).numpy()
+        rows.check_given(ids_RG, given_RG, own_R, sampled_R)
 
 
-def check_generations(generations: Sequence[Generation], *, max_new_tokens: int, vocab_size: int | None) -> None:
+def num_given_of(given: Given) -> int:
+    """Return G, the number of ids that each row is to be scored at."""
+    return given[0].shape[1] if given else 0
+
+
+def check_given(
+    given: Given, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, vocab_size: int, name: str
+) -> None:
+    """Raise ``ValueError`` unless ``given`` has a row of as many ids, all in the vocabulary of ``name``, for each
+    response token."""
+    if given is None:
+        return
+    num = num_given_of(given)
+    for i, (ids, sequence, start) in enumerate(zip(given, tokens, prompt_lengths, strict=True)):
+        _check_tensor(ids, "given ids", (len(sequence) - start, num), torch.int32, i)
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+            raise ValueError(f"sequence {i}: given ids are outside the vocabulary of {vocab_size} of {name}")
+
+
+def check_generations(
+    generations: Sequence[Generation], *, max_new_tokens: int, vocab_size: int | None, num_top_ids: int = 0
+) -> None:
     """Raise ``ValueError``, one line as in ``check_scores``, for responses that no engine can have drawn."""
     for i, given in enumerate(generations):
         count = len(given.tokens) if isinstance(given.tokens, Tensor) and given.tokens.dim() == 1 else -1
@@ -130,6 +164,8 @@ def check_generations(generations: Sequence[Generation], *, max_new_tokens: int,
         _check_tensor(given.tokens, "tokens", (count,), torch.int64, i)
         _check_tensor(given.logprobs, "logprobs", (count,), torch.float32, i)
         _check_tensor(given.token_versions, "token_versions", (count,), torch.int32, i)
+        if num_top_ids:
+            _check_tensor(given.top_ids, "top_ids", (count, num_top_ids), torch.int32, i)
         versions = given.token_versions.numpy()
         if (versions[1:] < versions[:-1]).any():
             raise ValueError(f"response {i} has a token whose weight version falls below the one before")
@@ -142,6 +178,10 @@ def check_generations(generations: Sequence[Generation], *, max_new_tokens: int,
     rows = _Rows([len(given.tokens) for given in generations])
     rows.check_ids(torch.cat([given.tokens for given in generations]).numpy()[:, None], vocab_size)
     rows.check_own(torch.cat([given.logprobs for given in generations]).numpy())
+    if num_top_ids:
+        tops_RN = torch.cat([given.top_ids for given in generations if given.top_ids is not None]).numpy()
+        rows.check_ids(tops_RN, vocab_size)
+        rows.check_unrepeated(tops_RN)
 
 
 class _Rows:
@@ -152,9 +192,7 @@ class _Rows:
 
     def check(self, ids_RK: Array, logprobs_RK: Array, own_R: Array, sampled_R: Array, vocab_size: int | None) -> None:
         self.check_ids(ids_RK, vocab_size)
-        # equal ids are neighbours once a row is sorted
-        in_order = np.sort(ids_RK, axis=1)
-        self._refuse((in_order[:, 1:] == in_order[:, :-1]).any(1), "an id stands twice in one row")
+        self.check_unrepeated(ids_RK)
         if not logprobs_RK.max() <= MAX_EXCESS:
             self._refuse(~(logprobs_RK.max(1) <= MAX_EXCESS), "a log-prob is above 0 or not a number", logprobs_RK)
         self.check_own(own_R)
@@ -173,6 +211,19 @@ class _Rows:
         last_R = logprobs_RK[:, -1]  # -inf: the row lists fewer than K
         missing_R = ~is_listed & (last_R > -np.inf) & (own_R > last_R + allowed_R)
         self._refuse(missing_R, "the response's token is more probable than the last id of its row, but not listed")
+
+    def check_unrepeated(self, ids_RK: Array) -> None:
+        """Refuse rows that hold an id twice."""
+        in_order = np.sort(ids_RK, axis=1)  # equal ids are neighbours
+        self._refuse((in_order[:, 1:] == in_order[:, :-1]).any(1), "an id stands twice in one row")
+
+    def check_given(self, ids_RG: Array, logprobs_RG: Array, own_R: Array, sampled_R: Array) -> None:
+        """Refuse rows whose log-probs at given ids are none, or which have another one of the response's token."""
+        self._refuse(~(logprobs_RG.max(1) <= MAX_EXCESS), "a given id has a log-prob above 0 or none", logprobs_RG)
+        is_own_RG = ids_RG == sampled_R.astype(np.int32)[:, None]
+        allowed_R1 = MAX_OWN_DIFFERENCE * np.maximum(1, -own_R)[:, None]
+        bad_RG = is_own_RG & ~(np.abs(np.where(is_own_RG, logprobs_RG, 0) - own_R[:, None]) <= allowed_R1)
+        self._refuse(bad_RG.any(1), "the response's token has one log-prob where it was given and another alone")
 
     def check_ids(self, ids_RK: Array, vocab_size: int | None) -> None:
         """Refuse rows of [R, K] ids with one outside the vocabulary."""

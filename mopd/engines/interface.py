@@ -138,6 +138,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     """-1 keeps the whole vocabulary."""
+    num_top_ids: int = 0
+    """Most probable ids that are told with each token (``Generation.top_ids``)."""
 
 
 FinishReason = Literal["stop", "length", "handed_back"]
@@ -157,28 +159,37 @@ class Generation:
     caller continues it with prompt and tokens as the next prompt."""
     token_versions: Tensor
     """[R] int32 ``weight_version`` of the weights that drew each token, never decreasing."""
+    top_ids: Tensor | None = None
+    """[R, ``num_top_ids``] int32 most probable ids at each place, before cuts, in any order; ``None`` for 0 of them."""
 
 
 Images = Sequence[Sequence[PromptImage]] | None
 """The images of each sequence of a request, in the order of their places in it; ``None``: no sequence has one."""
 
+Given = Sequence[Tensor] | None
+"""Ids at which log-probs are asked for: [R, G] int32 for each sequence of a request, G the same; ``None`` for no ids.
+An id may stand twice in a row."""
+
 SequenceT = TypeVar("SequenceT")
-Item = tuple[SequenceT, int, tuple[PromptImage, ...]]
-"""A sequence, its number (prompt length or seed) and its images."""
+Item = tuple[SequenceT, int, tuple[PromptImage, ...], Tensor | None]
+"""A sequence, its number (prompt length or seed), its images, and the ids that it is to be scored at."""
 NO_VISION = "the model sees no images: route rows with images to one that does"
 
 
-def join(sequences: Sequence[SequenceT], numbers: Sequence[int], images: Images) -> list[Item[SequenceT]]:
-    """Return one item per sequence; ``ValueError`` unless every sequence has its number and its images."""
-    if images is None:
-        return [(sequence, number, ()) for sequence, number in zip(sequences, numbers, strict=True)]
-    return [(sequence, number, tuple(own)) for sequence, number, own in zip(sequences, numbers, images, strict=True)]
+def join(
+    sequences: Sequence[SequenceT], numbers: Sequence[int], images: Images, given: Given = None
+) -> list[Item[SequenceT]]:
+    """Return one item per sequence; ``ValueError`` unless every sequence has its number, its images and its ids."""
+    seen = [()] * len(sequences) if images is None else [tuple(own) for own in images]
+    ids = [None] * len(sequences) if given is None else given
+    return list(zip(sequences, numbers, seen, ids, strict=True))
 
 
-def split(items: Sequence[Item[SequenceT]]) -> tuple[list[SequenceT], list[int], Images]:
-    """Undo ``join``; the images are ``None`` if no sequence has one."""
-    images = [own for _, _, own in items]
-    return [sequence for sequence, _, _ in items], [number for _, number, _ in items], images if any(images) else None
+def split(items: Sequence[Item[SequenceT]]) -> tuple[list[SequenceT], list[int], Images, Given]:
+    """Undo ``join``; the images are ``None`` if no sequence has one, the ids if the first sequence has none."""
+    images = [item[2] for item in items]
+    given = [ids for item in items if (ids := item[3]) is not None]
+    return [item[0] for item in items], [item[1] for item in items], images if any(images) else None, given or None
 
 
 def refuse_images(images: Images, name: str, *, because: str = NO_VISION) -> None:
@@ -200,11 +211,13 @@ class Scores:
     """Distributions over one given response. Row r is the distribution over the token at response position r."""
 
     ids: Tensor
-    """[R, K] int32, most probable first."""
+    """[R, K] int32, most probable first; K may be 0."""
     logprobs: Tensor
     """[R, K] fp32 under softmax(logits / temperature)."""
     token_logprobs: Tensor
     """[R] fp32 log-prob of the response's own token."""
+    given_logprobs: Tensor | None = None
+    """[R, G] fp32 log-probs of the ids that were given (``Given``); ``None`` if none were."""
 
 
 class Generator(Protocol):
@@ -285,8 +298,10 @@ class Scorer(Protocol):
         top_k: int,
         temperature: float,
         images: Images = None,
+        given: Given = None,
     ) -> list[Scores]:
-        """Score the response part of each sequence (``tokens[i][prompt_lengths[i]:]``).
+        """Score the response part of each sequence (``tokens[i][prompt_lengths[i]:]``): its own tokens, the ``top_k``
+        most probable ids (0: none), and the ids ``given``.
 
         ``tokens`` hold one placeholder for each token of an image (after merging), as for ``Generator.generate``.
         ``EngineRejected`` for images that the engine cannot see.

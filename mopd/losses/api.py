@@ -46,8 +46,9 @@ from mopd.losses.sampled import (
     kl_baseline,
     policy_gradient,
     sampled_kl,
+    tail_advantage,
 )
-from mopd.losses.topk import TopKLoss, teacher_rows
+from mopd.losses.topk import TeacherRows, TopKLoss, teacher_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,6 +84,7 @@ def parallel_topk_distill(
     loss_soft_cap: float | None = None,
     teacher_weights: Tensor | None = None,
     target: Tensor | None = None,
+    target_logprobs: Tensor | None = None,
     task_advantage: Tensor | None = None,
     task_reward_weight: float = 0.0,
     rollout_logprobs: Tensor | None = None,
@@ -91,7 +93,8 @@ def parallel_topk_distill(
     reduce_loss: bool = False,
     **shared: Unpack[Shared],
 ) -> tuple[Tensor, Metrics]:
-    """Compute the divergence between teacher and student on the teacher's top-k ids (the set S) of each row.
+    """Compute the divergence between teacher and student on some ids (the set S) of each row: the teacher's top k, the
+    student's, or any others that do not depend on the sampled token.
 
     Args:
         inp: student logits; see the module docstring, as for all arguments not named here.
@@ -101,7 +104,8 @@ def parallel_topk_distill(
             leave S.
         loss: ``forward_kl`` = KL(teacher || student), ``reverse_kl`` = KL(student || teacher), or ``jsd``.
         tail: ``bucket`` (all other ids are one outcome), ``generalized`` (unnormalised KL), ``renormalize``
-            (conditional on S) or ``none`` (truncated sum).
+            (conditional on S), ``none`` (truncated sum), or for ``reverse_kl`` ``sampled``: the bucket, and a policy
+            gradient of sampled tokens outside S (``tail_advantage``), which costs a pass and a collective more.
         beta: teacher's weight in the mixture of ``jsd``; 0 is forward and 1 reverse KL.
         logprob_min_clamp: floor of both log-probs in the terms of S; a term whose student log-prob is at the floor has
             gradient 0. The tail's own term keeps the unclamped masses.
@@ -109,6 +113,7 @@ def parallel_topk_distill(
         loss_soft_cap: per teacher, c (1 + log(loss / c)) above c, gradient times c / loss.
         teacher_weights: fp32 ``[rows, D]``, required for D > 1; a teacher of weight 0 is ignored on that row.
         target: int64 ``[rows]``, the sampled token; adds its log-prob to the metrics at no extra pass.
+        target_logprobs: fp32 ``[rows]``, the one teacher's log-prob of ``target``; needed by ``tail: sampled`` alone.
         task_advantage: fp32 ``[rows]``; needed, with ``target``, if ``task_reward_weight`` is not 0: the policy
             gradient of weight x advantage joins each row's loss after caps, in the same pass.
         rollout_logprobs: fp32 ``[rows]``, the sampler's log-probs of ``target``; needed by ``correction``.
@@ -119,20 +124,28 @@ def parallel_topk_distill(
         loss ``[rows]`` (or the sum) and metrics ``[rows]``: ``unweighted_loss``; ``teacher_mass`` and ``student_mass``
         on S; ``clamped`` 1 where a clamp or cap takes effect; ``clamped_entries``, the share of S whose student
         log-prob is at the floor; ``tail_floored`` 1 where a tail is below 1e-6; ``student_logprobs`` with ``target``;
-        ``task_loss`` and ``correction_weight`` with ``task_advantage``; ``entropy`` in nats.
+        ``task_loss`` and ``correction_weight`` with ``task_advantage``; ``tail_loss``, the policy gradient's term of
+        ``tail: sampled``, and ``outside``, 1 where the sampled token is not in S; ``entropy`` in nats.
     """
     call = _open_call(inp, **shared)
     checks.check_choice(loss, tail, beta)
     checks.check_caps(logprob_min_clamp, loss_max_clamp, loss_soft_cap)
     checks.check_teacher(call.rows, teacher_ids, teacher_logprobs, teacher_weights, call.shard.vocab_size)
-    kind = TopKLoss(loss, tail, beta, logprob_min_clamp, loss_max_clamp, loss_soft_cap)
+    summed = "bucket" if tail == "sampled" else tail
+    kind = TopKLoss(loss, summed, beta, logprob_min_clamp, loss_max_clamp, loss_soft_cap)
     given = (teacher_ids, teacher_logprobs, teacher_weights, target)
     check_task(task_advantage is not None, task_reward_weight, target is not None)
     check_correction(correction, rollout=rollout_logprobs is not None)
-    task = None
+    task, outside_T = None, None
     if task_advantage is not None:
         advantage = call.only_active(task_reward_weight * call.number("task_advantage", task_advantage))
         task = TaskTerm(advantage, _rollout_rows(call, rollout_logprobs), correction)
+    if tail == "sampled":
+        checks.check_sampled_tail(loss, target, target_logprobs, teacher_ids.dim() - len(call.rows))
+        own_T, outside_T = _tail_of(inp, call, teacher_rows(call, *given), target_logprobs)
+        task = TaskTerm(
+            own_T if task is None else own_T + task.advantage_T, _rollout_rows(call, rollout_logprobs), correction
+        )
     per_row = teacher_ids.shape[len(call.rows) :]
     if call.on_triton(per_row.numel(), per_row[:-1].numel()):
         from mopd.losses.triton import functions as triton
@@ -141,6 +154,10 @@ def parallel_topk_distill(
     else:
         layer = reference if call.layer == "reference" else chunked
         row_loss, metrics = layer.topk_rows(inp, call, kind, teacher_rows(call, *given), task, with_entropy)
+    if outside_T is not None:
+        tail_loss = -metrics["correction_weight"] * own_T
+        more = {"outside": outside_T, "tail_loss": tail_loss, "task_loss": metrics["task_loss"] - tail_loss}
+        metrics |= call.masked(more)
     return call.finish(row_loss, metrics, reduce_loss)
 
 
@@ -324,6 +341,22 @@ def parallel_entropy_and_topk_overlap(
     ids = call.flat(teacher_ids).long()
     entropy, overlap = entropy_and_overlap(inp, ids, call)
     return entropy.view(call.rows), overlap.view(call.rows)
+
+
+@torch.no_grad()
+def _tail_of(
+    inp: Tensor, call: LossCall, teacher: TeacherRows, target_logprobs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the advantage of ``tail: sampled`` [T], and 1 where the sampled token is outside S [T]; a pass of its own
+    over the logits."""
+    assert teacher.target_T is not None and target_logprobs is not None
+    ids = torch.cat([teacher.target_T.unsqueeze(1), torch.where(teacher.valid_TDK, teacher.ids_TDK, 0).flatten(1)], 1)
+    logprobs, _ = _gather(inp.detach(), call, ids)
+    outside = ~teacher.is_target_TN.any(1)
+    advantage = tail_advantage(
+        logprobs[:, 0], logprobs[:, 1:], call.logprobs("target_logprobs", target_logprobs), teacher
+    )
+    return call.only_active(torch.where(outside, advantage, 0)), outside.to(call.dtype)
 
 
 def _gather(inp: Tensor, call: LossCall, ids_TN: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ from mopd.losses.divergences import LOSSES, TAILS
 
 MASS_LIMIT = 1 + 1e-4
 """Largest teacher mass that is taken for rounding."""
+SAMPLED_TAIL = "sampled"
+"""The tail that is no function of S alone."""
 BACKENDS = ("auto", "reference", "chunked", "triton")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -52,10 +54,18 @@ def check_choice(loss: str, tail: str, beta: float) -> None:
     """Check the names of loss and tail, and the mixture weight."""
     if loss not in LOSSES:
         raise ValueError(f"loss is {loss!r}: choose one of {', '.join(LOSSES)}")
-    if tail not in TAILS:
-        raise ValueError(f"tail is {tail!r}: choose one of {', '.join(TAILS)}")
+    if tail not in (*TAILS, SAMPLED_TAIL):
+        raise ValueError(f"tail is {tail!r}: choose one of {', '.join((*TAILS, SAMPLED_TAIL))}")
     if not 0 <= beta <= 1:
         raise ValueError(f"beta is {beta}: set it between 0 and 1")
+
+
+def check_sampled_tail(loss: str, target: Tensor | None, target_logprobs: Tensor | None, per_row: int) -> None:
+    """Check what ``tail: sampled`` needs; ``per_row`` dimensions follow the rows in the teachers' ids."""
+    if loss != "reverse_kl":
+        raise ValueError(f"tail is 'sampled' and loss {loss!r}: samples of the student estimate reverse_kl alone")
+    if target is None or target_logprobs is None or per_row != 1:
+        raise ValueError("tail 'sampled' needs target, target_logprobs, and ids [rows, K] of one teacher: pass them")
 
 
 def check_caps(logprob_min_clamp: float | None, loss_max_clamp: float | None, loss_soft_cap: float | None) -> None:

@@ -92,6 +92,21 @@ def kl_baseline(logprobs_TDK: Tensor, teacher: TeacherRows) -> Tensor:
     return -torch.where(teacher.weights_TD == 0, 0, teacher.weights_TD * kl_TD).sum(-1)
 
 
+def tail_advantage(logprob_T: Tensor, logprobs_TN: Tensor, teacher_logprob_T: Tensor, teacher: TeacherRows) -> Tensor:
+    """Return the advantage [T] of a sampled token outside S: log(p_tail / q_tail) - log(p_y / q_y), with the masses of
+    all ids outside S.
+
+    With it the bucket's reverse KL becomes an unbiased estimate of the one over the whole vocabulary. The bucket is its
+    baseline: at every id outside, the bucket has the tail's mean ratio, and the sampled token the difference to its
+    own. One teacher. The tail's masses are held as the bucket's loss holds them, so that both use one number.
+    """
+    valid = teacher.valid_TDK.flatten(1)
+    p, q = (torch.where(valid, x, -torch.inf).exp() for x in (logprobs_TN, teacher.logprobs_TDK.flatten(1)))
+    p_out = (1 - p.double().sum(1)).clamp_min(torch.finfo(torch.float32).tiny)
+    q_out = (1 - q.double().sum(1)).clamp_min(SMALLEST_TAIL)
+    return ((p_out / q_out).log() - (logprob_T - teacher_logprob_T).double()).to(logprob_T.dtype)
+
+
 def domain_baselines(domains: Sequence[str], sums: Sequence[float], counts: Sequence[int]) -> list[float]:
     """Return the baseline of each response of a batch: the mean advantage over the loss tokens of its domain's *other*
     responses, 0 where there are none. ``sums`` and ``counts`` are each response's sum of advantages and its number of

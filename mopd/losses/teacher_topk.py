@@ -26,7 +26,7 @@ class TeacherTopK:
     mass: Tensor
     """[R] probability of the K ids together."""
     target_logprobs: Tensor | None
-    """[R] log-probs of ``target``; None without it."""
+    """[R] or [R, N] log-probs of ``target``; None without it."""
 
 
 @torch.no_grad()
@@ -46,9 +46,9 @@ def chunked_topk_logprobs(
     Args:
         hidden: ``[R, H]`` float.
         weight: ``[V, H]``, the whole vocabulary, same dtype.
-        k: ids per row, at most the vocabulary.
+        k: ids per row, at most the vocabulary; 0 for log-probs of ``target`` alone.
         max_rows: rows whose logits exist at once: in the dtype of ``weight``, and once more in fp32.
-        target: int64 ``[R]``, ids whose log-probs are also returned.
+        target: int64 ``[R]`` or ``[R, N]``, ids whose log-probs are also returned.
         true_vocab_size: columns from this id on are padding.
 
     Raises:
@@ -59,7 +59,7 @@ def chunked_topk_logprobs(
     num_rows, dtype = hidden.size(0), accumulation_dtype(weight)
     ids = hidden.new_empty(num_rows, k, dtype=torch.int32)
     logprobs = hidden.new_empty(num_rows, k, dtype=dtype)
-    target_logprobs = None if target is None else hidden.new_empty(num_rows, dtype=dtype)
+    target_logprobs = None if target is None else hidden.new_empty(target.shape, dtype=dtype)
     height = min(max_rows, num_rows)
     buffer = hidden.new_empty(height, vocab_size)
     wide = buffer if buffer.dtype == dtype else buffer.new_empty(buffer.shape, dtype=dtype)
@@ -70,12 +70,13 @@ def chunked_topk_logprobs(
         if bias is not None:
             logits += bias[:vocab_size]
         values, chosen = logits.topk(k, dim=1)
-        own = None if target is None else logits.gather(1, target[rows].unsqueeze(1))
-        lse = _log_sum_exp(logits, wide[: part.size(0)], values[:, :1], temperature)
+        peak = values[:, :1] if k else logits.amax(1, keepdim=True)
+        own = None if target is None else logits.gather(1, target[rows].view(part.size(0), -1))
+        lse = _log_sum_exp(logits, wide[: part.size(0)], peak, temperature)
         ids[rows] = chosen
         torch.sub(values.to(dtype) / temperature, lse, out=logprobs[rows])
         if own is not None and target_logprobs is not None:
-            torch.sub(own.to(dtype).squeeze(1) / temperature, lse.squeeze(1), out=target_logprobs[rows])
+            target_logprobs[rows] = (own.to(dtype) / temperature - lse).view_as(target_logprobs[rows])
     return TeacherTopK(ids, logprobs, logprobs.exp().sum(1), target_logprobs)
 
 
@@ -106,11 +107,11 @@ def _check(
         )
     if not 1 <= vocab_size <= weight.size(0):
         raise ValueError(f"true_vocab_size is {vocab_size}: weight {list(weight.shape)} has {weight.size(0)} rows")
-    if not 1 <= k <= vocab_size:
-        raise ValueError(f"k is {k}: the vocabulary has {vocab_size} ids")
+    if not 0 <= k <= vocab_size or (k == 0 and target is None):
+        raise ValueError(f"k is {k}: the vocabulary has {vocab_size} ids, and 0 needs target")
     if max_rows < 1 or not temperature > 0:
         raise ValueError(f"max_rows is {max_rows} and temperature {temperature}: set both above 0")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias is {list(bias.shape)}: pass {list(weight.shape[:1])}, the rows of weight")
-    if target is not None and (target.shape != hidden.shape[:1] or target.dtype != torch.int64):
-        raise ValueError(f"target is {target.dtype} {list(target.shape)}: pass int64 {list(hidden.shape[:1])}")
+    if target is not None and (target.shape[:1] != hidden.shape[:1] or target.dim() > 2 or target.dtype != torch.int64):
+        raise ValueError(f"target is {target.dtype} {list(target.shape)}: pass int64 {list(hidden.shape[:1])} or + [N]")

@@ -37,7 +37,8 @@ class RolloutWorker:
         self, prompts: Sequence[Prompt], *, ended: Callable[[Prompt, int], None] | None = None
     ) -> list[SampleMeta]:
         """Draw responses, put ``ROLLOUT_FIELDS`` and ``token_versions`` [R] int32, and return the samples, prompt after
-        prompt. For a student that sees images also put ``images`` (``image_refs_to_tensor``).
+        prompt. Where ``sampling`` asks for most probable ids also put ``student_ids`` [R, ``num_top_ids``] int32, for a
+        student that sees images ``images`` (``image_refs_to_tensor``).
 
         Response j of a prompt has sample id ``prompt.sample_id * samples_per_prompt + j`` and a seed derived from it.
         ``ended(prompt, weight_version)`` is called once for each response, with the weights of its newest token: as
@@ -108,8 +109,10 @@ class RolloutWorker:
             parts += await self.generator.generate([start], sampling, [seed], images=images)
         if len(parts) == 1:
             return part
+        tops = [own.top_ids for own in parts if own.top_ids is not None]
         return Generation(
             tokens=torch.cat([own.tokens for own in parts]),
+            top_ids=torch.cat(tops) if tops else None,
             logprobs=torch.cat([own.logprobs for own in parts]),
             token_versions=torch.cat([own.token_versions for own in parts]),
             finish_reason=parts[-1].finish_reason,
@@ -158,6 +161,9 @@ async def put_samples(
         "rollout_logprobs": [response.logprobs for response in responses],
         "token_versions": [response.token_versions for response in responses],
     }
+    tops = [response.top_ids for response in responses if response.top_ids is not None]
+    if tops:
+        fields["student_ids"] = tops
     if dataset.images is not None:
         fields["images"] = [image_refs_to_tensor(row.images) for row in rows]
     await plane.put(metas, fields)

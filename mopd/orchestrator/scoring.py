@@ -23,11 +23,12 @@ from mopd.base.files.records import Records
 from mopd.base.files.writing import writing
 from mopd.base.types import LOSS_FIELDS, Prompt, SampleMeta, UserError
 from mopd.config.data import ColumnsConfig, DataFileConfig
+from mopd.config.payloads import always_ids_of
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.conversion.models.reading import read_dims
 from mopd.data.prompts import PromptRow, load_prompts
-from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
+from mopd.data.tokenizer import compare_tokenizers, load_tokenizer, token_ids
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.replicas.identity import Needs, problems_of
 from mopd.engines.replicas.interface import info_of
@@ -135,8 +136,9 @@ async def _score(recipe: Recipe, stored: StoredSamples, manifests: dict[str, Man
         groups.watch(routers, None)
         plane = LocalDataPlane()
         teachers = {name: await teacher_group(name, routers, groups) for name in recipe.teachers}
-        options: dict[str, Any] = {"top_k": recipe.loss.top_k, "temperature": recipe.loss.temperature}
-        worker = TeacherWorker(teachers, recipe.assignment, plane, **options)
+        always_ids = token_ids(always_ids_of(recipe.loss), load_tokenizer(recipe.student.model), "loss.always_ids")
+        options: dict[str, Any] = {"asked": recipe.asked, "temperature": recipe.loss.temperature}
+        worker = TeacherWorker(teachers, recipe.assignment, plane, always_ids=always_ids, **options)
         load = StoredWorker(stored, plane, LOSS_FIELDS)
         for name, group in teachers.items():
             dtype = await _require_right_model(recipe, group, manifests[f"teachers.{name}"])

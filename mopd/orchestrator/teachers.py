@@ -1,7 +1,7 @@
 """The teacher worker: reads sampled tokens, asks each domain's teachers, and writes their scores of every response
 token.
 
-Shapes: R response tokens of one sample, K = top-k, D = most teachers of any domain.
+Shapes: R response tokens of one sample, K = places of a row of ids (``support``), D = most teachers of any domain.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mopd.base.text import named_samples, one_line
-from mopd.base.types import Batch, FailedSample, SampleMeta, UserError
+from mopd.base.types import TOKEN_FIELD, Batch, FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment
+from mopd.config.payloads import Asked
 from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.images import ImageStore
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import CorruptAnswer, Images, Scores
+from mopd.engines.interface import CorruptAnswer, Scores
 from mopd.engines.replicas.interface import NoReplica, SampleFailed
 from mopd.engines.replicas.router import Router
 from mopd.losses.sampled import domain_baselines
-from mopd.orchestrator.kept.scores import ScoreCache
+from mopd.orchestrator.kept.scores import Questions, ScoreCache
+from mopd.orchestrator.support import CoverageSums, given_ids, support_rows
 
 Answers = dict[int, Scores | FailedSample]
 """One teacher's answers by sample id."""
@@ -69,15 +72,19 @@ class TeacherWorker:
         assignment: Assignment,
         plane: Storage,
         *,
-        top_k: int,
+        asked: Mapping[str, Asked],
+        always_ids: Sequence[int] = (),
         temperature: float,
         images: ImageStore | None = None,
         keep_going: bool = False,
     ) -> None:
-        """Set up the worker. ``images``: store of the images that samples name. ``keep_going``: samples that cannot be
+        """Set up the worker. ``asked``: what each teacher is asked for; ``always_ids``: the ids of
+        ``loss.always_ids``. ``images``: store of the images that samples name. ``keep_going``: samples that cannot be
         scored are returned (``on_failure: replace``) instead of ending the run."""
         self._groups, self._assignment, self._plane = dict(groups), assignment, plane
-        self._top_k, self._temperature = top_k, temperature
+        self._asked, self._always_ids, self._temperature = dict(asked), tuple(always_ids), temperature
+        self._width = max((own.width for own in asked.values()), default=0)
+        self._coverage = CoverageSums()
         self._images = images
         self._keep_going = keep_going
         self.cache: ScoreCache | None = None
@@ -101,13 +108,14 @@ class TeacherWorker:
         failed: dict[int, FailedSample] = {}
         fields: dict[int, dict[str, Tensor]] = {}
         for meta in metas:
-            views: list[Scores] = []
+            views: list[View] = []
             for name in self._assignment.teachers_of(meta.domain):
                 answer = by_teacher[name][meta.sample_id]
                 if isinstance(answer, FailedSample):
                     failed.setdefault(meta.sample_id, answer)
                 else:
                     views.append(answer)
+                    self._coverage.add(meta.domain, answer.logprobs, self._asked[name])
             if meta.sample_id not in failed:
                 weights = self._assignment.weights_of(meta.domain)
                 fields[meta.sample_id] = merge(views, weights, num_teachers=self._assignment.max_teachers)
@@ -115,6 +123,11 @@ class TeacherWorker:
             names = next(iter(fields.values()))
             await self._plane.update([*fields], {name: [own[name] for own in fields.values()] for name in names})
         return [*failed.values()]
+
+    def take_numbers(self) -> dict[str, float]:
+        """Return what the supports held of the teachers since the last call, and of the cache."""
+        values = self._coverage.take_numbers()
+        return values if self.cache is None else values | self.cache.take_numbers()
 
     async def compare(self, batch: Batch) -> None:
         """Write ``baseline`` [R] fp32 of a claimed batch's samples, for ``loss.baseline: domain``
@@ -129,36 +142,56 @@ class TeacherWorker:
         values = [torch.full((s.response_length,), one) for s, one in zip(batch.samples, found, strict=True)]
         await self._plane.update(batch.sample_ids, {"baseline": values})
 
-    async def _ask(self, group: TeacherGroup, metas: Sequence[SampleMeta]) -> Answers:
+    async def _ask(self, group: TeacherGroup, metas: Sequence[SampleMeta]) -> dict[int, View | FailedSample]:
+        """Return what a teacher says of some samples, by their ids."""
         ids, images = [meta.sample_id for meta in metas], None
         store = self._images if group.sees_images else None
-        fields = await self._plane.get(ids, ["tokens"] if store is None else ["tokens", "images"])
+        asked = self._asked[group.name]
+        names = ["tokens", *(["images"] if store is not None else []), *(["student_ids"] if asked.student else [])]
+        fields = await self._plane.get(ids, names)
         if store is not None:
             images = [[store.prompt_image(ref) for ref in image_refs_from_tensor(own)] for own in fields["images"]]
         tokens = fields["tokens"]
+        students = fields.get("student_ids", [None] * len(metas))
+        given = [
+            given_ids(asked, own, self._always_ids, meta.response_length)
+            for meta, own in zip(metas, students, strict=True)
+        ]
+        answers = await self._kept_or_asked(group, metas, Questions(tokens, images, given, asked.own))
+        views: dict[int, View | FailedSample] = {}
+        for meta, ids_RG in zip(metas, given, strict=True):
+            answer = answers[meta.sample_id]
+            if isinstance(answer, Scores):
+                rows = support_rows(answer, ids_RG, self._width)
+                views[meta.sample_id] = View(*rows, token_logprobs=answer.token_logprobs)
+            else:
+                views[meta.sample_id] = answer
+        return views
+
+    async def _kept_or_asked(self, group: TeacherGroup, metas: Sequence[SampleMeta], asked: Questions) -> Answers:
+        """Return what the cache holds, and have the teacher score the rest."""
         if self.cache is None:
-            return await self._answers(group, metas, tokens, images)
-        keys = self.cache.keys(group.name, metas, tokens, images)
-        found = await self.cache.find(keys, metas, tokens)
+            return await self._answers(group, metas, asked)
+        keys = self.cache.keys(group.name, metas, asked)
+        found = await self.cache.find(keys, metas, asked)
         left = [i for i, own in enumerate(found) if own is None]
-        rest = None if images is None else [images[i] for i in left]
-        fresh = await self._answers(group, [metas[i] for i in left], [tokens[i] for i in left], rest) if left else {}
-        given = {keys[i]: own for i in left if isinstance(own := fresh[metas[i].sample_id], Scores)}
-        await self.cache.keep(given)
+        fresh = await self._answers(group, [metas[i] for i in left], asked.at(left)) if left else {}
+        kept = {keys[i]: own for i in left if isinstance(own := fresh[metas[i].sample_id], Scores)}
+        await self.cache.keep(kept)
         return {meta.sample_id: own for meta, own in zip(metas, found, strict=True) if own is not None} | fresh
 
-    async def _answers(
-        self, group: TeacherGroup, metas: Sequence[SampleMeta], tokens: Sequence[Tensor], images: Images
-    ) -> Answers:
+    async def _answers(self, group: TeacherGroup, metas: Sequence[SampleMeta], asked: Questions) -> Answers:
         """Have a teacher score the samples."""
+        options: dict[str, Any] = {} if asked.given_ids is None else {"given": asked.given_ids}
         try:
             scores = await group.score(
-                tokens,
+                asked.tokens,
                 [meta.prompt_length for meta in metas],
-                top_k=self._top_k,
+                top_k=asked.top_k,
                 temperature=self._temperature,
-                images=images,
+                images=asked.images,
                 stop_at_failure=not self._keep_going,
+                **options,
             )
         except SampleFailed as error:
             raise self._end(group, [metas[i] for i in error.positions], error) from error
@@ -183,25 +216,36 @@ class TeacherWorker:
         return error.ends(f"teachers.{group.name} did not score samples {named}: {one_line(error)}: {cure}")
 
 
-def merge(views: Sequence[Scores], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:
+@dataclass(frozen=True, slots=True)
+class View:
+    """What one teacher says of one response."""
+
+    ids: Tensor
+    """[R, K] int32 (``support_rows``)."""
+    logprobs: Tensor
+    """[R, K] fp32."""
+    token_logprobs: Tensor
+    """[R] fp32."""
+
+
+def merge(views: Sequence[View], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:
     """Return ``TEACHER_FIELDS`` of one sample from its teachers' scores; ``weights`` add up to 1.
 
     ``teacher_ids`` int32 and ``teacher_logprobs`` fp32 are [R, D, K] for D = ``num_teachers`` (teachers beyond
-    ``views`` repeat the first one; the loss gives them weight 0), or [R, K] for D = 1. ``teacher_token_logprobs`` [R]
-    fp32 is the weighted mean of the teachers' log-probs: the log of their weighted geometric mean (``docs/losses.md``).
+    ``views`` repeat the first one; the loss gives them weight 0), or [R, K] for D = 1; there are none for K = 0.
+    ``teacher_token_logprobs`` [R] fp32 is the weighted mean of the teachers' log-probs: the log of their weighted
+    geometric mean (``docs/losses.md``).
     """
     if num_teachers == 1:
         (only,) = views
-        return {
-            "teacher_ids": only.ids,
-            "teacher_logprobs": only.logprobs,
-            "teacher_token_logprobs": only.token_logprobs,
+        rows, token_logprobs_R = {"teacher_ids": only.ids, "teacher_logprobs": only.logprobs}, only.token_logprobs
+    else:
+        padded = [*views, *[views[0]] * (num_teachers - len(views))]
+        token_logprobs = torch.stack([view.token_logprobs for view in views])
+        shares = torch.tensor(weights, dtype=torch.float64)
+        rows = {
+            "teacher_ids": torch.stack([view.ids for view in padded], dim=1),
+            "teacher_logprobs": torch.stack([view.logprobs for view in padded], dim=1),
         }
-    padded = [*views, *[views[0]] * (num_teachers - len(views))]
-    token_logprobs = torch.stack([view.token_logprobs for view in views])
-    shares = torch.tensor(weights, dtype=torch.float64)
-    return {
-        "teacher_ids": torch.stack([view.ids for view in padded], dim=1),
-        "teacher_logprobs": torch.stack([view.logprobs for view in padded], dim=1),
-        "teacher_token_logprobs": (shares[:, None] * token_logprobs.double()).sum(0).float(),
-    }
+        token_logprobs_R = (shares[:, None] * token_logprobs.double()).sum(0).float()
+    return (rows if views[0].ids.shape[1] else {}) | {TOKEN_FIELD: token_logprobs_R}

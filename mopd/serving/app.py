@@ -19,7 +19,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -170,6 +170,9 @@ class EngineServer:
         check_score(message, self.info)
         sequences = list(torch.from_numpy(message.tokens.astype(np.int64)).split(message.lengths.tolist()))
         images = self.images.of(message.images, sequences)
+        lengths = message.lengths - message.prompt_lengths
+        rows = torch.from_numpy(message.given_ids).view(message.num_rows, message.num_given)
+        options: dict[str, Any] = {"given": rows.split(lengths.tolist())} if message.num_given else {}
 
         async def call() -> ScoreAnswer:
             scores = await self.served.host.work.score(
@@ -178,17 +181,21 @@ class EngineServer:
                 top_k=message.top_k,
                 temperature=message.temperature,
                 images=images,
+                **options,
             )
+            at_given = [own.given_logprobs.reshape(-1) for own in scores if own.given_logprobs is not None]
             self.updates.require(message.weight_version)  # the weights may have changed during the call
             self.metrics.scored_tokens.inc(message.num_rows)
             return ScoreAnswer(
                 request_checksum=message.checksum,
                 weight_version=message.weight_version,
                 top_k=message.top_k,
-                lengths=message.lengths - message.prompt_lengths,
+                num_given=message.num_given,
+                lengths=lengths,
                 ids=torch.cat([given.ids.reshape(-1) for given in scores]).numpy(),
                 logprobs=torch.cat([given.logprobs.reshape(-1) for given in scores]).numpy(),
                 token_logprobs=torch.cat([given.token_logprobs for given in scores]).numpy(),
+                given_logprobs=torch.cat(at_given or [torch.zeros(0)]).numpy(),
             )
 
         reservation = self.admission.admit(len(message.tokens))
@@ -215,6 +222,7 @@ class EngineServer:
             temperature=message.temperature,
             top_p=message.top_p,
             top_k=min(message.top_k, info.vocab_size),
+            num_top_ids=message.num_top_ids,
         )
         prompts = [prompt.tolist() for prompt in np.split(message.tokens, split_points(message.lengths))]
         images = self.images.of(message.images, prompts)
@@ -392,15 +400,20 @@ def _token_check(token: str | None) -> Callable[[Request], Awaitable[None]]:
 
 def check_score(request: ScoreRequest, info: EngineInfo) -> None:
     """Raise ``Refusal`` 400 for what this engine cannot do: a bad request must not spoil the call that it shares."""
-    _check_sequences(int(request.tokens.max()), int(request.lengths.max()), info)
+    highest = max(int(ids.max(initial=0)) for ids in (request.tokens, request.given_ids))
+    _check_sequences(highest, int(request.lengths.max()), info)
     largest = info.vocab_size if info.max_logprobs is None else info.max_logprobs
-    if request.top_k > largest:
-        raise bad_request(f"top_k is {request.top_k}: {info.model} gives at most {largest}")
+    if request.top_k + request.num_given > largest:
+        more = f" and {request.num_given} ids are given" if request.num_given else ""
+        raise bad_request(f"top_k is {request.top_k}{more}: {info.model} gives at most {largest}")
 
 
 def check_generate(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise ``Refusal`` 400 as ``check_score``."""
     _check_sequences(int(request.tokens.max()), int(request.lengths.max()) + request.max_new_tokens, info)
+    most = info.vocab_size if info.max_logprobs is None else info.max_logprobs
+    if request.num_top_ids > most:
+        raise bad_request(f"num_top_ids is {request.num_top_ids}: {info.model} tells at most {most}")
 
 
 def _check_sequences(largest: int, longest: int, info: EngineInfo) -> None:

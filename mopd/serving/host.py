@@ -14,9 +14,11 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from mopd.engines.checks import num_given_of
 from mopd.engines.interface import (
     Generation,
     Generator,
+    Given,
     Images,
     Item,
     ResponseCallback,
@@ -163,15 +165,20 @@ class ThreadHost(EngineHost):
         top_k: int,
         temperature: float,
         images: Images = None,
+        given: Given = None,
     ) -> list[Scores]:
         """Score in the engine's thread (``Scorer.score``), joined with waiting requests of the same kind."""
 
         async def call(items: list[Item[Tensor]], _: Any) -> list[Scores]:
-            sequences, starts, own = split(items)
-            return await self.engine.score(sequences, starts, top_k=top_k, temperature=temperature, images=own)
+            sequences, starts, own, ids = split(items)
+            options: dict[str, Any] = {} if ids is None else {"given": ids}
+            return await self.engine.score(
+                sequences, starts, top_k=top_k, temperature=temperature, images=own, **options
+            )
 
-        items = join(tokens, prompt_lengths, images)
-        return await self._submit(("score", top_k, temperature), items, sum(map(len, tokens)), call)
+        num_given = num_given_of(given)
+        items = join(tokens, prompt_lengths, images, given if num_given else None)
+        return await self._submit(("score", top_k, num_given, temperature), items, sum(map(len, tokens)), call)
 
     async def generate(
         self,
@@ -185,7 +192,7 @@ class ThreadHost(EngineHost):
         """Draw responses in the engine's thread (``Generator.generate``), joined as those of ``score``."""
 
         async def call(items: list[Item[Sequence[int]]], tell: ResponseCallback) -> list[Generation]:
-            texts, numbers, own = split(items)
+            texts, numbers, own, _ = split(items)
             return await self.engine.generate(texts, sampling, numbers, on_response=tell, images=own)
 
         items = join(prompts, seeds, images)

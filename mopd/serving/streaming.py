@@ -97,6 +97,7 @@ def _answer(checksum: bytes, i: int, generation: Generation) -> GenerateAnswer:
         tokens=generation.tokens.numpy().astype(np.int32),
         logprobs=generation.logprobs.numpy(),
         token_versions=generation.token_versions.numpy(),
+        top_ids=np.zeros(0, np.int32) if generation.top_ids is None else generation.top_ids.reshape(-1).numpy(),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mopd.base.types import DomainSums, MicroBatchPlan, SampleMeta, UserError
+from mopd.base.types import TEACHER_FIELDS, TOKEN_FIELD, DomainSums, MicroBatchPlan, SampleMeta, UserError
 from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig, budget_of, has_domain_baseline
 from mopd.losses import (
     LinearHead,
@@ -135,10 +135,13 @@ class Objective:
         true_vocab_size: int,
         lm_head_memory_budget_mib: int,
         teacher_weights: Tensor | None = None,
+        has_support: bool = True,
     ) -> None:
         """``teacher_weights`` [domains, D] fp32 is given for an ensemble, where teacher fields are [T, D, K]. Each row
-        adds up to 1 and holds 0 for teachers that the domain does not have."""
+        adds up to 1 and holds 0 for teachers that the domain does not have. Without ``has_support`` (payload
+        ``sampled``) there are only log-probs of the sampled tokens, and no metric of rows of ids."""
         self.loss = loss
+        self._has_support = has_support
         self._layout = layout
         self._budget_mib = lm_head_memory_budget_mib
         self._teacher_weights = teacher_weights
@@ -154,7 +157,7 @@ class Objective:
     @property
     def field_names(self) -> tuple[str, ...]:
         """Data-plane fields that this loss and its metrics read."""
-        fields = ["tokens", "loss_mask", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs"]
+        fields = ["tokens", "loss_mask", *(TEACHER_FIELDS if self._has_support else (TOKEN_FIELD,))]
         loss = self.loss
         if self._correction is not None or (isinstance(loss, PolicyGradientConfig) and loss.old_logprobs == "rollout"):
             fields.append("rollout_logprobs")
@@ -202,11 +205,12 @@ class Objective:
             "loss",
             "weighted_loss",
             *(("k1", "k3") if own_samples else ()),
-            "teacher_mass",
+            *(("teacher_mass",) if self._has_support else ()),
         ]
         if isinstance(self.loss, TopKLossConfig):
             names += ["student_mass", "clamped", "tail_floored"]
             names += ["divergence", "task_loss"] if self.loss.task_reward_weight else []
+            names += ["tail_loss", "outside"] if self.loss.tail == "sampled" else []
         elif isinstance(self.loss, KLLossConfig):
             names += ["clamped"]
         else:
@@ -218,7 +222,8 @@ class Objective:
             names += [CHOSEN, "score", "chosen_score"]
         if diagnostics:
             # The sampled losses do not read the teacher's top-k; the student's mass on it takes a pass by itself.
-            names += DIAGNOSTICS if isinstance(self.loss, TopKLossConfig) else (*DIAGNOSTICS, "student_mass")
+            of_support = () if isinstance(self.loss, TopKLossConfig) else ("student_mass",)
+            names += (*DIAGNOSTICS, *of_support) if self._has_support else DIAGNOSTICS[:1]
         return Sums(names, **sizes, device=self._layout.device, domain_factors=domain_factors)
 
     def __call__(self, head: LMHead, *, rows: LossRows, sums: Sums) -> Tensor:
@@ -371,7 +376,9 @@ class Objective:
                 loss = loss * kept
                 metrics |= {MASKED_SEQUENCES: part, "unweighted_loss": metrics["unweighted_loss"] * kept}
         k1 = current.double() - own["teacher_token_logprobs"]
-        columns |= {"teacher_mass": _over_teachers(own, own["teacher_logprobs"].exp().sum(-1))} | metrics
+        if self._has_support:
+            columns["teacher_mass"] = _over_teachers(own, own["teacher_logprobs"].exp().sum(-1))
+        columns |= metrics
         columns |= {
             "loss": metrics["unweighted_loss"],
             "divergence": metrics["unweighted_loss"] - metrics.get("task_loss", 0),
@@ -406,15 +413,17 @@ class Objective:
 
     def _diagnostics(self, logits: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the expensive metrics [R], without gradient."""
-        ids, weights = own["teacher_ids"], own["weights"]
-        logits = logits.detach()
+        weights, logits = own["weights"], logits.detach()
+        ids = own["teacher_ids"] if self._has_support else own["targets"][:, None]
         overlaps, masses = [], []
-        for ids_RK in ids.unbind(1) if "teacher_weights" in own else (ids,):
+        for ids_RK in ids.unbind(1) if "teacher_weights" in own and self._has_support else (ids,):
             entropy, overlap = parallel_entropy_and_topk_overlap(logits, ids_RK, loss_weight=weights, **self._options)
             overlaps.append(overlap)
-            if not isinstance(self.loss, TopKLossConfig):
+            if self._has_support and not isinstance(self.loss, TopKLossConfig):
                 logprobs, _ = parallel_gather_logprobs(logits, ids_RK, loss_weight=weights, **self._options)
                 masses.append(logprobs.exp().sum(-1))
+        if not self._has_support:
+            return {"entropy": entropy}
         columns = {"entropy": entropy, "topk_overlap": _mean_of_teachers(own, overlaps)}
         return columns | ({"student_mass": _mean_of_teachers(own, masses)} if masses else {})
 
@@ -438,6 +447,7 @@ class Objective:
                 loss_max_clamp=loss.loss_max_clamp,
                 loss_soft_cap=loss.loss_soft_cap,
                 target=own["targets"],
+                target_logprobs=own[TOKEN_FIELD] if loss.tail == "sampled" else None,
                 teacher_weights=own.get("teacher_weights"),
                 **options,
             )

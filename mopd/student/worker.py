@@ -105,7 +105,8 @@ class StudentWorker:
             "true_vocab_size": self.dims.vocab_size,
             "lm_head_memory_budget_mib": student.lm_head_memory_budget_mib,
         }
-        self._objective = Objective(recipe.loss, self.layout, teacher_weights=shares, **limits)
+        has_support = recipe.support_width > 0
+        self._objective = Objective(recipe.loss, self.layout, teacher_weights=shares, has_support=has_support, **limits)
         self._cross_entropy = CrossEntropy(recipe.loss, self.layout, **limits)
         self._plan: MicroBatchPlan | None = None
         self._cosines: dict[str, float] = {}

@@ -60,6 +60,8 @@ SCORE = ScoreRequest(
     lengths=ints(5, 2),
     prompt_lengths=ints(3, 1),
     images=ints(0, 1, 2, 3, 4, 1, 2, 2, 1, 5, 6, 7, 8, 1, 4, 2),
+    given_ids=ints(*range(6)),
+    num_given=2,
     top_k=2,
     temperature=1.0,
     weight_version=0,
@@ -73,16 +75,19 @@ GENERATE = GenerateRequest(
     temperature=0.5,
     top_p=0.9,
     top_k=-1,
+    num_top_ids=2,
     weight_version=0,
 )
 SCORES = ScoreAnswer(
     request_checksum=b"x" * 16,
     weight_version=0,
     top_k=2,
+    num_given=2,
     lengths=ints(2, 1),
     ids=ints(*range(6)),
     logprobs=np.linspace(-3, -1, 6, dtype=np.float32),
     token_logprobs=np.linspace(-3, -1, 3, dtype=np.float32),
+    given_logprobs=np.linspace(-4, -1, 6, dtype=np.float32),
 )
 RESPONSE = GenerateAnswer(
     request_checksum=b"y" * 16,
@@ -91,6 +96,7 @@ RESPONSE = GenerateAnswer(
     tokens=ints(2, 3, 4),
     logprobs=np.array([-0.5, -1.5, -2.5], dtype=np.float32),
     token_versions=ints(0, 0, 1),
+    top_ids=ints(*range(6)),
 )
 FAILURE = GenerateFailure(request_checksum=b"y" * 16, status=503, message="the engine is dead")
 

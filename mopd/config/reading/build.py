@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
+import types
 import typing
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -273,6 +274,9 @@ def _convert(value: Any, annotation: Any) -> Any:
         return value if type(value) is annotation else _MISFIT
     if origin is Literal:
         return value if isinstance(value, str) and value in typing.get_args(annotation) else _MISFIT
+    if origin is types.UnionType:
+        found = [_convert(value, member) for member in typing.get_args(annotation)]
+        return next((one for one in found if one is not _MISFIT), _MISFIT)
     if origin is tuple:
         if not isinstance(value, list):
             return _MISFIT

@@ -25,6 +25,7 @@ from mopd.engines.interface import (
     EngineInfo,
     EngineRejected,
     Generation,
+    Given,
     Images,
     ResponseCallback,
     SamplingParams,
@@ -105,15 +106,18 @@ class OpenAIScorer:
         top_k: int,
         temperature: float,
         images: Images = None,
+        given: Given = None,
     ) -> list[Scores]:
         """Score each sequence with one HTTP request. ``UserError`` for a temperature other than 1."""
         refuse_images(images, self.name, because=NO_IMAGES)
+        if given is not None:
+            raise EngineRejected(f"{self.name}: an openai server gives no log-probs of ids that it is asked for")
         if temperature != 1:
             raise UserError(
                 f"{self.name}: vLLM scores prompts at temperature 1 only, loss.temperature is {temperature}: "
                 "set loss.temperature: 1.0"
             )
-        if not 1 <= top_k <= self.vocab_size:
+        if not 0 <= top_k <= self.vocab_size:
             raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
         check_scoring(tokens, prompt_lengths)
         if not self._warned:

@@ -23,12 +23,14 @@ from mopd.base.types import PromptImage, UserError
 from mopd.config.data import MAX_IMAGE_BYTES
 from mopd.config.reading.build import build_from_json
 from mopd.conversion.hf.manifest import HASHES
+from mopd.engines.checks import num_given_of
 from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient, UnknownImages
 from mopd.engines.interface import (
     EngineInfo,
     EngineRejected,
     EngineUnavailable,
     Generation,
+    Given,
     Images,
     ResponseCallback,
     SamplingParams,
@@ -108,6 +110,7 @@ class RemoteEngine:
         top_k: int,
         temperature: float,
         images: Images = None,
+        given: Given = None,
     ) -> list[Scores]:
         """Score the responses with one HTTP request; ``StaleWeights`` for an answer of another version."""
         if not tokens:
@@ -117,12 +120,14 @@ class RemoteEngine:
             lengths=np.array([len(sequence) for sequence in tokens], dtype=np.int32),
             prompt_lengths=np.array(prompt_lengths, dtype=np.int32),
             images=to_table(images),
+            given_ids=torch.cat([ids.reshape(-1) for ids in given or [torch.zeros(0)]]).numpy().astype(np.int32),
+            num_given=num_given_of(given),
             top_k=top_k,
             temperature=temperature,
             weight_version=self.weight_version,
         )
         request.check()
-        longest = request.num_rows * (8 * top_k + 4) + 4 * len(tokens) + ANSWER_HEAD_BYTES
+        longest = request.num_rows * (8 * top_k + 4 * request.num_given + 4) + 4 * len(tokens) + ANSWER_HEAD_BYTES
         body = await encode_aside(request)
         answer = await self._images.asked(images, lambda: self.post("/v1/score", body, ScoreAnswer, longest))
         if answer.request_checksum != request.checksum:
@@ -131,7 +136,9 @@ class RemoteEngine:
             raise StaleWeights(
                 f"{self.name}: answered with weights {answer.weight_version}, not {request.weight_version}"
             )
-        if answer.top_k != top_k or not np.array_equal(answer.lengths, request.lengths - request.prompt_lengths):
+        if (answer.top_k, answer.num_given) != (top_k, request.num_given) or not np.array_equal(
+            answer.lengths, request.lengths - request.prompt_lengths
+        ):
             raise self._http.corrupt(f"top_k {answer.top_k} and rows of another request than the one that was sent")
         return to_scores(answer)
 
@@ -156,6 +163,7 @@ class RemoteEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            num_top_ids=sampling.num_top_ids,
             weight_version=self.weight_version,
         )
         request.check()
@@ -242,7 +250,7 @@ class _Responses:
         """Keep the request. ``newest()`` returns the newest version that can answer now."""
         self._request, self._http, self._newest, self._on_response = request, http, newest, on_response
         self._checksum = request.checksum
-        one = 12 * request.max_new_tokens + ANSWER_HEAD_BYTES
+        one = (12 + 4 * request.num_top_ids) * request.max_new_tokens + ANSWER_HEAD_BYTES
         self.longest = len(request.lengths) * one + ANSWER_HEAD_BYTES
         """Limit of the whole answer in bytes."""
         self.num_bytes = 0
@@ -281,7 +289,11 @@ class _Responses:
         for version in answer.token_versions.tolist():
             if not least <= version <= max(least, self._newest()):
                 raise StaleWeights(f"{self._http.name}: answered with weights {version}, not {least}")
+        num_top = self._request.num_top_ids
+        if len(answer.top_ids) != num_top * len(answer.tokens):
+            raise WireError(f"{len(answer.top_ids)} top ids for {len(answer.tokens)} tokens, {num_top} were asked for")
         generation = Generation(
+            top_ids=torch.from_numpy(answer.top_ids).view(-1, num_top) if num_top else None,
             tokens=torch.from_numpy(answer.tokens).long(),
             logprobs=torch.from_numpy(answer.logprobs),
             finish_reason=cast(Any, answer.finish_reason),
@@ -295,11 +307,14 @@ class _Responses:
 def to_scores(answer: ScoreAnswer) -> list[Scores]:
     """Split an answer's flat arrays into tensors per sequence, without a copy."""
     lengths = answer.lengths.tolist()
-    ids = torch.from_numpy(answer.ids).view(-1, answer.top_k).split(lengths)
-    logprobs = torch.from_numpy(answer.logprobs).view(-1, answer.top_k).split(lengths)
+    rows = len(answer.token_logprobs)
+    ids = torch.from_numpy(answer.ids).view(rows, answer.top_k).split(lengths)
+    logprobs = torch.from_numpy(answer.logprobs).view(rows, answer.top_k).split(lengths)
     token_logprobs = torch.from_numpy(answer.token_logprobs).split(lengths)
+    given = torch.from_numpy(answer.given_logprobs).view(rows, answer.num_given).split(lengths)
     return [
-        Scores(ids=i, logprobs=row, token_logprobs=t) for i, row, t in zip(ids, logprobs, token_logprobs, strict=True)
+        Scores(ids=i, logprobs=row, token_logprobs=t, given_logprobs=g if answer.num_given else None)
+        for i, row, t, g in zip(ids, logprobs, token_logprobs, given, strict=True)
     ]
 
 

@@ -49,23 +49,28 @@ MIN_RETRY_AFTER_S = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scoring:
-    """Work of scorers; an item is a sequence, the length of its prompt, and its images."""
+    """Work of scorers; an item is a sequence, the length of its prompt, its images and the ids that it is given."""
 
     top_k: int
     temperature: float
     vocab_size: int | None
+    num_given: int = 0
+    """Ids that each row is given: those of one request have as many."""
 
     async def ask(
         self, engine: Scorer, items: Sequence[Item[Tensor]], on_response: Callable[[int, Scores], None] | None
     ) -> Sequence[Scores]:
         """Score the items. Scorers answer for all at once, so ``on_response`` is not called."""
-        tokens, starts, images = split(items)
-        return await engine.score(tokens, starts, top_k=self.top_k, temperature=self.temperature, images=images)
+        tokens, starts, images, given = split(items)
+        options: dict[str, Any] = {} if given is None else {"given": given}
+        return await engine.score(
+            tokens, starts, top_k=self.top_k, temperature=self.temperature, images=images, **options
+        )
 
     def check(self, items: Sequence[Item[Tensor]], results: Sequence[Scores]) -> None:
         """Raise ``ValueError`` for scores that cannot be right."""
-        tokens, starts, _ = split(items)
-        check_scores(results, tokens, starts, top_k=self.top_k, vocab_size=self.vocab_size)
+        tokens, starts, _, given = split(items)
+        check_scores(results, tokens, starts, top_k=self.top_k, vocab_size=self.vocab_size, given=given)
 
     def room(self, item: Item[Tensor]) -> Room:
         """Return the room of a sequence, whose length is known."""
@@ -90,12 +95,18 @@ class Generating:
         on_response: Callable[[int, Generation], None] | None,
     ) -> Sequence[Generation]:
         """Draw the items' responses."""
-        prompts, seeds, images = split(items)
+        prompts, seeds, images, _ = split(items)
         return await engine.generate(prompts, self.sampling, seeds, on_response=on_response, images=images)
 
     def check(self, items: Sequence[Item[Sequence[int]]], results: Sequence[Generation]) -> None:
         """Raise ``ValueError`` for responses that cannot have been drawn."""
-        check_generations(results, max_new_tokens=self.sampling.max_new_tokens, vocab_size=self.vocab_size)
+        sampling = self.sampling
+        check_generations(
+            results,
+            max_new_tokens=sampling.max_new_tokens,
+            vocab_size=self.vocab_size,
+            num_top_ids=sampling.num_top_ids,
+        )
 
     def room(self, item: Item[Sequence[int]]) -> Room:
         """Return the room of a prompt. A response's length is unknown before it ends: only its load counts with the

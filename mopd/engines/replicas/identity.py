@@ -27,8 +27,9 @@ class Needs:
 
     length: int
     """Tokens of the longest sequence."""
-    top_k: int
-    """Largest number of log-probs per position; 0 for the rollout."""
+    num_ids: int
+    """Largest number of ids per position: of a teacher those that it is asked for, of the rollout those that it
+    tells."""
     temperature: float = 1.0
     """Temperature of scores."""
     preflight: PreflightConfig = PreflightConfig()
@@ -42,9 +43,12 @@ class Needs:
         student, processing = recipe.student.model, None
         if sees_images(student) and sees_images(model):
             processing = read_image_processing(student, recipe.data.max_pixels).fingerprint
+        asked = recipe.asked
+        told = max(own.student for own in asked.values())
+        scored = max((own.width for name, own in asked.items() if recipe.teachers[name].model == model), default=0)
         return cls(
             length=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
-            top_k=0 if is_rollout else recipe.loss.top_k,
+            num_ids=told if is_rollout else scored,
             temperature=recipe.loss.temperature,
             preflight=recipe.preflight,
             image_processing=processing,
@@ -66,8 +70,11 @@ def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str,
             f"{needs.length}"
         )
     most = info.vocab_size if info.max_logprobs is None else min(info.vocab_size, info.max_logprobs)
-    if needs.top_k > most:
-        found.append(f"it gives at most {most} log-probs per position, loss.top_k is {needs.top_k}: lower loss.top_k")
+    if needs.num_ids > most:
+        found.append(
+            f"it gives at most {most} log-probs per position, loss.top_k and always_ids ask for {needs.num_ids}: lower "
+            "loss.top_k"
+        )
     if needs.image_processing is not None and needs.image_processing != info.image_processing:
         other = "makes other pixels of an image than the student" if info.image_processing else "sees no images"
         found.append(

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mopd.base.types import UserError
 from mopd.config.groups import RoutingConfig
+from mopd.engines.checks import num_given_of
 from mopd.engines.concurrency import all_or_none, cancel
 from mopd.engines.interface import (
     EngineBusy,
@@ -34,6 +35,7 @@ from mopd.engines.interface import (
     EngineUnavailable,
     Generation,
     Generator,
+    Given,
     Images,
     ResponseCallback,
     SamplingParams,
@@ -91,12 +93,14 @@ class Router:
         top_k: int,
         temperature: float,
         images: Images = None,
+        given: Given = None,
         stop_at_failure: bool = True,
     ) -> list[Scores | SampleFailed]:
         """Score the response part of each sequence. The first ``SampleFailed`` is raised; with ``stop_at_failure``
         false it is returned in the place of that sample's scores, and the others go on."""
-        work = Scoring(top_k=top_k, temperature=temperature, vocab_size=self.vocab_size)
-        call = Call[Scores](work=work, items=join(tokens, prompt_lengths, images))
+        num_given = num_given_of(given)
+        work = Scoring(top_k=top_k, temperature=temperature, vocab_size=self.vocab_size, num_given=num_given)
+        call = Call[Scores](work=work, items=join(tokens, prompt_lengths, images, given if num_given else None))
         return await self._run(call, stop_at_failure=stop_at_failure)
 
     async def generate(

@@ -37,7 +37,7 @@ def decode(
     sampling: SamplingParams,
     uniform_BN: Tensor,
     stop_ids: Tensor,
-    note: Callable[[int, Tensor, Tensor, FinishReason], None],
+    note: Callable[[int, Tensor, Tensor, Tensor, FinishReason], None],
     *,
     seen: SeenBatch | None = None,
     interrupted: Callable[[], bool] = lambda: False,
@@ -49,7 +49,8 @@ def decode(
 
     Args:
         uniform_BN: uniform numbers in [0, 1), on the model's device.
-        note: called as ``note(row, tokens [R], logprobs [R], finish_reason)`` with CPU tensors when a row ends.
+        note: called as ``note(row, tokens [R], logprobs [R], top_ids [R, num_top_ids], finish_reason)`` with CPU
+            tensors when a row ends.
         seen: the prompts' images, padded as the prompts; ``None`` for a text model.
         interrupted: called before each step; once it returns true, running rows are handed back with the tokens so far.
     """
@@ -60,7 +61,13 @@ def decode(
     positions = seen.position_ids
     tokens = torch.zeros(len(prompts), num_steps, dtype=torch.int64, device=device)
     logprobs = torch.zeros(len(prompts), num_steps, dtype=torch.float32, device=device)
+    top_ids = torch.zeros(len(prompts), num_steps, sampling.num_top_ids, dtype=torch.int32, device=device)
     stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+
+    def end(row: int, reason: FinishReason) -> None:
+        tops = top_ids[row, :num_done].cpu()
+        note(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu(), tops, reason)
+
     cache = DynamicCache(config=model.config)
     rows = torch.arange(len(prompts), device=device)
     num_done = 0
@@ -75,12 +82,15 @@ def decode(
             logits_to_keep=1,
             **(seen.extra if step == 0 else {}),  # later steps find the images in the cache
         )
-        drawn, drawn_logprobs = draw(output.logits[:, -1].float(), sampling, uniform_BN[rows, step], seen.barred)
+        logits = output.logits[:, -1].float()
+        drawn, drawn_logprobs = draw(logits, sampling, uniform_BN[rows, step], seen.barred)
         tokens[rows, step], logprobs[rows, step] = drawn, drawn_logprobs
+        if sampling.num_top_ids:
+            top_ids[rows, step] = logits.topk(sampling.num_top_ids, dim=-1, sorted=False).indices.int()
         ends = torch.isin(drawn, stop_ids) & ~stopped[rows]
         stopped[rows] |= ends
         for row in rows[ends].tolist():
-            note(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu(), "stop")
+            end(row, "stop")
         running = (~stopped[rows]).nonzero().squeeze(-1)
         if len(running) == 0:
             return
@@ -91,7 +101,7 @@ def decode(
             input_ids, positions = input_ids[running], positions[..., running, :]
     rest: FinishReason = "length" if num_done == num_steps else "handed_back"
     for row in (~stopped).nonzero().squeeze(-1).tolist():
-        note(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu(), rest)
+        end(row, rest)
 
 
 def _without_images(visible_BS: Tensor) -> SeenBatch:

@@ -21,12 +21,13 @@ from transformers import PreTrainedModel
 
 from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig
-from mopd.engines.checks import check_length, check_sampling, check_scoring, check_weights
+from mopd.engines.checks import check_given, check_length, check_sampling, check_scoring, check_weights, num_given_of
 from mopd.engines.interface import (
     EngineInfo,
     EngineLimits,
     FinishReason,
     Generation,
+    Given,
     Images,
     Reception,
     ResponseCallback,
@@ -172,11 +173,12 @@ class TorchEngine:
         check_length(longest, sampling.max_new_tokens, self.max_positions, LENGTH_KEY, name=self.name)
         results: dict[int, Generation] = {}
 
-        def note(i: int, tokens: Tensor, logprobs: Tensor, reason: FinishReason) -> None:
+        def note(i: int, tokens: Tensor, logprobs: Tensor, top_ids: Tensor, reason: FinishReason) -> None:
             with torch.inference_mode(False):
                 results[i] = Generation(  # clones: inference tensors cannot enter autograd later
                     tokens=tokens.clone(),
                     logprobs=logprobs.clone(),
+                    top_ids=top_ids.clone() if sampling.num_top_ids else None,
                     finish_reason=reason,
                     token_versions=torch.full((len(tokens),), self.weight_version, dtype=torch.int32),
                 )
@@ -264,10 +266,11 @@ class TorchEngine:
         top_k: int,
         temperature: float,
         images: Images = None,
+        given: Given = None,
     ) -> list[Scores]:
-        """Score the responses. ``ValueError`` for ``top_k`` above the vocabulary or an empty prompt."""
+        """Score the responses. ``ValueError`` for ``top_k`` or ids above the vocabulary, or an empty prompt."""
         check_weights(self._has_weights, name=self.name)
-        if not 1 <= top_k <= self.vocab_size:
+        if not 0 <= top_k <= self.vocab_size:
             raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}: scoring needs a positive one")
@@ -276,17 +279,25 @@ class TorchEngine:
         if not self._head_checked and len(tokens):
             self._check_head(tokens[0])
         check_images(self.sight, tokens, images, name=self.name)
+        check_given(given, tokens, prompt_lengths, vocab_size=self.vocab_size, name=self.name)
+        has_given = num_given_of(given) > 0
         results: dict[int, Scores] = {}
         for batch in token_budget_batches([len(t) for t in tokens], self._cfg.max_tokens_per_batch):
             batch_lengths = [prompt_lengths[i] for i in batch]
             own = [tokens[i] for i in batch]
             with torch.inference_mode():
                 seen = self._see(own, batch, images, pad_left=False)
-                fields = self._score_batch(own, seen, batch_lengths, top_k, temperature)
+                ids = [given[i] for i in batch] if given is not None and has_given else None
+                fields = self._score_batch(own, seen, batch_lengths, top_k, temperature, ids)
             counts = [len(tokens[i]) - prompt_lengths[i] for i in batch]
             rows = [field.clone().split(counts) for field in fields]  # clones: see generate
-            for i, ids, logprobs, token_logprobs in zip(batch, *rows, strict=True):
-                results[i] = Scores(ids=ids, logprobs=logprobs, token_logprobs=token_logprobs)
+            for i, ids_RK, logprobs_RK, logprobs_RN in zip(batch, *rows, strict=True):
+                results[i] = Scores(
+                    ids=ids_RK,
+                    logprobs=logprobs_RK,
+                    token_logprobs=logprobs_RN[:, 0].clone(memory_format=torch.contiguous_format),  # also of one row
+                    given_logprobs=logprobs_RN[:, 1:].contiguous() if has_given else None,
+                )
         return [results[i] for i in range(len(tokens))]
 
     def _score_batch(
@@ -296,9 +307,10 @@ class TorchEngine:
         prompt_lengths: Sequence[int],
         top_k: int,
         temperature: float,
+        given: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(ids [R, K] int32, logprobs [R, K] fp32, token_logprobs [R] fp32)`` of all responses end to end, on
-        CPU.
+        """Return ``(ids [R, K] int32, logprobs [R, K] fp32, logprobs [R, 1 + G] fp32 of the responses' own tokens and
+        of the ids given)`` of all responses end to end, on CPU.
 
         Sequences are padded on the right, which no token of a causal model attends to: no attention mask is needed.
         """
@@ -311,7 +323,9 @@ class TorchEngine:
             for row, (t, start) in enumerate(zip(tokens, prompt_lengths, strict=True))
         ]
         places_R = torch.cat(places)  # the hidden state before each response token
-        targets_R = input_ids.view(-1)[places_R + 1].to(device)
+        targets_RN = input_ids.view(-1)[places_R + 1][:, None]
+        if given is not None:
+            targets_RN = torch.cat([targets_RN, torch.cat([*given])], 1)
         hidden_BSH = self._hidden(input_ids.to(device), seen)
         hidden_RH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])[places_R.to(device)]
         del hidden_BSH
@@ -321,7 +335,7 @@ class TorchEngine:
             head.weight,
             top_k,
             max_rows=MAX_LOGITS_ROWS,
-            target=targets_R,
+            target=targets_RN.to(device),
             temperature=temperature,
             bias=getattr(head, "bias", None),
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from mopd.base.text import one_line
 from mopd.base.types import PromptImage, UserError
 from mopd.config.groups import VllmEngineConfig
-from mopd.engines.checks import check_length, check_sampling, check_scoring, check_weights
+from mopd.engines.checks import check_given, check_length, check_sampling, check_scoring, check_weights, num_given_of
 from mopd.engines.concurrency import TokenBudget, all_or_none
 from mopd.engines.interface import (
     EngineInfo,
@@ -27,6 +27,7 @@ from mopd.engines.interface import (
     EngineNode,
     EngineUnavailable,
     Generation,
+    Given,
     Images,
     ResponseCallback,
     SamplingParams,
@@ -66,6 +67,8 @@ from mopd.engines.vllm.start import (
 from mopd.engines.vllm.weights import VllmIncoming, VllmWorkers
 
 T = TypeVar("T")
+DEFAULT_MAX_LOGPROBS = 20
+"""vLLM's own limit."""
 
 
 class VllmEngine:
@@ -101,6 +104,8 @@ class VllmEngine:
         self._has_weights = fixed
         self._budget = TokenBudget(cfg.max_scoring_tokens)
         self._num_requests = self._num_running = 0
+        self._scores_given: asyncio.Task[None] | None = None
+        """Installation of what scores given ids in the workers."""
         self._failure: str | None = None
         self.workers = VllmWorkers(llm)
         self.incoming = VllmIncoming(self)
@@ -141,17 +146,20 @@ class VllmEngine:
         *,
         sampling: SamplingParams,
         startup_timeout_s: float,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         max_pixels: int | None = None,
         enable_sleep_mode: bool = False,
     ) -> VllmEngine:
         """Start an engine with the architecture of ``folder`` that refuses requests until weights arrive.
 
-        ``sampling`` is that of most requests: it decides which log-probs vLLM reports (``generate``).
+        ``sampling`` is that of most requests: it decides which log-probs vLLM reports (``generate``). It tells up to
+        ``max_logprobs`` most probable ids.
         """
         cuts, sight = has_cut(sampling), read_vision(Path(folder), max_pixels)
         check_temperature(sampling, before_cut=cuts or sight is not None, sees=sight is not None)
         options = {
             "logprobs_mode": "raw_logprobs" if cuts else "processed_logprobs",
+            "max_logprobs": max_logprobs,
             "enable_prefix_caching": True,
             "enable_sleep_mode": enable_sleep_mode,
             "weight_transfer_config": group_transfer(),
@@ -239,13 +247,15 @@ class VllmEngine:
         top_k: int,
         temperature: float,
         images: Images = None,
+        given: Given = None,
     ) -> list[Scores]:
         """Score the response part of each sequence. Each is submitted by itself, at most ``max_scoring_tokens`` at a
         time.
 
         Raises:
             UserError: ``temperature`` is not 1, or a sequence does not fit.
-            ValueError: ``top_k`` above ``max_logprobs``, an empty prompt, an id outside the vocabulary.
+            ValueError: ``top_k`` and ids of a row above ``max_logprobs``, an empty prompt, an id outside the
+                vocabulary.
             EngineUnavailable: vLLM has died or answered for other tokens.
         """
         self._require_weights()
@@ -254,9 +264,11 @@ class VllmEngine:
                 f"{self.name}: vLLM scores prompts at temperature 1 only, loss.temperature is {temperature}: "
                 "set loss.temperature: 1.0 or engine: {type: torch}"
             )
-        if not 1 <= top_k <= min(self._max_logprobs, self.vocab_size):
+        num_given = num_given_of(given)
+        if top_k < 0 or top_k + num_given > min(self._max_logprobs, self.vocab_size):
+            more = f" and {num_given} ids are given" if num_given else ""
             raise ValueError(
-                f"top_k is {top_k}: the engine of {self.name} was started for max_logprobs {self._max_logprobs} "
+                f"top_k is {top_k}{more}: the engine of {self.name} was started for max_logprobs {self._max_logprobs} "
                 f"and has a vocabulary of {self.vocab_size}"
             )
         check_scoring(tokens, prompt_lengths)
@@ -264,17 +276,21 @@ class VllmEngine:
             self._check_ids("sequence", i, int(sequence.min()), int(sequence.max()))
         check_length(max(map(len, tokens), default=0), None, self.max_positions, "max_model_len", name=self.name)
         check_images(self.sight, tokens, images, name=self.name)
-        params = scoring_params(top_k)
+        check_given(given, tokens, prompt_lengths, vocab_size=self.vocab_size, name=self.name)
+        if num_given:
+            self._scores_given = self._scores_given or asyncio.create_task(self._call(self.workers.score_given()))
+            await asyncio.shield(self._scores_given)
 
-        async def score_one(sequence: Tensor, start: int, own: Sequence[PromptImage]) -> Scores:
+        async def score_one(sequence: Tensor, start: int, own: Sequence[PromptImage], at_ids: Tensor | None) -> Scores:
             if start == len(sequence):
-                return no_scores(top_k)
+                return no_scores(top_k, num_given)
             ids = sequence.tolist()
             async with self._budget.hold(len(ids)):
-                output = await self._request(ids, own, params)
-            return read_scores(output, ids, start, top_k, name=self.name)
+                output = await self._request(ids, own, scoring_params(top_k, start, at_ids))
+            return read_scores(output, ids, start, top_k, at_ids, name=self.name)
 
-        return await all_or_none(score_one(*item) for item in join(tokens, prompt_lengths, images))
+        items = join(tokens, prompt_lengths, images, given if num_given else None)
+        return await all_or_none(score_one(*item) for item in items)
 
     async def generate(
         self,
@@ -304,12 +320,13 @@ class VllmEngine:
         async def generate_one(i: int, prompt: Sequence[int], seed: int, own: Sequence[PromptImage]) -> Generation:
             params = drawing_params(sampling, seed, self.stop_ids, self.sight)
             output = await self._request(list(prompt), own, params)
-            generation = read_generation(output, self.stop_ids, name=self.name)
+            generation = read_generation(output, self.stop_ids, sampling.num_top_ids, name=self.name)
             if on_response is not None:
                 on_response(i, generation)
             return generation
 
-        return await all_or_none(generate_one(i, *item) for i, item in enumerate(join(prompts, seeds, images)))
+        items = join(prompts, seeds, images)
+        return await all_or_none(generate_one(i, *item[:3]) for i, item in enumerate(items))
 
     async def replace_weights(self, work: Coroutine[Any, Any, T], weight_version: int) -> T:
         """Run ``work``, which gives the workers these weights, and return its result.

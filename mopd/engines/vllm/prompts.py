@@ -18,6 +18,7 @@ from torch import Tensor
 from mopd.base.types import PromptImage
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams, Scores
 from mopd.engines.vision import EngineVision
+from mopd.engines.vllm.given import GIVEN_IDS, GIVEN_START, GIVEN_TOP_K
 from mopd.engines.vllm.start import (
     EngineGenerateError,
     FlatLogprobs,
@@ -49,12 +50,18 @@ def sight_options(sight: EngineVision) -> dict[str, Any]:
     }
 
 
-def scoring_params(top_k: int) -> VllmSamplingParams:
-    """Return the parameters of a request that scores its prompt."""
+def scoring_params(top_k: int, start: int, given: Tensor | None) -> VllmSamplingParams:
+    """Return the parameters of a request that scores its prompt, from place ``start`` on also at the ids ``given``
+    [R, G]."""
+    extra, width = None, top_k
+    if given is not None:
+        ids = given.to(torch.int32).contiguous().numpy().tobytes()
+        extra, width = {GIVEN_IDS: ids, GIVEN_START: start - 1, GIVEN_TOP_K: top_k}, top_k + given.shape[1]
     return VllmSamplingParams(
         max_tokens=1,
         temperature=0.0,
-        prompt_logprobs=top_k,
+        prompt_logprobs=width,
+        extra_args=extra,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -75,7 +82,7 @@ def drawing_params(
         stop_token_ids=list(stop_ids),
         ignore_eos=True,  # the stop ids are those of the torch engine, not vLLM's reading of the config
         logit_bias=None if sight is None else dict.fromkeys(sight.dims.token_ids, BARRED_BIAS),
-        logprobs=0,
+        logprobs=sampling.num_top_ids,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -126,45 +133,58 @@ async def last_output(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     raise EngineGenerateError("the answer ended before it was finished")
 
 
-def read_scores(output: RequestOutput, tokens: Sequence[int], start: int, top_k: int, *, name: str) -> Scores:
+def read_scores(
+    output: RequestOutput, tokens: Sequence[int], start: int, top_k: int, given: Tensor | None = None, *, name: str
+) -> Scores:
     """Return rows ``tokens[start:]`` of vLLM's flat prompt log-probs: each row holds the sequence's own token, then the
-    top-k.
+    top-k, then the ids ``given`` [R, G].
 
-    ``EngineUnavailable``, with the engine's ``name``, if they are not those of ``tokens``.
+    ``EngineUnavailable``, with the engine's ``name``, if they are not those of ``tokens`` or of the ids.
     """
     flat = output.prompt_logprobs
     if not isinstance(flat, FlatLogprobs) or len(flat) != len(tokens):
         raise EngineUnavailable(f"vLLM of {name} answered without log-probs for {len(tokens)} tokens")
     first, last = flat.start_indices[start], flat.end_indices[-1]
-    shape = (len(tokens) - start, top_k + 1)
+    num_given = 0 if given is None else given.shape[1]
+    shape = (len(tokens) - start, top_k + 1 + num_given)
     if last - first != math.prod(shape):
         raise EngineUnavailable(f"vLLM of {name} answered {last - first} log-probs instead of {shape}")
     ids = torch.tensor(flat.token_ids[first:last], dtype=torch.int64).view(shape)
     if ids[:, 0].tolist() != list(tokens[start:]):
         raise EngineUnavailable(f"vLLM of {name} scored other tokens than it was given")
+    if given is not None and not torch.equal(ids[:, top_k + 1 :], given.long()):
+        raise EngineUnavailable(f"vLLM of {name} scored other ids than it was given")
     logprobs = torch.tensor(flat.logprobs[first:last], dtype=torch.float32).view(shape)
     return Scores(
-        ids=ids[:, 1:].int(), logprobs=logprobs[:, 1:].contiguous(), token_logprobs=logprobs[:, 0].contiguous()
+        ids=ids[:, 1 : top_k + 1].int(),
+        logprobs=logprobs[:, 1 : top_k + 1].contiguous(),
+        token_logprobs=logprobs[:, 0].clone(memory_format=torch.contiguous_format),  # also of one row
+        given_logprobs=None if given is None else logprobs[:, top_k + 1 :].contiguous(),
     )
 
 
-def no_scores(top_k: int) -> Scores:
+def no_scores(top_k: int, num_given: int) -> Scores:
     """Return the scores of an empty response."""
     empty = torch.zeros(0, top_k)
-    return Scores(ids=empty.int(), logprobs=empty, token_logprobs=torch.zeros(0))
+    given = torch.zeros(0, num_given) if num_given else None
+    return Scores(ids=empty.int(), logprobs=empty, token_logprobs=torch.zeros(0), given_logprobs=given)
 
 
-def read_generation(output: RequestOutput, stop_ids: Sequence[int], *, name: str) -> Generation:
-    """Return the response and its log-probs; ``EngineUnavailable`` if they do not belong together."""
+def read_generation(output: RequestOutput, stop_ids: Sequence[int], num_top_ids: int = 0, *, name: str) -> Generation:
+    """Return the response and its log-probs; ``EngineUnavailable`` if they do not belong together. vLLM puts each token
+    before the most probable ids of its place, even where it is one of them."""
     completion = output.outputs[0]
     tokens, flat = list(completion.token_ids), completion.logprobs
     if completion.finish_reason not in ("stop", "length") or not isinstance(flat, FlatLogprobs):
         raise EngineUnavailable(f"vLLM of {name} ended a response with {completion.finish_reason!r}")
-    if not tokens or list(flat.token_ids) != tokens:
+    width = num_top_ids + 1
+    if not tokens or list(flat.token_ids[::width]) != tokens or len(flat.token_ids) != width * len(tokens):
         raise EngineUnavailable(f"vLLM of {name} reported log-probs of other tokens than it drew")
+    top_ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, width)[:, 1:].contiguous()
     return Generation(
         tokens=torch.tensor(tokens, dtype=torch.int64),
-        logprobs=torch.tensor(flat.logprobs, dtype=torch.float32),
+        logprobs=torch.tensor(flat.logprobs[::width], dtype=torch.float32),
+        top_ids=top_ids if num_top_ids else None,
         finish_reason="stop" if tokens[-1] in stop_ids else "length",
         token_versions=_read_versions(completion.weight_versions, len(tokens), name=name),
     )

@@ -39,6 +39,10 @@ class VllmWorkers:
         await self._llm.wake_up(tags)
         self._sleeping = "cache" if weights_only else "no"
 
+    async def score_given(self) -> None:
+        """Let the workers answer requests for log-probs at given ids."""
+        await self._llm.collective_rpc("mopd_score_given")
+
     async def tell(self, method: str, **arguments: Any) -> list[Any]:
         """Call ``method`` in every worker and return their answers."""
         return list(await self._llm.collective_rpc(method, kwargs=arguments))

@@ -31,9 +31,11 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
+from vllm.v1.outputs import LogprobsTensors
 
 from mopd.base.text import one_line
 from mopd.engines.interface import Reception
+from mopd.engines.vllm.given import score_given
 from mopd.weights.group import GroupOrder, TransferFailed
 from mopd.weights.parts import from_json
 from mopd.weights.receiving import Receiver
@@ -184,6 +186,8 @@ class WorkerExtension:
 
     parallel_config: Any
     """Attribute of vLLM's worker: its place among all."""
+    model_runner: Any
+    """Attribute of vLLM's worker: what runs the model."""
     weight_transfer_engine: Any
     """The ``GroupTransferEngine`` that vLLM makes by the name ``BACKEND``."""
 
@@ -198,6 +202,10 @@ class WorkerExtension:
         core_pid = os.getpid() if os.getppid() == owner_pid else os.getppid()
         descriptor = os.pidfd_open(owner_pid)
         threading.Thread(target=_kill_after, args=(descriptor, core_pid), daemon=True, name="mopd-watch").start()
+
+    def mopd_score_given(self) -> None:
+        """Let this worker answer requests for log-probs at given ids."""
+        score_given(self.model_runner, LogprobsTensors.empty_cpu)
 
     def mopd_outcome(self) -> dict[str, Any]:
         """Return why this worker's last ``init_weight_transfer_engine`` or update failed (``failure``), if it did, and

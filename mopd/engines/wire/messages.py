@@ -39,7 +39,7 @@ import numpy as np
 from mopd.base.text import visible
 from mopd.engines.wire.image_table import from_table
 
-VERSION = 7
+VERSION = 8
 """Version of the wire format; the two ends must agree."""
 LARGE_BYTES = 2**18
 """Bodies above this are coded in a thread, so that the event loop serves others meanwhile."""
@@ -242,6 +242,10 @@ class ScoreRequest(Message):
     """[N] int32, at least 1 each."""
     images: Array = array_field("<i4")
     """[8 * M] int32, a table of the images (``mopd.engines.wire.image_table``)."""
+    given_ids: Array = array_field("<i4")
+    """[R * G] int32, ids at which each row is scored."""
+    num_given: int
+    """G."""
     top_k: int
     temperature: float
     weight_version: int
@@ -255,8 +259,12 @@ class ScoreRequest(Message):
             raise WireError(f"{len(self.lengths)} lengths but {len(self.prompt_lengths)} prompt_lengths")
         if ((self.prompt_lengths < 1) | (self.prompt_lengths > self.lengths)).any():
             raise WireError("prompt_lengths must lie between 1 and the sequence's length")
-        if self.top_k < 1:
-            raise WireError(f"top_k is {self.top_k}: set 1 or more")
+        if self.top_k < 0:
+            raise WireError(f"top_k is {self.top_k}: set 0 or more")
+        if self.num_given < 0 or self.given_ids.shape != (self.num_rows * self.num_given,):
+            raise WireError(f"{len(self.given_ids)} given ids for {self.num_rows} rows of {self.num_given}")
+        if len(self.given_ids) and self.given_ids.min() < 0:
+            raise WireError("a given id is negative")
         if not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
             raise WireError(
                 f"temperature is {self.temperature}: scoring needs {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
@@ -264,8 +272,9 @@ class ScoreRequest(Message):
 
     @property
     def checksum(self) -> bytes:
-        """16 bytes over the token ids, their split into sequences and the images; the answer repeats them."""
-        return _checksum(self.tokens, self.lengths, self.prompt_lengths, self.images)
+        """16 bytes over the token ids, their split into sequences, the images and the given ids; the answer repeats
+        them."""
+        return _checksum(self.tokens, self.lengths, self.prompt_lengths, self.images, self.given_ids)
 
     @property
     def num_rows(self) -> int:
@@ -281,6 +290,8 @@ class ScoreAnswer(Message):
     request_checksum: bytes
     weight_version: int
     top_k: int
+    num_given: int
+    """G of the request."""
     lengths: Array = array_field("<i4")
     """[N] int32, rows of each sequence."""
     ids: Array = array_field("<i4")
@@ -289,12 +300,18 @@ class ScoreAnswer(Message):
     """[R * K] fp32."""
     token_logprobs: Array = array_field("<f4")
     """[R] fp32."""
+    given_logprobs: Array = array_field("<f4")
+    """[R * G] fp32, of the given ids, which do not come back."""
 
     def check(self) -> None:
-        """Raise ``WireError`` unless every row has ``top_k`` entries."""
+        """Raise ``WireError`` unless every row has ``top_k`` and ``num_given`` entries."""
         _check_sequences(self.token_logprobs, self.lengths, "lengths", at_least=0)
         entries = len(self.token_logprobs) * self.top_k
-        if self.top_k < 1 or self.ids.shape != (entries,) or self.logprobs.shape != (entries,):
+        if self.num_given < 0 or self.given_logprobs.shape != (len(self.token_logprobs) * self.num_given,):
+            raise WireError(
+                f"{len(self.token_logprobs)} rows of {self.num_given} given ids but {len(self.given_logprobs)} logprobs"
+            )
+        if self.top_k < 0 or self.ids.shape != (entries,) or self.logprobs.shape != (entries,):
             raise WireError(
                 f"{len(self.token_logprobs)} rows x top_k {self.top_k} but {len(self.ids)} ids and "
                 f"{len(self.logprobs)} logprobs"
@@ -318,6 +335,8 @@ class GenerateRequest(Message):
     temperature: float
     top_p: float
     top_k: int
+    num_top_ids: int
+    """Most probable ids that are told with each token."""
     weight_version: int
     """Oldest version that may answer."""
 
@@ -335,6 +354,8 @@ class GenerateRequest(Message):
             raise WireError(f"top_p is {self.top_p}: set a number in (0, 1]")
         if self.top_k != -1 and self.top_k < 1:
             raise WireError(f"top_k is {self.top_k}: set -1 (all) or a positive number")
+        if self.num_top_ids < 0:
+            raise WireError(f"num_top_ids is {self.num_top_ids}: set 0 or more")
 
     @property
     def checksum(self) -> bytes:
@@ -359,6 +380,8 @@ class GenerateAnswer(Message):
     """[R] fp32."""
     token_versions: Array = array_field("<i4")
     """[R] int32, version of the weights that drew each token, never decreasing."""
+    top_ids: Array = array_field("<i4")
+    """[R * ``num_top_ids``] int32, most probable ids at each place."""
 
 
 @dataclass(frozen=True, kw_only=True)

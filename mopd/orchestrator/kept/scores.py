@@ -1,8 +1,9 @@
 """Teachers' scores kept on disk: what a teacher has said of some tokens, it need not be asked a second time.
 
 A record's key is a hash of all that decides the scores: the teacher's hashes (config, weights, tokenizer), engine,
-dtype and arguments of its engine that may change scores; the tokens, where the response begins, the images; top k and
-temperature. Scores of another teacher, or of tokens of another tokenizer, are therefore never found.
+dtype and arguments of its engine that may change scores; the tokens, where the response begins, the images; top k,
+the ids that it was given, and temperature. Scores of another teacher, or of tokens of another tokenizer, are therefore
+never found.
 Shapes: R response tokens of one sample, K = top-k.
 """
 
@@ -13,6 +14,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,36 +32,59 @@ from mopd.engines.replicas.router import Router
 from mopd.run.manifests import engine_extras
 
 logger = logging.getLogger(__name__)
-FIELDS = ("ids", "logprobs", "token_logprobs")
+FIELDS = ("ids", "logprobs", "token_logprobs", "given_logprobs")
+"""Fields of a record; the last one where ids were given."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What a teacher is asked of some samples."""
+
+    tokens: Sequence[Tensor]
+    images: Images
+    given: Sequence[Tensor | None]
+    """Ids of each sample's rows, [R, G] int32; either all have some or none has."""
+    top_k: int
+
+    @property
+    def given_ids(self) -> list[Tensor] | None:
+        """The ids as an engine takes them."""
+        return [ids for ids in self.given if ids is not None] or None
+
+    def at(self, places: Sequence[int]) -> Questions:
+        """Return the questions about some of the samples."""
+        images = None if self.images is None else [self.images[i] for i in places]
+        return Questions([self.tokens[i] for i in places], images, [self.given[i] for i in places], self.top_k)
 
 
 class ScoreCache:
     """Scores of a recipe's teachers in one folder, which several runs may share at a time."""
 
-    def __init__(self, records: Records, identities: Mapping[str, str], *, top_k: int, temperature: float) -> None:
-        """``identities``: what decides the scores of each teacher, but for tokens, top k and temperature."""
-        self._records, self._identities = records, dict(identities)
-        self._top_k, self._temperature = top_k, temperature
+    def __init__(self, records: Records, identities: Mapping[str, str], *, temperature: float) -> None:
+        """``identities``: what decides the scores of each teacher, but for the questions and the temperature."""
+        self._records, self._identities, self._temperature = records, dict(identities), temperature
         self._num_asked = self._num_found = 0
         self._is_full = False
 
-    def keys(self, teacher: str, metas: Sequence[SampleMeta], tokens: Sequence[Tensor], images: Images) -> list[bytes]:
+    def keys(self, teacher: str, metas: Sequence[SampleMeta], asked: Questions) -> list[bytes]:
         """Return the keys of a teacher's scores of some samples."""
-        seen = [()] * len(tokens) if images is None else images
-        about = f"{self._identities[teacher]}\0{self._top_k}\0{self._temperature!r}\0"
+        seen = [()] * len(metas) if asked.images is None else asked.images
+        about = f"{self._identities[teacher]}\0{asked.top_k}\0{self._temperature!r}\0"
         keys = []
-        for meta, own, pictures in zip(metas, tokens, seen, strict=True):
+        for meta, own, pictures, ids in zip(metas, asked.tokens, seen, asked.given, strict=True):
             shown = json.dumps([[picture.digest.hex(), *picture.grid] for picture in pictures])
             content = own.to(torch.int64).contiguous().numpy().tobytes()
+            if ids is not None:
+                content += b"\0given\0%d\0" % ids.shape[1] + ids.contiguous().numpy().tobytes()
             keys.append(hashlib.sha256(f"{about}{meta.prompt_length}\0{shown}\0".encode() + content).digest())
         return keys
 
-    async def find(
-        self, keys: Sequence[bytes], metas: Sequence[SampleMeta], tokens: Sequence[Tensor]
-    ) -> list[Scores | None]:
+    async def find(self, keys: Sequence[bytes], metas: Sequence[SampleMeta], asked: Questions) -> list[Scores | None]:
         """Return what is kept of each sample, ``None`` where that is nothing. ``UserError`` for a damaged record."""
-        rows = zip(keys, metas, tokens, strict=True)
-        found = await asyncio.to_thread(lambda: [self._read(key, own, meta.prompt_length) for key, meta, own in rows])
+        starts = [meta.prompt_length for meta in metas]
+        found = await asyncio.to_thread(
+            lambda: [self._read(key, asked.at([i]), starts[i]) for i, key in enumerate(keys)]
+        )
         self._num_asked += len(found)
         self._num_found += sum(scores is not None for scores in found)
         return found
@@ -68,8 +93,9 @@ class ScoreCache:
         """Keep a teacher's answers, as far as there is room. ``UserError`` where the system refuses to write."""
 
         def write(key: bytes, own: Scores) -> bool:
-            tensors = as_stored([getattr(own, name) for name in FIELDS])
-            return self._records.append(key, {name: t.numpy() for name, t in zip(FIELDS, tensors, strict=True)})
+            names = [name for name in FIELDS if getattr(own, name) is not None]
+            tensors = as_stored([getattr(own, name) for name in names])
+            return self._records.append(key, {name: t.numpy() for name, t in zip(names, tensors, strict=True)})
 
         kept = await asyncio.to_thread(lambda: [write(key, own) for key, own in scores.items()])
         if not all(kept) and not self._is_full:
@@ -87,13 +113,15 @@ class ScoreCache:
         self._num_asked = self._num_found = 0
         return values
 
-    def _read(self, key: bytes, tokens: Tensor, prompt_length: int) -> Scores | None:
+    def _read(self, key: bytes, asked: Questions, prompt_length: int) -> Scores | None:
+        """Return what is kept under a key of the question about one sample."""
         arrays = self._records.get(key)
         if arrays is None:
             return None
         try:
             scores = Scores(**{name: torch.from_numpy(array) for name, array in arrays.items()})
-            check_scores([scores], [tokens], [prompt_length], top_k=self._top_k, vocab_size=None)
+            given = asked.given_ids
+            check_scores([scores], asked.tokens, [prompt_length], top_k=asked.top_k, vocab_size=None, given=given)
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"data.scores_cache: a record of {shown_path(self._records.folder)} holds no scores ({error}): "
@@ -127,4 +155,4 @@ async def open_score_cache(
     max_bytes = round(recipe.data.scores_cache_max_gib * 2**30)
     about = {"content": "teacher scores"}
     records = await asyncio.to_thread(Records, recipe.data.scores_cache, about, max_bytes=max_bytes)
-    return ScoreCache(records, identities, top_k=recipe.loss.top_k, temperature=recipe.loss.temperature)
+    return ScoreCache(records, identities, temperature=recipe.loss.temperature)

@@ -242,6 +242,9 @@ class Preflight:
         yield check
         if check.status == "ok" and self.workers.rollout is not None:
             yield await scores.distance(own)
+            support = await scores.coverage(own)
+            if support is not None:
+                yield support
 
     async def _better_teachers(self) -> AsyncIterator[Check]:
         """Check that every teacher beats the student on its own domains."""

@@ -33,9 +33,9 @@ class Probe:
     tokens: Tensor
     """[L] int64."""
     prompt_length: int
-    ids: Tensor
-    """[R, K] int32."""
-    logprobs: Tensor
+    ids: Tensor | None
+    """[R, K] int32; ``None`` where no rows of ids travel."""
+    logprobs: Tensor | None
     """[R, K] fp32."""
     token_logprobs: Tensor | None
     """[R] fp32; ``None`` where an ensemble has merged them."""
@@ -96,12 +96,16 @@ class Reference:
         last = len(probe.tokens) - probe.prompt_length - 1
         positions = sorted({round(i * last / (MAX_PROBE_POSITIONS - 1)) for i in range(MAX_PROBE_POSITIONS)})
         logits_PV = torch.stack([self.logits(probe.tokens[: probe.prompt_length + p], probe.images) for p in positions])
-        ids_PK, logprobs_PK = probe.ids[positions].long(), probe.logprobs[positions]
-        kl_P, _ = parallel_topk_distill(
-            logits_PV, ids_PK, logprobs_PK, loss="forward_kl", tail="bucket", temperature=temperature
-        )
         expected_PV = (logits_PV / temperature).log_softmax(-1)
-        differences = [(expected_PV.gather(-1, ids_PK) - logprobs_PK).abs().flatten()]
+        differences, kl_P = list[Tensor](), torch.zeros(len(positions))
+        if probe.ids is not None and probe.logprobs is not None:
+            ids_PK, logprobs_PK = probe.ids[positions].long(), probe.logprobs[positions]
+            kl_P, _ = parallel_topk_distill(
+                logits_PV, ids_PK, logprobs_PK, loss="forward_kl", tail="bucket", temperature=temperature
+            )
+            listed = ids_PK < expected_PV.shape[1]  # a place without an id has one above every vocabulary
+            expected_PK = expected_PV.gather(-1, ids_PK.where(listed, 0))
+            differences.append((expected_PK - logprobs_PK)[listed].abs())
         if probe.token_logprobs is not None:
             own_P = probe.tokens[[probe.prompt_length + p for p in positions]]
             expected_P = expected_PV.gather(-1, own_P[:, None]).squeeze(-1)

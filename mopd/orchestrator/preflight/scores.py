@@ -15,8 +15,9 @@ from torch import Tensor
 
 from mopd.base.hardware import free_memory_bytes
 from mopd.base.text import one_line
-from mopd.base.types import PromptImage, SampleMeta
+from mopd.base.types import TEACHER_FIELDS, TOKEN_FIELD, PromptImage, SampleMeta
 from mopd.config.machine.auto import compares_with_transformers
+from mopd.config.payloads import Asked
 from mopd.config.schema import Recipe
 from mopd.conversion.models.families import FAMILIES
 from mopd.data.image_refs import image_refs_from_tensor
@@ -29,9 +30,12 @@ from mopd.launch.checks.inputs import Check
 from mopd.launch.preparing import weights_bytes
 from mopd.orchestrator.preflight.alignment import AlignmentCheck, Text
 from mopd.orchestrator.preflight.parity import Parity, Probe, Reference
+from mopd.orchestrator.support import Coverage, low_quantile
 from mopd.orchestrator.teachers import TeacherGroup
 from mopd.run.manifests import has_own_weights
 
+LEAST_MASS = 0.9
+"""Mean mass of a teacher on its support below which a warning says so."""
 CURE = "the scores are not this teacher's; check teachers.{name}.engine and placement, or widen {keys}"
 Outcome = tuple[bool, str]
 """Whether the scores are right, and what was measured."""
@@ -71,14 +75,38 @@ class ScoresCheck:
         drawn = (await self._fields_of(samples, "rollout_logprobs"))["rollout_logprobs"]
         responses = [probe.tokens[probe.prompt_length :] for probe in probes]
         rows = zip(probes, responses, strict=True)
-        outside = torch.cat([(probe.ids != own[:, None]).all(-1) for probe, own in rows]).double().mean().item()
-        num_tokens, top_k = sum(map(len, responses)), self._recipe.loss.top_k
-        told = f"{outside:.1%} of {num_tokens} tokens of the student are outside its top {top_k}"
+        num_tokens, asked = sum(map(len, responses)), self._recipe.asked[self._name]
+        told = [f"{num_tokens} tokens of the student"]
+        if asked.width:
+            outside = torch.cat([_is_outside(probe, own) for probe, own in rows]).double().mean().item()
+            told = [f"{outside:.1%} of {num_tokens} tokens of the student are outside {_support(asked)}"]
         both = [(p, row) for probe, row in zip(probes, drawn, strict=True) if (p := probe.token_logprobs) is not None]
         if both:
             kl = torch.cat([row.double() - teacher for teacher, row in both]).mean().item()
-            told = f"KL(student || teacher) about {kl:.3f} nats a token; {told}"
-        return Check(f"distance of {self._name}", "ok", told)
+            told = [f"KL(student || teacher) about {kl:.3f} nats a token", *told]
+        return Check(f"distance of {self._name}", "ok", "; ".join(told))
+
+    async def coverage(self, samples: Sequence[SampleMeta]) -> Check | None:
+        """Report how much of the teacher the ids hold at which its log-probs travel, on the student's own ``samples``,
+        and warn where that is little; ``None`` where the payload has no ids."""
+        asked, payload = self._recipe.asked[self._name], self._recipe.teachers[self._name].payload
+        if not asked.width:
+            return None
+        rows = [probe.logprobs for probe in await self._probes_of(samples) if probe.logprobs is not None]
+        found = Coverage.of(torch.cat(rows), asked)
+        mean, low = found.mass_R.double().mean().item(), low_quantile(found.mass_R)
+        detail = f"{_support(asked)} holds {mean:.4f} of the teacher's mass (mean), {low:.4f} (lowest hundredth)"
+        if asked.always:
+            outside, added = found.outside_R.double().mean().item(), found.decision_mass_R.double().mean().item()
+            detail += (
+                f"; at {outside:.1%} of the positions a token of loss.always_ids is in no other list, with {added:.1e} "
+                "of the mass"
+            )
+        if mean >= LEAST_MASS:
+            return Check(f"support of {self._name}", "ok", detail)
+        cure = "payload: union" if payload == "student_topk" else "loss.tail: sampled with payload: union"
+        detail += f": the loss sees little of the teacher; raise loss.top_k, or set {cure}"
+        return Check(f"support of {self._name}", "warning", detail)
 
     async def _against_folder(self, samples: Sequence[SampleMeta]) -> Outcome:
         recipe, cfg, probes = self._recipe, self._recipe.preflight, await self._probes_of(samples)
@@ -95,7 +123,7 @@ class ScoresCheck:
             f"{parity.max_difference:.2e}"
         )
         if abs(parity.kl) <= kl_limit and parity.mean_difference <= limit:
-            self.parity = parity
+            self.parity = parity if self._recipe.support_width else None  # without rows there is no KL
             return True, detail
         keys = "preflight.max_self_kl and max_logprob_difference for a low-precision engine"
         return False, f"{detail}: {CURE.format(name=self._name, keys=keys)}"
@@ -109,7 +137,7 @@ class ScoresCheck:
         ]
         check = AlignmentCheck(
             self._group,
-            top_k=recipe.loss.top_k,
+            top_k=max(1, recipe.asked[name].own),
             longest=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
             limit=recipe.preflight.logprob_limit(self._dtype),
             dtype=self._dtype,
@@ -128,12 +156,13 @@ class ScoresCheck:
         )
 
     async def _probes_of(self, samples: Sequence[SampleMeta]) -> list[Probe]:
-        fields = await self._fields_of(samples, "tokens", "teacher_ids", "teacher_logprobs", "teacher_token_logprobs")
+        has_rows = self._recipe.support_width > 0
+        fields = await self._fields_of(samples, "tokens", *(TEACHER_FIELDS if has_rows else (TOKEN_FIELD,)))
         assignment, probes = self._recipe.assignment, []
         for i, sample in enumerate(samples):
-            ids, logprobs = fields["teacher_ids"][i], fields["teacher_logprobs"][i]
+            ids, logprobs = (fields[name][i] if has_rows else None for name in TEACHER_FIELDS[:2])
             teachers = assignment.teachers_of(sample.domain)
-            if assignment.max_teachers > 1:
+            if ids is not None and logprobs is not None and assignment.max_teachers > 1:
                 place = teachers.index(self._name)
                 ids, logprobs = ids[:, place], logprobs[:, place]
             probes.append(
@@ -157,3 +186,16 @@ class ScoresCheck:
         """Return the images of sample ``i``, as far as the teacher sees them."""
         store = self._images
         return () if store is None else tuple(map(store.prompt_image, image_refs_from_tensor(fields["images"][i])))
+
+
+def _is_outside(probe: Probe, own_R: Tensor) -> Tensor:
+    """Return whether each of the response's tokens [R] is none of its row's ids."""
+    assert probe.ids is not None, "only rows of ids are asked about"
+    return (probe.ids != own_R[:, None]).all(-1)
+
+
+def _support(asked: Asked) -> str:
+    """Return what a row of ids is made of, in words."""
+    owners = [f"{owner} top {num}" for owner, num in (("its", asked.own), ("the student's", asked.student)) if num]
+    always = [f"{asked.always} of loss.always_ids"] if asked.always else []
+    return " and ".join(owners + always)

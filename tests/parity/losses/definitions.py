@@ -62,6 +62,21 @@ def topk_loss(
     return divergence(q, p, generalized) if forward else divergence(p, q, generalized)
 
 
+def reverse_kl_and_gradient(z: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_j p_j log(p_j / q_j) over the whole vocabulary, and its gradient [V]."""
+    leaf = z.detach().double().requires_grad_()
+    p = torch.exp(leaf) / torch.exp(leaf).sum()
+    value = divergence(p, log_q.double().exp(), generalized=False)
+    return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+
+def support(payload: str, z: Tensor, log_q: Tensor, k: int, always: Sequence[int] = ()) -> list[int]:
+    """The ids of a row, each once: those of the teacher, of the student, and the ones that are always there."""
+    own = log_q.topk(k).indices.tolist() if payload in ("topk", "union") else []
+    student = z.topk(k).indices.tolist() if payload in ("student_topk", "union") else []
+    return list(dict.fromkeys([*own, *student, *always]))
+
+
 def rows_and_gradient(
     z: Tensor, ids: Tensor, logq: Tensor, upstream: Tensor, weights: Tensor | None = None, **options: object
 ) -> tuple[Tensor, Tensor]:

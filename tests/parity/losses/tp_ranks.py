@@ -85,6 +85,8 @@ def cases(
             calls[f"{loss}/{tail}/two"] = lambda x, kind=kind: parallel_topk_distill(x, **two, **kind, **shared)
     clamped = {"logprob_min_clamp": -3.0, "loss_soft_cap": 0.2, "with_entropy": True, "target": data["target"]}
     calls["clamped"] = lambda x: parallel_topk_distill(x, **two, **clamped, **shared)
+    tail = {"loss": "reverse_kl", "tail": "sampled", "target": data["target"], "target_logprobs": data["sampled"] - 0.5}
+    calls["sampled_tail"] = lambda x: parallel_topk_distill(x, **one, **tail, **shared)
     task = {"target": data["target"], "task_advantage": data["advantage"], "task_reward_weight": 0.5}
     task |= {"rollout_logprobs": data["sampled"], "correction": ("icepop", 0.5, 2.0)}
     for name, given in (("one", one), ("two", two)):

@@ -185,7 +185,7 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ),
         (
             "loss.correction={type: tis}",
-            "loss.correction is set, but topk_forward_kl without task_reward_weight takes samples of any policy:",
+            "loss.correction is set, but topk_forward_kl without task_reward_weight and tail: sampled takes",
         ),
         ("rollout.horizon={start: 0}", "rollout.horizon.start is 0: set 1 or more"),
         (

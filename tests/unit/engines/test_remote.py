@@ -51,10 +51,12 @@ def right_answer(path: str, body: bytes) -> ScoreAnswer:
             request_checksum=asked.checksum,
             weight_version=asked.weight_version,
             top_k=asked.top_k,
+            num_given=asked.num_given,
             lengths=asked.lengths - asked.prompt_lengths,
             ids=np.concatenate([10 + random.permutation(9)[: asked.top_k] for _ in range(rows)]).astype(np.int32),
             logprobs=-2 - random.random(rows * asked.top_k, dtype=np.float32),
             token_logprobs=-2 - random.random(rows, dtype=np.float32),
+            given_logprobs=-2 - random.random(rows * asked.num_given, dtype=np.float32),
         )
     raise AssertionError(path)
 
@@ -70,6 +72,7 @@ def right_responses(body: bytes) -> list[GenerateAnswer]:
             tokens=ints(1, 1),
             logprobs=np.zeros(2, dtype=np.float32),
             token_versions=ints(wanted.weight_version, wanted.weight_version),
+            top_ids=ints(),
         )
         for index in reversed(range(len(wanted.lengths)))
     ]

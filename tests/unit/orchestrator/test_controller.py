@@ -102,7 +102,7 @@ def produce(
         prompts=PromptStream(data.rows_by_domain, {"math": 1, "code": 1}, 0),
         rollout=RolloutWorker(engine, plane, data, sampling=sampling, seed=0, samples_per_prompt=samples_per_prompt),
         teachers=TeacherWorker(
-            {"math": teacher}, Assignment(recipe.teachers), plane, top_k=4, temperature=1.0, keep_going=True
+            {"math": teacher}, Assignment(recipe.teachers), plane, asked=recipe.asked, temperature=1.0, keep_going=True
         ),
         rewards=None,
         student=SimpleNamespace(dp_size=1, packing=PACKING, expect_step=expect_step),

@@ -15,6 +15,7 @@ import torch
 from mopd.base.types import ROLLOUT_FIELDS, TEACHER_FIELDS, Prompt
 from mopd.config.data import DataConfig
 from mopd.config.groups import Assignment, TeacherConfig, TorchEngineConfig
+from mopd.config.payloads import Asked
 from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.prompts import PromptDataset, load_prompts
 from mopd.data.tokenizer import load_tokenizer
@@ -79,7 +80,14 @@ def test_teachers_see_what_the_student_saw(models: Path, tmp_path: Path) -> None
         prompts = [Prompt(sample_id=i, domain=dataset.row(i).domain, row=i) for i in range(3)]
         metas = await rollout.generate(prompts)
         assert len(json.dumps([asdict(meta) for meta in metas])) < 3 * 300  # what the ranks are sent
-        worker = TeacherWorker(groups, assignment, plane, top_k=TOP_K, temperature=1.0, images=dataset.images)
+        worker = TeacherWorker(
+            groups,
+            assignment,
+            plane,
+            asked=dict.fromkeys(groups, Asked(own=TOP_K)),
+            temperature=1.0,
+            images=dataset.images,
+        )
         assert await worker.score(metas) == []
         fields = await plane.get([0, 1, 2], (*ROLLOUT_FIELDS, "images", *TEACHER_FIELDS))
         assert [image_refs_from_tensor(own) for own in fields["images"]] == [row.images for row in dataset.rows]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mopd.base.types import TEACHER_FIELDS, FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment, TeacherConfig, TorchEngineConfig
+from mopd.config.payloads import Asked
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Scores
 from mopd.engines.replicas.interface import RouterLimits
@@ -83,7 +84,14 @@ def run_worker(
     async def run() -> tuple[dict[str, list[Tensor]], list[FailedSample], tuple[int, ...]]:
         plane = LocalDataPlane()
         await plane.put(metas, {"tokens": tokens})
-        worker = TeacherWorker(groups, Assignment(teachers), plane, top_k=5, temperature=0.8, keep_going=keep_going)
+        worker = TeacherWorker(
+            groups,
+            Assignment(teachers),
+            plane,
+            asked=dict.fromkeys(groups, Asked(own=5)),
+            temperature=0.8,
+            keep_going=keep_going,
+        )
         failed = await worker.score(metas)
         lost = {failure.sample.sample_id for failure in failed}
         batch = await plane.claim([m.sample_id for m in metas if m.sample_id not in lost], TEACHER_FIELDS)
@@ -142,7 +150,7 @@ def test_a_response_is_compared_with_the_other_responses_of_its_domain() -> None
         fields = {"tokens": tokens, "loss_mask": loss_mask, "rollout_logprobs": rollout_said}
         await plane.put(metas, fields | {"teacher_token_logprobs": teacher_says})
         batch = await plane.claim(ids, ["tokens"])
-        await TeacherWorker({}, Assignment(ONE_EACH), plane, top_k=5, temperature=1.0).compare(batch)
+        await TeacherWorker({}, Assignment(ONE_EACH), plane, asked={}, temperature=1.0).compare(batch)
         return dict(zip(ids, (await plane.get(ids, ["baseline"]))["baseline"], strict=True))
 
     found = asyncio.run(run([70, 71, 72, 73, 74]))

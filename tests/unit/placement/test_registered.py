@@ -182,7 +182,7 @@ def make_plan(place: Place, **keys: Any) -> GroupPlan:
         name=place.key.removeprefix("teachers."),
         model=str(place.model),
         group=EngineGroupConfig(placement=cfg, replicas=max(1, cfg.min_replicas), routing=routing),
-        needs=Needs(length=64, top_k=4),
+        needs=Needs(length=64, num_ids=4),
         files=(),
     )
 

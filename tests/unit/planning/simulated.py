@@ -27,6 +27,7 @@ from mopd.bench.stand_ins import (
     make_recipe,
     make_stream,
 )
+from mopd.config.payloads import Asked
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineLimits, SamplingParams
 from mopd.engines.replicas.interface import Replica
@@ -158,7 +159,9 @@ def step_s(world: World, gpus: int, replicas: Mapping[str, int]) -> float:
             recipe=recipe,
             prompts=make_stream(recipe.seed),
             rollout=RolloutWorker(rollout, plane, make_dataset(), sampling=sampling, seed=recipe.seed),
-            teachers=TeacherWorker(groups, recipe.assignment, plane, top_k=1, temperature=1.0),
+            teachers=TeacherWorker(
+                groups, recipe.assignment, plane, asked=dict.fromkeys(groups, Asked(own=1)), temperature=1.0
+            ),
             rewards=None,
             student=SleepingStudent(scenario, sync),
             plane=plane,

@@ -10,6 +10,7 @@ import torch
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.load import load_recipe
+from mopd.config.payloads import Asked
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
@@ -54,7 +55,7 @@ def test_scores_weigh_what_is_planned(engine: TorchEngine, per_request: int) -> 
 
     with running_server(engine) as server:
         payload_bytes = asyncio.run(work(server.url))
-    planned = score_bytes(len(tokens), workload(), TOP_K, samples_per_request=per_request)
+    planned = score_bytes(len(tokens), workload(), Asked(own=TOP_K), samples_per_request=per_request)
     assert planned == pytest.approx(payload_bytes, rel=0.05)
 
 

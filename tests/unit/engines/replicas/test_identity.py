@@ -29,7 +29,7 @@ from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model, make_tokenizer
 from tests.fixtures.vision import VISION_VOCAB_SIZE, make_vision_model
 
-NEEDS = Needs(length=256, top_k=VOCAB_SIZE)
+NEEDS = Needs(length=256, num_ids=VOCAB_SIZE)
 
 
 def manifest_of(folder: Path, cache: Path) -> Manifest:
@@ -78,7 +78,9 @@ def test_too_small_replicas_are_named(info: EngineInfo, manifest: Manifest) -> N
     (problem,) = problems_of(info, manifest, long, key="teachers.math", is_rollout=False)
     assert "it takes 256 tokens, data.max_prompt_length + rollout.max_response_length is 257" in problem
     (problem,) = problems_of(replace(info, max_logprobs=5), manifest, NEEDS, key="teachers.math", is_rollout=False)
-    assert f"it gives at most 5 log-probs per position, loss.top_k is {VOCAB_SIZE}" in problem
+    assert (
+        f"it gives at most 5 log-probs per position, loss.top_k and always_ids ask for {VOCAB_SIZE}: lower" in problem
+    )
 
 
 def test_a_fingerprint_tells_models_apart_and_knows_its_own(folder: Path, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def score_request(**changes: Any) -> ScoreRequest:
         "lengths": ints(5, 4),
         "prompt_lengths": ints(3, 2),
         "images": ints(),
+        "given_ids": ints(),
+        "num_given": 0,
         "top_k": 8,
         "temperature": 1.0,
         "weight_version": -1,
@@ -58,10 +60,12 @@ def score_answer(rows: int = 4, top_k: int = 8, **changes: Any) -> ScoreAnswer:
         "request_checksum": b"x" * 16,
         "weight_version": 2,
         "top_k": top_k,
+        "num_given": 0,
         "lengths": ints(rows),
         "ids": random.integers(0, 1000, rows * top_k, dtype=np.int32),
         "logprobs": -random.random(rows * top_k, dtype=np.float32),
         "token_logprobs": -random.random(rows, dtype=np.float32),
+        "given_logprobs": np.zeros(0, np.float32),
     }
     return ScoreAnswer(**{**fields, **changes})
 
@@ -76,6 +80,7 @@ def generate_request(**changes: Any) -> GenerateRequest:
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": -1,
+        "num_top_ids": 0,
         "weight_version": 7,
     }
     return GenerateRequest(**{**fields, **changes})
@@ -90,6 +95,7 @@ def generate_answer(**changes: Any) -> GenerateAnswer:
         "tokens": ints(2, 3, 4),
         "logprobs": np.array([-0.5, -1.5, -2.5], dtype=np.float32),
         "token_versions": ints(7, 7, 8),
+        "top_ids": ints(),
     }
     return GenerateAnswer(**{**fields, **changes})
 
@@ -200,7 +206,9 @@ def test_images_by_name() -> None:
         ({"images": ints(0, 1, 2, 3, 4, 2, 2, 2)}, "grid is not one frame"),
         ({"images": ints(0, 1, 2, 3, 4, 1, 0, 2)}, "grid is not one frame"),
         ({"images": ints(0, 1, 2, 3, 4, 1, 2, 2**15 + 1)}, "grid is not one frame"),
-        ({"top_k": 0}, "top_k is 0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"num_given": 1}, "0 given ids for 4 rows of 1"),
+        ({"num_given": 1, "given_ids": ints(3, -1, 3, 3)}, "given id is negative"),
         ({"temperature": 0.0}, "temperature is 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
@@ -224,6 +232,7 @@ def test_a_request_whose_parts_do_not_fit(changes: dict[str, Any], problem: str)
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": float("nan")}, "top_p is nan"),
         ({"top_k": 0}, "top_k is 0"),
+        ({"num_top_ids": -1}, "num_top_ids is -1"),
     ],
 )
 def test_a_generate_request_that_nothing_can_answer(changes: dict[str, Any], problem: str) -> None:
@@ -310,7 +319,7 @@ def reframed(**changes: Any) -> bytes:
         (reframed(head=b"\x01"), "checksum"),
         (reframed(arrays={"tokens": b""}), "images, lengths, prompt_lengths"),
         (
-            reframed(arrays={"tokens": 1, "lengths": b"", "prompt_lengths": b"", "images": b""}),
+            reframed(arrays={"tokens": 1, "lengths": b"", "prompt_lengths": b"", "images": b"", "given_ids": b""}),
             "'tokens' is not a buffer",
         ),
         (reframed(crc=1), "checksum"),

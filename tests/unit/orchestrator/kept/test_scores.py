@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from mopd.base.files.records import Records
 from mopd.base.types import TEACHER_FIELDS, PromptImage, SampleMeta, UserError
 from mopd.config.groups import Assignment, TeacherConfig, TorchEngineConfig
 from mopd.config.load import load_recipe
+from mopd.config.payloads import Asked
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineRejected, Scores
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.kept.scores import ScoreCache, open_score_cache
+from mopd.orchestrator.kept.scores import Questions, ScoreCache, open_score_cache
 from mopd.orchestrator.teachers import TeacherWorker
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.samples import meta_of
@@ -68,6 +70,7 @@ def score(
     temperature: float = 1.0,
     max_bytes: int = 2**30,
     refused: int = 0,
+    payload: Asked | None = None,
 ) -> tuple[dict[str, list[Tensor]], dict[str, int], dict[str, float]]:
     """Score as a run that starts now would: fields of the scored samples, samples asked of each teacher, metrics."""
     scorers = {name: Counted(engine, refused) for name, engine in engines.items()}
@@ -77,14 +80,15 @@ def score(
         plane = LocalDataPlane()
         await plane.put(metas, {"tokens": list(tokens)})
         groups = {name: teacher_of(name, scorer) for name, scorer in scorers.items()}
-        worker = TeacherWorker(
-            groups, Assignment(TEACHERS), plane, top_k=top_k, temperature=temperature, keep_going=bool(refused)
-        )
+        names = TEACHER_FIELDS[2:] if payload is not None and not payload.width else TEACHER_FIELDS
+        wanted = dict.fromkeys(groups, payload or Asked(own=top_k))
+        options: dict[str, Any] = {"temperature": temperature, "keep_going": bool(refused)}
+        worker = TeacherWorker(groups, Assignment(TEACHERS), plane, asked=wanted, always_ids=[4, 9], **options)
         records = Records(folder, {"content": "teacher scores"}, max_bytes=max_bytes)
-        worker.cache = cache = ScoreCache(records, ids, top_k=top_k, temperature=temperature)
+        worker.cache = cache = ScoreCache(records, ids, temperature=temperature)
         failed = {failure.sample.sample_id for failure in await worker.score(metas)}
         numbers.update(cache.take_numbers())
-        return await plane.get([meta.sample_id for meta in metas if meta.sample_id not in failed], TEACHER_FIELDS)
+        return await plane.get([meta.sample_id for meta in metas if meta.sample_id not in failed], names)
 
     numbers: dict[str, float] = {}
     fields = asyncio.run(run())
@@ -100,6 +104,19 @@ def test_what_was_asked_is_found_bit_for_bit(engines: dict[str, TorchEngine], tm
     for name in TEACHER_FIELDS:
         assert all(torch.equal(one, other) for one, other in zip(fresh[name], again[name], strict=True))
         assert [own.dtype for own in fresh[name]] == [own.dtype for own in again[name]]
+
+
+@pytest.mark.parametrize("payload", [Asked(own=0), Asked(own=0, always=2), Asked(own=4, always=2)])
+def test_ids_that_were_given_are_part_of_what_was_asked(
+    engines: dict[str, TorchEngine], tmp_path: Path, payload: Asked
+) -> None:
+    names = TEACHER_FIELDS if payload.width else TEACHER_FIELDS[2:]
+    fresh, asked, _ = score(engines, tmp_path, payload=payload)
+    assert asked == {"a": 2, "b": 3} and score(engines, tmp_path)[1] == asked
+    again, asked, _ = score(engines, tmp_path, payload=payload)
+    assert asked == {"a": 0, "b": 0}
+    for name in names:
+        assert all(torch.equal(one, other) for one, other in zip(fresh[name], again[name], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -156,14 +173,21 @@ def test_a_teacher_is_known_by_all_that_decides_its_scores(tmp_path: Path) -> No
     changes: list[dict[str, str]] = [{}, {"dtype": "bfloat16"}]
     changes += [{name: "other"} for name in ("config_sha256", "weights_sha256", "tokenizer_sha256")]
     caches = [opened(tmp_path, **change) for change in changes]
-    tokens, metas = TOKENS[:1], METAS[:1]
-    keys = {cache.keys("math", metas, tokens, None)[0] for cache in caches if isinstance(cache, ScoreCache)}
+    metas, asked = METAS[:1], Questions(TOKENS[:1], None, [None], 4)
+    keys = {cache.keys("math", metas, asked)[0] for cache in caches if isinstance(cache, ScoreCache)}
     assert len(keys) == len(changes)
     again = opened(tmp_path)
-    assert isinstance(again, ScoreCache) and again.keys("math", metas, tokens, None)[0] in keys
+    assert isinstance(again, ScoreCache) and again.keys("math", metas, asked)[0] in keys
     images = [PromptImage(digest=bytes([i]), grid=(1, 2, 2), load=bytes) for i in range(2)]
-    seen = {again.keys("math", metas, tokens, [shown])[0] for shown in ([images[0]], [images[1]], images, images[::-1])}
-    assert len(seen | keys) == 4 + len(keys) and again.keys("math", metas, tokens, [[]])[0] in keys
+    seen = {
+        again.keys("math", metas, replace(asked, images=[shown]))[0]
+        for shown in ([images[0]], [images[1]], images, images[::-1])
+    }
+    assert len(seen | keys) == 4 + len(keys) and again.keys("math", metas, replace(asked, images=[[]]))[0] in keys
+    ids = torch.arange(6 * METAS[0].response_length, dtype=torch.int32)
+    given = [ids.view(-1, 6), ids.view(-1, 6) + 1, ids[: len(ids) // 2].view(-1, 3), ids.view(-1, 3)]
+    told = {again.keys("math", metas, replace(asked, given=[own]))[0] for own in given}
+    assert len(told | keys) == len(given) + len(keys)
     with pytest.raises(UserError, match=r"teachers.math.model 'math' holds no weights, so that nothing tells whose"):
         opened(tmp_path, weights_sha256="")
     Records(tmp_path / "scores", {"content": "samples"}).append(b"x", {})

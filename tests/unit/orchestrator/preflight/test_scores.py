@@ -70,7 +70,7 @@ def judged(
         plane = LocalDataPlane()
         drawn = [torch.full((meta.response_length,), DRAWN) for meta in metas]
         await plane.put(metas, {"tokens": tokens, "rollout_logprobs": drawn})
-        worker = TeacherWorker(groups, recipe.assignment, plane, top_k=TOP_K, temperature=1.0)
+        worker = TeacherWorker(groups, recipe.assignment, plane, asked=recipe.asked, temperature=1.0)
         assert await worker.score(metas) == []
         found = {}
         for name in teachers:

