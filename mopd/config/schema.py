@@ -287,12 +287,9 @@ class Recipe(Checked):
     def check(self) -> None:
         self._check_teachers()
         self._check_loss()
-        require_payloads(
-            {name: (teacher.payload, teacher.is_openai) for name, teacher in self.teachers.items()},
-            self.loss,
-            elsewhere={"data.scored": bool(self.data.scored), "objective": "off_policy_scores" in self.objectives},
-            is_ensemble=self.assignment.max_teachers > 1,
-        )
+        payloads = {name: (teacher.payload, teacher.is_openai) for name, teacher in self.teachers.items()}
+        elsewhere = {"data.scored": bool(self.data.scored), "objective": "off_policy_scores" in self.objectives}
+        require_payloads(payloads, self.loss, elsewhere=elsewhere, is_ensemble=self.assignment.max_teachers > 1)
         self._check_objective()
         self._check_vllm_rollout()
         self._check_staleness()

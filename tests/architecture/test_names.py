@@ -28,6 +28,7 @@ CALLED_BY_LIBRARIES = {
         "start_weight_update",
         "update_weights",
         "mopd_outcome",
+        "mopd_score_given",
         "WorkerExtension",
         "mopd_watch",
     },
