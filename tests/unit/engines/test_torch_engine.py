@@ -152,6 +152,25 @@ def test_full_vocabulary_and_empty_response(engine: TorchEngine) -> None:
         asyncio.run(engine.score([sequence], [0], top_k=1, temperature=1.0))
 
 
+@pytest.mark.parametrize(("top_k", "temperature"), [(0, 1.0), (3, 0.7)])
+def test_given_ids_and_most_probable_ids_are_those_of_transformers(
+    engine: TorchEngine, folders: dict[str, Path], top_k: int, temperature: float
+) -> None:
+    prompts = [[5, 9, 11], [7], [3, 4, 5, 6, 7]]
+    drawn = generate(engine, prompts, [1, 2, 3], temperature=temperature, num_top_ids=5)
+    given = [own.top_ids for own in drawn if own.top_ids is not None]
+    tokens = [torch.tensor([*p, *g.tokens.tolist()]) for p, g in zip(prompts, drawn, strict=True)]
+    options: dict[str, Any] = {"top_k": top_k, "temperature": temperature, "given": given}
+    scores = asyncio.run(engine.score(tokens, [len(p) for p in prompts], **options))
+    for prompt, own, ids, scored in zip(prompts, drawn, given, scores, strict=True):
+        expected = reference_logprobs(folders["qwen3"], prompt, own.tokens.tolist(), temperature)
+        assert ids.sort().values.tolist() == expected.topk(5).indices.sort().values.tolist()
+        assert scored.given_logprobs is not None and scored.logprobs.shape == (len(ids), top_k)
+        torch.testing.assert_close(scored.given_logprobs, expected.gather(1, ids.long()), rtol=0, atol=1e-5)
+        torch.testing.assert_close(scored.token_logprobs, own.logprobs, rtol=0, atol=1e-5)
+        assert scored.token_logprobs.stride() == (1,)  # what travels as bytes
+
+
 def test_scores_may_enter_autograd(engine: TorchEngine) -> None:
     generation = generate(engine, [[5, 6]], [0])[0]
     given = score(engine, [[5, 6]], [generation])[0]
