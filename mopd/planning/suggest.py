@@ -77,8 +77,9 @@ def suggest(given: PlanInput, rates: Rates) -> list[Suggestion]:
         all_gpus = f"{cluster.num_gpus} GPUs ({cluster.nodes} x {cluster.gpus_per_node} {cluster.name})"
         raise UserError(
             f"--suggest: of {all_gpus} the engines take {beside} at least, and no layout of the student fits the "
-            "others, with full recompute and its optimizer's states in host memory either: give more --nodes, or lower "
-            "student.max_tokens_per_micro_batch"
+            "others, with full recompute and its optimizer's states in host memory either: give more --nodes, lower "
+            "student.max_tokens_per_micro_batch, or let teachers take turns on GPUs (placement.shared_pool of Ray), "
+            "which no search tries"
         )
     return found
 
