@@ -26,7 +26,7 @@ from mopd.base.types import Batch, DomainSums, UserError
 
 GROUP_ROOMS = ("teachers", "rollout")
 """First parts of the names of groups' numbers: ``teachers/latency_p95_s/math``, ``rollout/latency_p95_s``."""
-VOLATILE_PREFIXES = ("timing/", "rate/", "memory/", *(f"{room}/" for room in GROUP_ROOMS))
+VOLATILE_PREFIXES = ("timing/", "rate/", "memory/", "hub/", *(f"{room}/" for room in GROUP_ROOMS))
 """Metrics of the machine, not of domains: all times, rates and memory among them differ between two equal runs."""
 MAX_LINE_BYTES = 64 * 2**20
 """Longest record in bytes; those of validation hold prompts and responses."""

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from mopd.config.values import Checked, Count
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+"""A repository's name on the Hub."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushConfig(Checked):
+    """Uploads of Hugging Face folders to the Hub, beside the steps; the token is the environment's ``HF_TOKEN``."""
+
+    repo: str
+    """Repository, ``namespace/name``; made if it is not there. Each folder is committed to its default branch."""
+    private: bool = True
+    """Make the repository private, and refuse one that is public."""
+
+    def check(self) -> None:
+        if not REPOSITORY.fullmatch(self.repo):
+            raise ValueError(f"repo is {self.repo!r}: write a name of the Hub, namespace/name")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +46,12 @@ class CheckpointConfig(Checked):
     export_hf_every_steps: Count | None = None
     """Optimizer steps between further Hugging Face folders, of the student as it is then (``hf_steps/step_N``); all are
     kept. Absent: none."""
+    push_to_hub: PushConfig | None = None
+    """Also upload these folders to the Hub, each once it is written. A failure is told and does not end the run."""
+
+    def check(self) -> None:
+        if self.push_to_hub is not None and not self.export_hf and self.export_hf_every_steps is None:
+            raise ValueError("push_to_hub is set and nothing is exported: set export_hf or export_hf_every_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ Nothing that happens between steps touches training: metric sinks, validation, c
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from mopd.base.types import SampleMeta, UserError
 from mopd.config.load import Loaded
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
+from mopd.data.hub.push import HubPusher, make_repository
 from mopd.data.prompts import PromptDataset
 from mopd.data.stream import MixedStream, PromptStream, headroom_shares
 from mopd.data_plane.queue_plane import QueuePlane
@@ -240,6 +242,9 @@ async def begin(training: Training, loaded: Loaded, manifests: Mapping[str, Mani
         is_fresh=is_fresh,
         fingerprints={} if is_fresh else read_fingerprints(run.manifest),
     )
+    push = training.recipe.checkpoint.push_to_hub
+    if is_fresh and push is not None:  # a resumed run has its repository, and goes on where the Hub is away
+        await asyncio.to_thread(make_repository, push, loaded.where("checkpoint", "push_to_hub"))
     failure = await stop.unless_stop_requested(preflight.find_failure())
     if failure is not None:
         raise UserError(failure)
@@ -250,7 +255,7 @@ async def begin(training: Training, loaded: Loaded, manifests: Mapping[str, Mani
     if not is_fresh:
         return
     write_manifests(run.manifest, manifests, preflight.fingerprints, loaded.commits, engine_extras(loaded.recipe))
-    for path in (run.metrics, run.validation):
+    for path in (run.metrics, run.validation, run.pushed):
         path.unlink(missing_ok=True)  # of a run that died before its first checkpoint
     if preflight.headroom is not None:
         write_json(run.headroom, preflight.headroom)
@@ -298,6 +303,10 @@ async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: 
     finally:
         sinks.close()
     await _export(recipe, run, training.parts.student, observer.best)
+    if observer.pusher is not None:
+        if recipe.checkpoint.export_hf:
+            observer.pusher.push(run.hf, "the result")
+        await asyncio.to_thread(observer.pusher.finish)
     report = build_report(run.path)
     if as_json:
         print(json_lines(asdict(report)))
@@ -333,6 +342,8 @@ class RunObserver:
         self.checkpointer = Checkpointer(
             run=run, cfg=recipe.checkpoint, student=student, samples=training, last_step=recipe.schedule.steps
         )
+        push = recipe.checkpoint.push_to_hub
+        self.pusher = None if push is None else HubPusher(push, run.pushed, run.commits_on_hub())
         # The best step must be one with a checkpoint where that checkpoint is exported.
         kept = complete_steps(run.checkpoints) if recipe.checkpoint.keep_best else None
         self.best = best_of(run.validations(), kept=kept)
@@ -345,6 +356,7 @@ class RunObserver:
     async def log(self, metrics: StepMetrics) -> None:
         """Send one step's numbers to every sink."""
         values = self.workers.take_numbers() | self.checkpointer.take_numbers()
+        values |= {} if self.pusher is None else self.pusher.take_numbers()
         for domain, kl in metrics.by_domain("kl_k1").items():
             names = self.recipe.assignment.teachers_of(domain)
             if all(name in self.floors for name in names):
@@ -361,6 +373,8 @@ class RunObserver:
         every = self.recipe.checkpoint.export_hf_every_steps
         if every is not None and step % every == 0:
             await _write_hf(self.student, self.run.hf_at(step))
+            if self.pusher is not None:
+                self.pusher.push(self.run.hf_at(step), f"step {step}")
         await self.checkpointer.save_if_due(step, state, best_step=self._best_step)
 
     async def on_stop(self, step: int, state: Mapping[str, Any]) -> None:
@@ -372,9 +386,15 @@ class RunObserver:
         await self.checkpointer.finish()
 
     async def catch_up(self, step: int) -> None:
-        """Validate the step before the first one of a resumed run, if its record is missing."""
+        """Validate the step before the first one of a resumed run, if its record is missing, and upload what was
+        exported until then and is not on the Hub."""
         if is_due(self.recipe, step) and all(line["step"] != step for line in self.run.validations()):
             await self._validate(step)
+        if self.pusher is not None:
+            for earlier in range(1, step + 1):
+                folder = self.run.hf_at(earlier)
+                if folder.is_dir() and not self.pusher.has_pushed(folder):
+                    self.pusher.push(folder, f"step {earlier}")
 
     @property
     def _best_step(self) -> int | None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import shown_path
 from mopd.base.files.writing import PARTIALS, WriteRefusedError, refusal, write_text, writing
 from mopd.base.hardware import node_name
@@ -86,6 +87,8 @@ class RunDir(RunFiles):
         self.manifest = self.path / "manifest.json"
         self.checkpoints = self.path / "checkpoints"
         self.hf = self.path / "hf"
+        self.pushed = self.path / "pushed.json"
+        """Commit on the Hub of each uploaded folder, by its name."""
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
         self.logs_here = self.logs / node_name()
@@ -102,6 +105,11 @@ class RunDir(RunFiles):
     def hf_at(self, step: int) -> Path:
         """Return the Hugging Face folder of the student after ``step`` optimizer steps."""
         return self.path / "hf_steps" / folder_name(step)
+
+    def commits_on_hub(self) -> dict[str, Any]:
+        """Return the commit on the Hub of each folder that was uploaded, by its name; ``UserError`` if damaged."""
+        cure = "remove it, and what is exported is uploaded anew"
+        return read_json_object(self.pushed, cure=cure) if self.pushed.exists() else {}
 
     def samples(self, step: int) -> Path:
         """Return the folder of finished samples that a checkpoint's step had not used yet."""

@@ -63,6 +63,7 @@ def check_files(run: RunDir) -> None:
     run.floors()
     if run.wandb.exists():
         run.wandb_id()
+    run.commits_on_hub()
 
 
 def older_ones(run: RunDir, start: Path) -> str:
@@ -126,7 +127,7 @@ def check_layout(run: RunDir) -> None:
     if not run.path.is_dir():
         return
     files = (run.lock_path, run.recipe, run.manifest, run.metrics, run.validation, run.parity, run.headroom)
-    for path in (*files, run.machine, run.report_html, run.report_json, run.wandb, run.attempts):
+    for path in (*files, run.machine, run.report_html, run.report_json, run.wandb, run.attempts, run.pushed):
         if os.path.lexists(path) and not path.is_file():
             raise UserError(f"{shown_path(path)}: not a regular file: remove it, or set another run_dir")
     for path in (run.checkpoints, run.tensorboard, run.logs, run.hf):

@@ -16,11 +16,12 @@ import os
 import re
 from dataclasses import dataclass, replace
 
+from mopd.config.output import REPOSITORY
+
 MAX_PART = 500
 DATA_SUFFIXES = (".parquet", ".jsonl")
 CONVERTED = "refs/convert/parquet"
 """Branch on which the Hub keeps every data set as parquet, as ``CONFIG/SPLIT/0000.parquet``."""
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9_][\w./-]{0,199}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPLIT = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -100,7 +101,7 @@ def matches(file: str, pattern: str) -> bool:
 def _parse(text: str, *, may_have_part: bool) -> HubName | None:
     rest, colon, part = text.partition(":")
     repository, at, revision = rest.partition("@")
-    if _REPOSITORY.fullmatch(repository) is None or "--" in repository or ".." in repository:
+    if REPOSITORY.fullmatch(repository) is None or "--" in repository or ".." in repository:
         return None
     if any(name.endswith(("-", ".", ".git")) for name in repository.split("/")) or len(repository) > 96:
         return None

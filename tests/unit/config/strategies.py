@@ -71,6 +71,7 @@ def least_section(cls: type) -> dict[str, Any]:
     """The required keys of a section, and the ``type`` that chooses it."""
     chosen: dict[str, Any] = {"type": type_values(cls)[-1]} if type_values(cls) else {}
     own: dict[str, Any] = {"domains": ["math"]} if "domains" in field_types(cls) else {}
+    own |= {"repo": "me/student"} if "repo" in field_types(cls) else {}
     if cls is Recipe:
         own = {"checkpoint": {"keep_best": False}, "preflight": {"require_better_teacher": False}}
     needed = [field for field in dataclasses.fields(cls) if field.default is field.default_factory]
