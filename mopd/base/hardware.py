@@ -44,6 +44,8 @@ class Hardware:
     """Memory of each GPU that CUDA_VISIBLE_DEVICES shows, by number; 0 if unknown."""
     torch_cuda: str | None = None
     """CUDA version of the installed torch; ``None`` for a CPU build."""
+    driver_cuda: str | None = None
+    """Newest CUDA version that the driver can run, by nvidia-smi; ``None`` if it does not say."""
     vllm: str | None = None
     """Version of the installed vLLM; ``None`` also for a CPU build."""
     free_memory_bytes: int = 0
@@ -67,6 +69,7 @@ def this_hardware() -> Hardware:
     return Hardware(
         gpu_memory_bytes=shown_gpus(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")),
         torch_cuda=_torch_cuda(),
+        driver_cuda=_driver_cuda(),
         vllm=_vllm(),
         free_memory_bytes=free_memory_bytes(),
     )
@@ -109,11 +112,26 @@ def _gpus() -> list[tuple[str, int]]:
     """Return (uuid, memory in bytes) of every GPU of the driver, by index."""
     if shutil.which(QUERY[0]) is None:
         return [("", 0) for _ in DRIVER_GPUS.iterdir()] if DRIVER_GPUS.is_dir() else []
+    return read_query(_told_by(QUERY))
+
+
+def _driver_cuda() -> str | None:
+    """Return the CUDA version in the head of nvidia-smi's table."""
+    if shutil.which(QUERY[0]) is None:
+        return None
+    found = re.search(r"CUDA Version\s*:\s*(\d+\.\d+)", _told_by(QUERY[:1]))
+    return None if found is None else found[1]
+
+
+def _told_by(command: tuple[str, ...]) -> str:
+    """Return what nvidia-smi prints; nothing where it fails or hangs, as such a driver serves torch no better."""
     try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired):
-        return []  # a driver that does not answer serves torch no better
-    return read_query(done.stdout) if done.returncode == 0 else []
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def read_query(text: str) -> list[tuple[str, int]]:

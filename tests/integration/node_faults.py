@@ -7,6 +7,7 @@ is wrong there is wrong on its disk, and found by the command itself. Prints one
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -67,6 +68,10 @@ class Faults:
 
     def not_shared(self) -> None:
         mount("-t", "tmpfs", "tmpfs", self.run)
+
+    def no_locks(self) -> None:
+        """As NFS with ``nolock`` or ``local_lock``: the call succeeds, and excludes nobody on another node."""
+        fcntl.flock = lambda *_: None  # type: ignore[assignment]
 
     def gpus(self) -> None:
         os.environ["SLURM_GPUS_ON_NODE"] = "6"

@@ -22,6 +22,12 @@ NAMED = {
     "read_only": ("run_dir", "node2: ", "recipe.yaml:", "run_dir: ", "Read-only file system"),
     "full_disk": ("run_dir", "node2: ", "recipe.yaml:", "run_dir: ", "No space left on device"),
     "not_shared": ("run_dir", "node2: ", "recipe.yaml:", "run_dir: ", "a file that node1 wrote there is not seen"),
+    "no_locks": (
+        "flock",
+        "node2: ",
+        "run_dir: a lock of node1 does not exclude it",
+        "mount it with locks that hold across nodes",
+    ),
     "gpus": ("node2", "node2: ", "recipe.yaml:", "slurm.gpus_per_node: 8 are planned, and this node has 6"),
 }
 """Fault -> the check that fails and what its line holds, in this order."""

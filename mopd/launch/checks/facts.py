@@ -23,7 +23,7 @@ from mopd.config.machine.places import engine_groups, path_of, place_on_machine
 from mopd.config.placements import RayConfig, RegisteredConfig
 from mopd.conversion.hf.manifest import make_manifest
 from mopd.data.hub.names import hub_model
-from mopd.launch.checks.inputs import check_inputs, check_machine, check_model_folder
+from mopd.launch.checks.inputs import check_cuda, check_inputs, check_machine, check_model_folder
 from mopd.launch.node import compared_environment, gpus_of_step
 from mopd.launch.preparing import rank_facts, settled, shown, weights_bytes
 from mopd.launch.slurm.layout import JobComponent, JobLayout, lay_out, of_job, slurm_of
@@ -185,6 +185,8 @@ def _check_gpus(loaded: Loaded, num_nodes: int, node: int) -> None:
     and in a job those that it asked for."""
     hardware, student_nodes, place = this_hardware(), num_nodes, _place_in_job(loaded, num_nodes, node)
     num_ranks = _num_ranks(loaded, place, num_nodes)
+    if num_ranks:
+        check_cuda(hardware)
     if place is not None:
         layout, component, index = place
         loaded = of_job(loaded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 from mopd.base.files.reading import shown_path
+from mopd.base.hardware import Hardware
 from mopd.base.text import visible
 from mopd.base.types import UserError
 from mopd.config.load import Loaded
 from mopd.config.machine.places import engine_groups
+from mopd.config.output import WandBConfig
 from mopd.config.placements import LocalConfig
 from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
 from mopd.config.student import ParallelConfig
@@ -84,8 +87,10 @@ def file_checks(loaded: Loaded, is_whole: Callable[..., bool]) -> Iterator[tuple
     for name in recipe.rewards or {}:
         if is_whole("rewards", name):
             yield f"reward of {name}", partial(_check_reward, loaded, name)
+    if is_whole("checkpoint") and recipe.checkpoint.push_to_hub is not None:
+        yield "push_to_hub", partial(_check_push, loaded.where("checkpoint", "push_to_hub"))
     if is_whole("metrics") and recipe.metrics.wandb is not None:
-        yield "wandb", _check_wandb
+        yield "wandb", partial(_check_wandb, recipe.metrics.wandb)
 
 
 def check_data_file(loaded: Loaded, file: str, split: str) -> None:
@@ -101,11 +106,38 @@ def _check_reward(loaded: Loaded, name: str) -> None:
         _check_file(loaded, reward.path, "rewards", name, "path")
 
 
-def _check_wandb() -> None:
+def _check_push(where: str) -> None:
+    from mopd.data.hub.push import check_token  # half a second, for few recipes
+
+    check_token(where)
+
+
+def _check_wandb(cfg: WandBConfig) -> None:
+    """Refuse Weights & Biases without its package, or without a key for its server."""
     if importlib.util.find_spec("wandb") is None:
         raise UserError(
             "metrics.wandb is set but the wandb package is not installed: run pip install wandb, or remove the section"
         )
+    if cfg.mode == "online" and os.environ.get("WANDB_MODE", "online") == "online" and not _has_wandb_key():
+        raise UserError(
+            "metrics.wandb: there is no key for Weights & Biases here: run wandb login, export WANDB_API_KEY, or set "
+            "metrics.wandb.mode: offline"
+        )
+
+
+def _has_wandb_key() -> bool:
+    """Return whether the environment holds a key, or a netrc file a login as ``wandb login`` writes it, for whichever
+    server."""
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return True
+    for path in filter(None, (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")):
+        try:
+            text = Path(path).expanduser().read_text(encoding="utf-8", errors="replace")
+        except (OSError, RuntimeError):  # absent, closed, or no home
+            continue
+        if re.search(r"\blogin\s+user\b", text):
+            return True
+    return False
 
 
 def check_machine(loaded: Loaded, num_nodes: int = 1) -> None:
@@ -122,6 +154,26 @@ def check_machine(loaded: Loaded, num_nodes: int = 1) -> None:
         raise UserError(
             f"{loaded.where('student', 'parallel')}: {num_ranks} ranks on this machine of {num_cores} cores, where "
             f"{most} are possible: lower the sizes, or start on several nodes (--nnodes)"
+        )
+
+
+def check_cuda(hardware: Hardware) -> None:
+    """Refuse a torch that cannot use the GPUs that are shown: the run would go on in silence, on the CPU.
+
+    Raises:
+        UserError: what torch and the driver have.
+    """
+    if not hardware.gpu_memory_bytes:
+        return
+    there = f"{len(hardware.gpu_memory_bytes)} GPUs are shown here, and this torch"
+    cure = "or export CUDA_VISIBLE_DEVICES= to stay on the CPU"
+    if hardware.torch_cuda is None:
+        raise UserError(f"{there} is a CPU build: install one for CUDA in its place, {cure}")
+    torch_cuda, driver_cuda = hardware.torch_cuda, hardware.driver_cuda
+    if driver_cuda is not None and int(torch_cuda.partition(".")[0]) > int(driver_cuda.partition(".")[0]):
+        raise UserError(
+            f"{there} is built for CUDA {torch_cuda}, the driver takes CUDA {driver_cuda} (nvidia-smi): install a "
+            f"newer driver or a torch for CUDA {driver_cuda.partition('.')[0]}, {cure}"
         )
 
 

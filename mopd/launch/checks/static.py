@@ -29,7 +29,7 @@ from mopd.data.hub.names import hub_data, hub_model
 from mopd.data.image_processing import read_image_processing, sees_images
 from mopd.data.prompts import check_domains_have_teachers, require_vision_student, require_vision_teachers
 from mopd.data.templates.rendering import Renderer
-from mopd.launch.checks.inputs import Check, check_data_file, check_machine, check_model_folder, file_checks
+from mopd.launch.checks.inputs import Check, check_cuda, check_data_file, check_machine, check_model_folder, file_checks
 from mopd.launch.preparing import check_student_layout, settled
 from mopd.planning.plan import check_models
 from mopd.rewards.domains import build_rewards
@@ -184,6 +184,7 @@ class StaticChecks:
         return f"{self._recipe.student.parallel.world_size} ranks for {dims.num_layers} layers of {dims.family}"
 
     def _gpus(self) -> str:
+        check_cuda(self._hardware)
         loaded = settled(self._loaded, self._hardware)
         num_ranks = loaded.recipe.student.parallel.world_size
         place_on_machine(engine_groups(loaded.recipe), num_ranks, self._hardware.num_gpus).require(loaded.where)

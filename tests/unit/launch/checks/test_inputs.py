@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mopd.base.hardware import Hardware
 from mopd.base.types import UserError
 from mopd.config.load import Loaded, load_recipe
-from mopd.launch.checks.inputs import check_inputs, check_machine, check_world_size
+from mopd.launch.checks.inputs import check_cuda, check_inputs, check_machine, check_world_size
 from tests.fixtures.recipe import RECIPE
 
 Load = Callable[..., Loaded]
@@ -58,6 +61,25 @@ def test_a_working_directory_of_two_lines_is_refused(load: Load, monkeypatch: py
     monkeypatch.chdir("a\nb")
     with pytest.raises(UserError, match=r"/a\\nb: the working directory holds a control character: rename it"):
         check_inputs(loaded)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "line"),
+    [
+        (Hardware(gpu_memory_bytes=(2**30,) * 8), "8 GPUs are shown here, and this torch is a CPU build: install one"),
+        (
+            Hardware(gpu_memory_bytes=(2**30,), torch_cuda="13.0", driver_cuda="12.4"),
+            "this torch is built for CUDA 13.0, the driver takes CUDA 12.4 (nvidia-smi): install a newer driver or a "
+            "torch for CUDA 12, or export CUDA_VISIBLE_DEVICES= to stay on the CPU",
+        ),
+    ],
+)
+def test_gpus_that_this_torch_cannot_use_are_no_silent_cpu(hardware: Hardware, line: str) -> None:
+    with pytest.raises(UserError, match=re.escape(line)):
+        check_cuda(hardware)
+    check_cuda(replace(hardware, gpu_memory_bytes=()))
+    check_cuda(replace(hardware, torch_cuda="12.9", driver_cuda="12.4"))  # minor versions of one major go together
+    check_cuda(replace(hardware, torch_cuda="13.0", driver_cuda=None))
 
 
 def test_a_missing_wandb_is_one_line(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
