@@ -63,14 +63,16 @@ def test_one_file_reads_parallel_state() -> None:
 
 def test_the_environment_is_read_where_processes_start() -> None:
     """vLLM reads its settings from the environment: the module that starts it has to set them; so do groups of NCCL.
-    Which GPUs a process may use stands there too."""
+    Which GPUs a process may use stands there too, and the keys of services that a start checks and uploads need, which
+    are in no file of a run."""
     readers = {
         path.relative_to(ROOT) for path in (ROOT / "mopd").rglob("*.py") if names_in(path) & {"environ", "getenv"}
     }
-    rooms = {Path("mopd/launch"), Path("mopd/placement"), Path("mopd/placement/ray")}
+    rooms = {Path("mopd/launch"), Path("mopd/launch/checks"), Path("mopd/placement"), Path("mopd/placement/ray")}
     assert {str(path) for path in readers if path.parent not in rooms} == {
         "mopd/engines/vllm/start.py",
         "mopd/base/hardware.py",
+        "mopd/data/hub/push.py",
         "mopd/weights/backends.py",
     }
 
