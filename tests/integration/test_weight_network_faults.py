@@ -217,9 +217,24 @@ def test_a_run_that_asks_for_the_collective_ends_in_one_line(walled: Site, world
 
 
 @ONLY_WHOLE
-def test_a_run_that_leaves_the_way_to_mopd_goes_on_by_http(walled: Site, world: World, tmp_path: Path) -> None:
-    done = trained(walled, world, tmp_path / "run", type="auto")
+def test_a_run_by_http_trains_as_one_by_a_group(site: Site, world: World, tmp_path: Path) -> None:
+    """Without a firewall the weights go by a group; behind one, in a run that leaves the way to mopd, by HTTP from the
+    first update on. Losses and rewards are the same to the last bit."""
+    grouped = trained(site, world, tmp_path / "group", type="collective", timeout_s=DEADLINE_S)
+    assert grouped.returncode == 0, grouped.stderr
+    drop_all_but(site.far, *site.servers.ports)
+    drop_all_but(site.near)
+    done = trained(site, world, tmp_path / "http", type="auto")
     print(done.stderr)
     assert done.returncode == 0 and "Traceback" not in done.stderr
     assert done.stderr.count("the weights go by HTTP") == 1
-    assert len(read_metrics(tmp_path / "run")) == 3
+    written = [(tmp_path / way / "metrics.jsonl").read_text(encoding="utf-8") for way in ("group", "http")]
+    assert ["timing/weights_send_s" in text for text in written] == [True, False]
+    by_group, by_http = (without_traffic(tmp_path / way) for way in ("group", "http"))
+    assert len(by_http) == 3 and by_http == by_group
+
+
+def without_traffic(run_dir: Path) -> list[dict[str, float]]:
+    """``read_metrics`` without the bytes of HTTP to the rollout, of which weights are some or none."""
+    lines = read_metrics(run_dir)
+    return [{name: v for name, v in line.items() if not name.startswith("rollout/payload_bytes")} for line in lines]
