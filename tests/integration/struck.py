@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from mopd.launch import orchestrator
 from mopd.orchestrator.__main__ import run
@@ -32,6 +33,7 @@ from mopd.orchestrator.weights.targets import TransferTargets
 from mopd.student.sending import WeightSender
 from mopd.student.worker import StudentWorker
 from mopd.weights.carrying import TravellingParts
+from mopd.weights.group import GroupOrder
 from tests.integration.recorded import JOURNAL, run_recorded
 
 PHASES = ("join", "start", "bucket", "flight", "finish", "after")
@@ -46,12 +48,13 @@ class Act:
     """What befalls one process."""
 
     does: str
-    """``KILL``, ``STOP``, ``TERM``; ``flip`` a bit of the part; ``wait`` for the file ``GO``."""
+    """``KILL``, ``STOP``, ``TERM``; ``flip`` a bit of the part; ``wait`` for the file ``GO``; ``forge`` an
+    entry of the store; ``wall``, a firewall that lets no new connection come to this process's network."""
     role: str = ""
     pid: int = 0
     """0: rank 0 itself."""
     resume_after_s: float | None = None
-    """After ``STOP``."""
+    """After ``STOP``, or until a ``wall`` falls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,8 @@ class _Striker:
     def __init__(self, journal: Path, rank_0: int) -> None:
         self.journal, self._rank_0 = journal, rank_0
         self._armed: Fault | None = None
+        self.order: GroupOrder | None = None
+        """Of the group that replicas are about to join."""
         self._num_parts = 0
         self.kept: Tensor | None = None
         """Memory that a part leaves from."""
@@ -133,6 +138,14 @@ class _Striker:
                 deadline = time.monotonic() + LONGEST_WAIT_S
                 while not (self.journal / GO).exists() and time.monotonic() < deadline:
                     time.sleep(0.02)
+            elif act.does == "forge":
+                assert self.order is not None
+                stranger = TCPStore(self.order.host, self.order.port, is_master=False)
+                stranger.set(f"{self.order.group_id}/verdict", "go")
+            elif act.does == "wall":
+                rule = "INPUT -p tcp ! -i lo --syn -j DROP"
+                subprocess.run(f"iptables -A {rule}".split(), check=True)
+                subprocess.Popen(["sh", "-c", f"sleep {act.resume_after_s}; iptables -D {rule}"])
             elif act.does != "flip":
                 _signal(act, act.pid or self._rank_0)
 
@@ -167,6 +180,8 @@ def _strike_orders(striker: _Striker) -> None:
         call = getattr(TransferTargets, phase)
 
         async def watched(self: TransferTargets, *args: Any, **options: Any) -> Any:
+            if phase == "join":
+                striker.order = args[1]
             await asyncio.to_thread(striker.reach, phase)
             return await call(self, *args, **options)
 

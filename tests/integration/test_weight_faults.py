@@ -1,4 +1,5 @@
-"""Weight updates by a collective in whole runs, struck in every phase: killed, stopped, late and doubled peers.
+"""Weight updates by a collective in whole runs, struck in every phase: killed, stopped, late and doubled peers,
+strangers in the store, a firewall; on one network, on two, and on a Ray cluster's two nodes.
 
 Invariant: whatever befalls a replica, the run goes on within its deadlines and the replica gets the weights of the
 moment when it is back; whatever befalls a rank or the orchestrator, the run ends in one line, and goes on with
@@ -24,9 +25,12 @@ from tests.fixtures.chance import seed_of
 from tests.fixtures.networks import can_make_networks, two_networks
 from tests.integration.under_fire import check_accounts
 from tests.integration.weight_faults import (
+    RAY,
     VLLM,
+    WALL,
     Case,
     FarRun,
+    RayRun,
     StruckRun,
     Witness,
     draw,
@@ -37,7 +41,7 @@ from tests.integration.world import World
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 NUM_CASES = int(os.environ.get("MOPD_WEIGHT_KILLS", "0"))
-PARTS = os.environ.get("MOPD_WEIGHT_KILLS_PARTS", "one two far vllm").split()
+PARTS = os.environ.get("MOPD_WEIGHT_KILLS_PARTS", "one two far ray vllm").split()
 FEW = [Case(does="kill", phase="flight"), Case(does="flip", phase="bucket"), Case(does="term", phase="bucket")]
 """Of a run with one rank, in ``make test``: it starts once."""
 ENDING_STEPS = 4
@@ -93,11 +97,13 @@ def shared_out(cases: list[Case], chance: random.Random) -> dict[str, tuple[list
     shares: dict[str, tuple[list[Case], dict[str, Any]]] = {
         "one": (plain[0::4], {}),
         "two": (plain[1::4] + [case for case in cases if case.rank], two_ranks),
-        "far": (plain[2::4] + plain[3::4], {"parallel": chance.choice((None, "tensor", "pipeline"))}),
+        "far": ([*plain[2::4], *plain[3::4], WALL], {"parallel": chance.choice((None, "tensor", "pipeline"))}),
     }
     if not can_make_networks():
         print("needs root, ip and iptables, to make networks: no replica is in another one", flush=True)
-        shares["one"][0].extend(shares.pop("far")[0])
+        shares["one"][0].extend(case for case in shares.pop("far")[0] if case != WALL)
+    elif importlib.util.find_spec("ray"):
+        shares["ray"] = (list(RAY), {})
     if importlib.util.find_spec("vllm"):
         one = {"num_replicas": 1, "patience": 4.0, "rollout__engine": {**ENGINE, "tensor_parallel_size": 2}}
         shares["vllm"] = (list(VLLM), one)
@@ -109,8 +115,9 @@ def test_struck_updates(small_world: World, tmp_path: Path) -> None:
     shares = shared_out(draw(NUM_CASES, chance), chance) if NUM_CASES else {"one": (FEW, {})}
     for name, (cases, options) in shares.items():
         with contextlib.ExitStack() as stack:
-            if name == "far":
-                run: StruckRun = FarRun(small_world, tmp_path / name, stack.enter_context(two_networks()), **options)
+            if name in ("far", "ray"):
+                kind = FarRun if name == "far" else RayRun
+                run: StruckRun = kind(small_world, tmp_path / name, stack.enter_context(two_networks()), **options)
             else:
                 run = StruckRun(small_world, tmp_path / name, **options)
             stack.callback(run.close)

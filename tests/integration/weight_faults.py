@@ -25,8 +25,9 @@ from tests.fixtures.networks import within
 from tests.fixtures.servers import engine_file
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 from tests.integration.far_servers import FarServers
+from tests.integration.ray_nodes import ray_nodes
 from tests.integration.struck import GO, PHASES, Act, Fault
-from tests.integration.under_fire import LOCAL, MAX_STALENESS, TOY, Run, recipe_of
+from tests.integration.under_fire import LOCAL, MAX_STALENESS, TOY, Run, recipe_of, role_of
 from tests.integration.world import World, write_prompts
 
 TIMEOUT_S = 4.0
@@ -42,6 +43,8 @@ MAX_DEATHS = 3
 """Of each replica in one life of a run that starts it: as many as there are restarts."""
 FAR_S = 60.0
 """``routing.request_timeout_s`` of replicas that somebody else starts again: those away for longer are given up."""
+WALL_S = TIMEOUT_S + 2.0
+"""Of a firewall: longer than an attempt lasts."""
 HARMLESS, FATAL = "goes on", "ends"
 
 
@@ -51,7 +54,8 @@ class Case:
 
     does: str
     """``kill``, ``stop_short`` and ``stop_long`` a replica (below and above the deadline); ``flip`` a bit; ``come``: a
-    replica that died is back in this phase; ``kill_two``, ``kill_and_stop``, ``kill_and_flip``; ``pause_short`` and
+    replica that died is back in this phase; ``forge`` an entry of the store; ``wall``, a firewall before the student
+    that lasts beyond the deadline; ``kill_two``, ``kill_and_stop``, ``kill_and_flip``; ``pause_short`` and
     ``pause_long`` rank 0; ``kill_rank``, ``kill_orchestrator``, ``term``; ``kill_worker`` and ``stop_worker``, of
     vLLM."""
     phase: str
@@ -69,6 +73,7 @@ ALL = [
     *(Case(does="stop_long", phase=phase) for phase in ("join", "start", "bucket", "flight", "finish")),
     *(Case(does="flip", phase=phase) for phase in ("bucket", "bucket")),
     *(Case(does="come", phase=phase) for phase in ("join", "start", "bucket", "finish", "after")),
+    Case(does="forge", phase="join"),
     Case(does="kill_two", phase="flight"),
     Case(does="kill_and_stop", phase="start"),
     Case(does="kill_and_flip", phase="bucket"),
@@ -82,6 +87,20 @@ ALL = [
 """More than 30: ``draw`` takes some."""
 
 
+WALL = Case(does="wall", phase="join")
+"""Between two networks alone."""
+RAY = [
+    Case(does="kill", phase="flight"),
+    Case(does="stop_short", phase="join"),
+    Case(does="stop_long", phase="bucket"),
+    Case(does="come", phase="start"),
+    Case(does="forge", phase="join"),
+    WALL,
+    Case(does="term", phase="bucket"),
+]
+"""Of replicas on another node of a Ray cluster."""
+SAYS = {"flip": "changed on", "forge": "is not signed with this run's secret", "wall": "processes met at"}
+"""What stands in the log of a run that was struck so."""
 VLLM = [
     Case(does="stop_worker", phase="bucket"),
     Case(does="kill_worker", phase="flight"),
@@ -236,6 +255,35 @@ class FarRun(StruckRun):
         self.servers.close()
 
 
+class RayRun(StruckRun):
+    """One whose replicas are on a Ray cluster's node in another network."""
+
+    def __init__(self, world: World, folder: Path, networks: Sequence[str], **options: Any) -> None:
+        self._stack = contextlib.ExitStack()
+        address = self._stack.enter_context(ray_nodes(networks, num_cpus=NUM_REPLICAS))
+        placement = {"type": "ray", "address": address, "startup_timeout_s": 240.0}
+        options |= {"rollout__replicas": NUM_REPLICAS}
+        super().__init__(world, folder, placement=placement, request_timeout_s=FAR_S, patience=2.0, **options)
+        self.within = within(networks[0])
+
+    def family(self) -> dict[str, psutil.Process]:
+        """See ``Run.family``; replicas are children of Ray's agents, and write into the run's folder."""
+        found = super().family()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended
+                if "serve" in process.cmdline() and Path(f"/proc/{process.pid}/fd/1").readlink().is_relative_to(
+                    self.path
+                ):
+                    self._seen[process.pid] = process
+                    found[role_of(process) or "reaper"] = process
+        return found
+
+    def close(self) -> None:
+        """See ``StruckRun.close``."""
+        super().close()
+        self._stack.close()
+
+
 def strike(run: StruckRun, case: Case, number: int, chance: random.Random) -> dict[str, Any]:
     """Let it happen in the next update, and see it through; what it took."""
     replicas = sorted(
@@ -268,14 +316,14 @@ def strike(run: StruckRun, case: Case, number: int, chance: random.Random) -> di
             assert run.is_repaired(), run.stderr
         (run.journal / GO).touch()
         _goes_on(run, pause_s)
-        assert case.does != "flip" or "changed on" in run.stderr, run.stderr
+        assert SAYS.get(case.does, "") in run.stderr, run.stderr
         told = "; ".join(run.stderr.splitlines()[-2:])
     took_s = round(time.monotonic() - began, 1)
     return {"case": str(case), "victims": replicas[:2], "step": [before, run.num_steps], "s": took_s, "told": told}
 
 
 def _needs_bucket(case: Case) -> bool:
-    return "flip" in case.does or case.does == "come"
+    return "flip" in case.does or case.does in ("come", "forge", "wall")
 
 
 def _acts(case: Case, replicas: list[str], pids: dict[str, int]) -> tuple[list[Act], list[str], float]:
@@ -297,6 +345,10 @@ def _acts(case: Case, replicas: list[str], pids: dict[str, int]) -> tuple[list[A
             return [Act(does="STOP", role="worker 1", pid=pids["worker 1"], resume_after_s=short)], [], short
         case "flip":
             return [Act(does="flip")], [], 0.0
+        case "forge":
+            return [Act(does="forge")], [], 0.0
+        case "wall":
+            return [Act(does="wall", resume_after_s=WALL_S)], [], WALL_S
         case "come":
             return [Act(does="wait")], [first], 0.0
         case "kill_two":
