@@ -1,8 +1,8 @@
 """Distillation losses on vocab-parallel logits. Formulas and conventions: ``docs/losses.md``.
 
-``api`` holds the public functions. ``divergences`` with ``topk``, ``sampled``, ``aggregation`` and ``choice`` hold the
-formulas; ``chunked``, ``triton`` and ``reference`` are the layers that compute them; ``linear`` puts an LM head before
-any of them; ``teacher_topk`` is the teacher's side.
+``api`` holds the public functions, ``full`` those of the whole vocabulary. ``divergences`` with ``topk``, ``sampled``,
+``aggregation`` and ``choice`` hold the formulas; ``chunked``, ``triton`` and ``reference`` are the layers that compute
+them; ``linear`` puts an LM head before any of them; ``teacher_topk`` is the teacher's side.
 """
 
 from mopd.losses.aggregation import domain_factors, token_weights
@@ -14,6 +14,7 @@ from mopd.losses.api import (
     parallel_topk_distill,
 )
 from mopd.losses.choice import largest_rows, num_chosen, total_chosen
+from mopd.losses.full import linear_full_distill, parallel_full_distill
 from mopd.losses.linear.head import LinearHead, choose_rows
 from mopd.losses.linear.loss import linear_loss
 from mopd.losses.sampled import kept_sequences
@@ -26,9 +27,11 @@ __all__ = [
     "domain_factors",
     "kept_sequences",
     "largest_rows",
+    "linear_full_distill",
     "linear_loss",
     "num_chosen",
     "parallel_entropy_and_topk_overlap",
+    "parallel_full_distill",
     "parallel_gather_logprobs",
     "parallel_policy_gradient",
     "parallel_sampled_kl",

@@ -127,7 +127,7 @@ def parallel_topk_distill(
         ``task_loss`` and ``correction_weight`` with ``task_advantage``; ``tail_loss``, the policy gradient's term of
         ``tail: sampled``, and ``outside``, 1 where the sampled token is not in S; ``entropy`` in nats.
     """
-    call = _open_call(inp, **shared)
+    call = open_call(inp, **shared)
     checks.check_choice(loss, tail, beta)
     checks.check_caps(logprob_min_clamp, loss_max_clamp, loss_soft_cap)
     checks.check_teacher(call.rows, teacher_ids, teacher_logprobs, teacher_weights, call.shard.vocab_size)
@@ -174,7 +174,7 @@ def parallel_gather_logprobs(
     Returns:
         log-probs ``[rows, K]`` (-inf for ids outside the true vocabulary), log-sum-exp of the scaled logits ``[rows]``.
     """
-    call = _open_call(inp, **shared)
+    call = open_call(inp, **shared)
     checks.check_columns("ids", ids, call.rows, "int")
     if ids.dim() != len(call.rows) + 1:
         raise ValueError(f"ids is {list(ids.shape)}: inp has rows {list(call.rows)}, pass {list(call.rows)} + [K]")
@@ -217,7 +217,7 @@ def parallel_sampled_kl(
     check_estimator(estimator)
     check_correction(correction, rollout=rollout_logprobs is not None)
     checks.check_caps(None, loss_max_clamp, None)
-    call = _open_call(inp, **shared)
+    call = open_call(inp, **shared)
     logprobs, teacher = _sampled_rows(inp, call, target, teacher_logprobs)
     delta = logprobs - teacher
     clamped = torch.zeros_like(delta, dtype=torch.bool)
@@ -286,7 +286,7 @@ def parallel_policy_gradient(
     check_task(task_advantage is not None, task_reward_weight, True)
     surrogate = Surrogate(clip_ratio_low, clip_ratio_high, dual_clip, correction)
     surrogate.check(old=old_logprobs is not None, rollout=rollout_logprobs is not None)
-    call = _open_call(inp, **shared)
+    call = open_call(inp, **shared)
     if topk_ids is None or topk_logprobs is None:
         logprobs, teacher = _sampled_rows(inp, call, target, teacher_logprobs)
         subtracted = torch.zeros_like(teacher) if baseline is None else call.number("baseline", baseline)
@@ -328,9 +328,7 @@ def parallel_entropy_and_topk_overlap(
         entropy of the student in nats ``[rows]``, and overlap ``[rows]``: the share of the teacher's ids (those in the
         vocabulary) among the student's K most probable.
     """
-    call = _open_call(
-        inp, temperature, loss_weight, dist_process_group, vocab_range, true_vocab_size, backend="chunked"
-    )
+    call = open_call(inp, temperature, loss_weight, dist_process_group, vocab_range, true_vocab_size, backend="chunked")
     checks.check_columns("teacher_ids", teacher_ids, call.rows, "int")
     if teacher_ids.dim() != len(call.rows) + 1 or teacher_ids.size(-1) > call.shard.vocab_size:
         raise ValueError(
@@ -390,7 +388,7 @@ def _rollout_rows(call: LossCall, rollout_logprobs: Tensor | None) -> Tensor | N
     return None if rollout_logprobs is None else call.logprobs("rollout_logprobs", rollout_logprobs, sampled=True)
 
 
-def _open_call(
+def open_call(
     inp: Tensor,
     temperature: float = 1.0,
     loss_weight: Tensor | None = None,

@@ -165,3 +165,19 @@ def capped(loss: Tensor, kind: TopKLoss) -> Tensor:
         c = kind.loss_soft_cap
         return torch.where(loss > c, c * (1 + (loss / c).clamp_min(1).log()), loss)
     return loss
+
+
+def full_rows(
+    inp: Tensor, teacher_TV: Tensor, call: LossCall, loss: str, beta: float, skew: float
+) -> tuple[Tensor, Tensor]:
+    """Return the full-vocabulary divergence of every row, weighted and not, ``[T]`` float64."""
+    log_p = scaled_logits(inp, call).log_softmax(1)
+    log_q = scaled_logits(teacher_TV.detach(), call).log_softmax(1)
+    if loss == "jsd":
+        value = _jensen_shannon(log_p, log_q, beta).sum(1)
+    else:
+        first, second = (log_q, log_p) if loss == "forward_kl" else (log_p, log_q)
+        if skew > 0:
+            second = torch.logaddexp(math.log(skew) + first, math.log1p(-skew) + second)
+        value = _expectation(first, first - second).sum(1)
+    return call.weighted(value), value.detach()

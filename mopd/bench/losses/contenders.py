@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mopd.bench.losses.inputs import HeadInputs, LossInputs
-from mopd.losses import LinearHead, linear_loss, parallel_topk_distill
+from mopd.losses import LinearHead, linear_full_distill, linear_loss, parallel_topk_distill
 from mopd.losses.linear.head import Rows
 
 CHUNK_ROWS = 1024
@@ -201,6 +201,9 @@ CHECKED_ROWS = 32
 """Rows, evenly spaced, whose gradient is compared with float64."""
 MEMORY_SHARE = 10
 """Memory of the logits over the budget of ``linear_loss``."""
+FULL_SHARE, FULL_ROWS = 64, 32
+"""Memory of one side's logits over the budget of ``linear_full_distill``, and the rows that it has at least: with fewer
+each chunk would read and write the weight gradient for next to no work."""
 RowLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 STYLES: tuple[tuple[str, str, RowLoss], ...] = (
     ("ghost-token style", "bucket", ghost_token),
@@ -330,6 +333,8 @@ def head_contenders(inputs: HeadInputs) -> list[Contender]:
         add("GEMMs + eager fp32 loss", "plain", "bucket", unfused),
         _fused(inputs, "bucket"),
         _fused(inputs, "cross entropy"),
+        add("GEMMs of both + eager fp32 KL", "plain", "full KL", lambda: eager_full(inputs)),
+        _fused_full(inputs),
         add("Liger fused-linear cross entropy", "released", "cross entropy", entropy),
         add("Liger fused-linear JSD", "released", "dense JSD", jsd),
         add("Liger chunked distillation", "released", "dense JSD", chunked),
@@ -357,7 +362,37 @@ def _fused(inputs: HeadInputs, loss: str) -> Contender:
         head = LinearHead()
         return linear_loss(inputs.hidden, weight, row_loss, head, head.rows_within(budget, inputs.hidden, weight))[0]
 
-    note = f"memory budget {budget / 2**20:.3g} MiB, 1 / {logits_bytes / budget:.3g} of the logits"
-    note += "; weight gradient added to an fp32 main_grad"
-    made: dict[str, Any] = {"leaves": (inputs.hidden,), "restore": main_grad.zero_, "note": note}
+    made: dict[str, Any] = {"leaves": (inputs.hidden,), "restore": main_grad.zero_}
+    made["note"] = _budget_note(budget, logits_bytes)
     return Contender(name="linear_loss", group="ours", loss=loss, forward=total, **made)
+
+
+def _budget_note(budget: int, logits_bytes: int) -> str:
+    note = f"memory budget {budget / 2**20:.3g} MiB, 1 / {logits_bytes / budget:.3g} of the logits"
+    return note + "; weight gradient added to an fp32 main_grad"
+
+
+def eager_full(inputs: HeadInputs) -> Tensor:
+    """Compute the KL of teacher and student over the whole vocabulary as one writes it first: all logits of both."""
+    log_q = (inputs.teacher_hidden @ inputs.teacher_weight.T).float().log_softmax(1)
+    log_p = (inputs.hidden @ inputs.weight.T).float().log_softmax(1)
+    return ((log_q.exp() * (log_q - log_p)).sum(1) * inputs.weights).sum()
+
+
+def _fused_full(inputs: HeadInputs) -> Contender:
+    """Make the contender ``linear_full_distill``; budget and weight gradient as in ``_fused``."""
+    columns, size = inputs.weight.size(0), inputs.hidden.element_size()
+    logits_bytes, row_bytes = inputs.hidden.size(0) * columns * size, columns * (size + 4)
+    budget = max(logits_bytes // FULL_SHARE, FULL_ROWS * row_bytes)
+    weight = inputs.weight.detach().requires_grad_()
+    main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    weight.main_grad = main_grad  # type: ignore[attr-defined]
+
+    def total() -> Tensor:
+        teacher = inputs.teacher_hidden, inputs.teacher_weight
+        own = {"memory_budget": budget, "loss_weight": inputs.weights}
+        return linear_full_distill(inputs.hidden, weight, *teacher, **own)[0]  # type: ignore[arg-type]
+
+    made: dict[str, Any] = {"leaves": (inputs.hidden,), "restore": main_grad.zero_}
+    made["note"] = _budget_note(budget, logits_bytes)
+    return Contender(name="linear_full_distill", group="ours", loss="full KL", forward=total, **made)

@@ -91,13 +91,14 @@ class Block:
             rows.index_copy_(0, self.pick, values)
 
 
-def blocks(x: Tensor, active: Tensor | None) -> Iterator[Block]:
+def blocks(x: Tensor, active: Tensor | None, buffers: int = 1) -> Iterator[Block]:
     """Yield blocks that cover all rows of ``x``; ``active`` ``[T]`` bool marks the rows to compute (None: all).
+    ``buffers`` of a block's size together keep to the bound of one scratch buffer.
 
     Rows are left out on synchronous devices only: choosing them elsewhere would wait for the device.
     """
     elements = GPU_BLOCK_BYTES // 4 if x.is_cuda else BLOCK_ELEMENTS
-    height = max(1, elements // max(1, x.size(-1)))
+    height = max(1, elements // (buffers * max(1, x.size(-1))))
     for slab in slabs(x):
         count = slab.view(x).size(0)
         marks = active[slab.rows] if active is not None and can_look(x) else None

@@ -124,9 +124,9 @@ class LinearHead:
         """Return the dtype in which hidden gradients are summed: fp32 or wider if several ranks contribute."""
         return accumulation_dtype(weight) if self.world_size > 1 else weight.dtype
 
-    def rows_within(self, memory_budget: int, hidden: Tensor, weight: Tensor) -> int:
+    def rows_within(self, memory_budget: int, hidden: Tensor, weight: Tensor, row_bytes: int = 0) -> int:
         """Return how many rows of logits may exist at once: all that are computed, or as many as fit beside the
-        gradients.
+        gradients. ``row_bytes`` is what else exists for each of these rows, as a teacher's logits.
 
         Counted are bytes besides inputs, results, ``[T, K]`` numbers and the scratch of the logits passes. The same on
         all ranks, whose shards are equal.
@@ -136,7 +136,7 @@ class LinearHead:
                 wrong.
         """
         check_factors(hidden, weight)
-        num_rows, row = self.num_rows(hidden), weight.size(0) * weight.element_size()
+        num_rows, row = self.num_rows(hidden), weight.size(0) * weight.element_size() + row_bytes
         if num_rows * row <= memory_budget:
             return num_rows
         beside = self._bytes_beside_chunks(hidden, weight)

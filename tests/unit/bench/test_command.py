@@ -67,6 +67,8 @@ def test_ours_beside_the_others(result: dict[str, Any]) -> None:
     assert one["torch cross entropy", "cross entropy"]["status"] == "measured"
     fused = [row for (name, _), row in heads.items() if name == "linear_loss"]
     assert len(fused) == 2 and all(row["status"] == "measured" for row in fused)
+    full = [row for (_, loss), row in heads.items() if loss == "full KL"]
+    assert len(full) == 2 and all(row["status"] == "measured" for row in full)
 
 
 def test_a_failed_row_fails_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

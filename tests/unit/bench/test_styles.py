@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from mopd.bench.losses import contenders as styles
+from mopd.bench.losses.cases import Case
+from mopd.bench.losses.inputs import make_head_inputs
 from tests.parity.losses.definitions import rows_and_gradient, teacher_topk
 
 ROWS, VOCAB, K = 7, 41, 5
@@ -111,3 +113,21 @@ def test_diagnostics(problem: Problem) -> None:
         assert int(shared[t]) == len(both)
         assert float(mass[t]) == pytest.approx(sum(float(p[t, j]) for j in both), rel=1e-5)
     assert int(shared.sum()) > 0
+
+
+def test_both_ways_to_the_full_kl() -> None:
+    """Several pieces, and the gradient of the head in its buffer."""
+    inputs = make_head_inputs(Case(rows=70, vocab=300, k=4, dtype="float32", hidden=8), torch.device("cpu"))
+    ours = next(entry for entry in styles.head_contenders(inputs) if entry.name == "linear_full_distill")
+    log_p, log_q = (
+        (states.double() @ weight.double().T).log_softmax(1).detach()
+        for states, weight in ((inputs.hidden, inputs.weight), (inputs.teacher_hidden, inputs.teacher_weight))
+    )
+    expected = (log_q.exp() * (log_q - log_p)).sum(1).mean()
+    eager = styles.eager_full(inputs)
+    (wanted,) = torch.autograd.grad(eager, inputs.hidden)
+    assert not isinstance(ours.forward, str)
+    fused = ours.forward()
+    (got,) = torch.autograd.grad(fused, inputs.hidden)
+    torch.testing.assert_close(torch.stack([eager, fused]).detach().double(), expected.expand(2), rtol=0, atol=1e-6)
+    assert float((got - wanted).norm() / wanted.norm()) < 1e-4

@@ -1,0 +1,171 @@
+"""Full-vocabulary divergences of two LM heads equal their definition, evaluated on all logits in float64.
+
+Invariant: loss, both gradients and the metrics are those that autograd gives for sum_j a_j log(a_j / b_j) on
+probability vectors, in pieces or at once, in float64 to 1e-9 and in float32 to 1e-6. Not exercised here: several ranks
+(``test_full_ranks.py``), CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd.losses import parallel_full_distill
+from tests.parity.losses.full_ranks import BUDGETS, FORMS, TEMPERATURE, VOCAB, problem, run_case
+
+
+def kl(a: Tensor, b: Tensor) -> Tensor:
+    """KL(a || b) of the rows of two probability vectors."""
+    return (a * (a / b).log()).sum(-1)
+
+
+def by_definition(form: str, p: Tensor, q: Tensor) -> Tensor:
+    """The form's divergence of student p and teacher q, each ``[..., V]``."""
+    if form == "jsd":
+        mixture = 0.3 * q + 0.7 * p
+        return 0.3 * kl(q, mixture) + 0.7 * kl(p, mixture)
+    skew = 0.2 if form.startswith("skewed") else 0.0
+    if form.endswith("forward_kl"):
+        return kl(q, skew * q + (1 - skew) * p)
+    return kl(p, skew * p + (1 - skew) * q)
+
+
+def expected(form: str) -> dict[str, Tensor]:
+    """What ``run_case`` returns, from the definition."""
+    data = problem()
+    hidden, weight = (data[name].clone().requires_grad_() for name in ("hidden", "weight"))
+    p = ((hidden @ weight.t())[..., :VOCAB] / TEMPERATURE).softmax(-1)
+    q = ((data["teacher_hidden"] @ data["teacher_weight"].t())[..., :VOCAB] / TEMPERATURE).softmax(-1)
+    value, row_weight = by_definition(form, p, q), data["loss_weight"].double()
+    loss = (row_weight * value).sum()
+    loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    own = [x.gather(-1, data["target"].unsqueeze(-1)).squeeze(-1).log().detach() for x in (p, q)]
+    metrics = dict(
+        zip(("unweighted_loss", "student_logprobs", "teacher_logprobs"), (value.detach(), *own), strict=True)
+    )
+    result = {f"metric/{name}": torch.where(row_weight == 0, 0, x) for name, x in metrics.items()}
+    return result | {"loss": loss.detach(), "grad/hidden": hidden.grad, "grad/weight": weight.grad}
+
+
+def assert_equal(actual: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == wanted.keys()
+    for name, value in wanted.items():
+        scale = float(value.abs().max()) if name.startswith("grad/") else 1.0
+        torch.testing.assert_close(
+            actual[name].double(),
+            value,
+            rtol=tolerance,
+            atol=tolerance * scale,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_the_definition(form: str, budget: str, dtype: torch.dtype) -> None:
+    wanted = expected(form)
+    actual = run_case(problem(dtype), form, BUDGETS[budget], None, sequence_parallel=False)
+    assert_equal(actual, wanted, 1e-9 if dtype == torch.float64 else 1e-6)
+    without = problem()["loss_weight"] == 0
+    assert torch.count_nonzero(actual["grad/hidden"][without]) == 0
+    assert torch.count_nonzero(actual["grad/weight"][VOCAB:]) == 0
+    assert float(wanted["metric/unweighted_loss"].max()) > 0.1
+
+
+def logits(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    data = problem()
+    own, theirs = data["hidden"] @ data["weight"].t(), data["teacher_hidden"] @ data["teacher_weight"].t()
+    return own.to(dtype), theirs.to(dtype)
+
+
+def rows_and_gradient(inp: Tensor, teacher: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    leaf = inp.clone().requires_grad_()
+    loss, _ = parallel_full_distill(leaf, teacher, true_vocab_size=VOCAB, **options)
+    loss.sum().backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reference_layer_agrees(form: str) -> None:
+    wanted = rows_and_gradient(*logits(), backend="reference", **FORMS[form])
+    actual = rows_and_gradient(*logits(), **FORMS[form])
+    for a, b in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_constant_added_to_either_side_changes_nothing(form: str) -> None:
+    wanted = rows_and_gradient(*logits(), **FORMS[form])
+    own, theirs = logits()
+    actual = rows_and_gradient(own + 3000, theirs - 2000, **FORMS[form])
+    for a, b in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_zero_where_student_and_teacher_agree(form: str) -> None:
+    own, _ = logits()
+    loss, gradient = rows_and_gradient(own, own + 5, **FORMS[form])
+    assert float(loss.abs().max()) < 1e-12 and float(gradient.abs().max()) < 1e-12
+    assert float(rows_and_gradient(*logits(), **FORMS[form])[0].min()) > 0
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_ends_of_the_jensen_shannon_divergence(beta: float) -> None:
+    wanted = rows_and_gradient(*logits(), loss="reverse_kl" if beta else "forward_kl")
+    actual = rows_and_gradient(*logits(), loss="jsd", beta=beta)
+    assert all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradient_over_the_logits(form: str, dtype: torch.dtype) -> None:
+    """The same bits as in a tensor of its own; the second backward raises."""
+    own, theirs = logits(dtype)
+    _, wanted = rows_and_gradient(own, theirs, **FORMS[form])
+    leaf = own.clone().requires_grad_()
+    loss, _ = parallel_full_distill(leaf * 1, theirs, true_vocab_size=VOCAB, overwrite_input=True, **FORMS[form])
+    (actual,) = torch.autograd.grad(loss.sum(), leaf, retain_graph=True)
+    assert torch.equal(actual, wanted)
+    with pytest.raises(RuntimeError, match="overwrite_input=True"):
+        torch.autograd.grad(loss.sum(), leaf)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_numbers_that_are_not_finite_stay_visible(side: str, value: float, form: str) -> None:
+    """NaN in their own row, nothing in others; nothing where the row has no weight or the column is padding."""
+    own, theirs = (x.flatten(0, 1) for x in logits(torch.float32))
+    wanted, _ = rows_and_gradient(own, theirs, **FORMS[form])
+    broken = own if side == "student" else theirs
+    broken[2, 7], broken[4, 1], broken[:, VOCAB:] = value, value, torch.nan
+    loss_weight = torch.ones(len(own))
+    loss_weight[4] = 0
+    loss, gradient = rows_and_gradient(own, theirs, loss_weight=loss_weight, **FORMS[form])
+    assert bool(loss[2].isnan()) and float(loss[4]) == 0
+    assert torch.count_nonzero(gradient[4]) == 0 and bool(gradient[2].isnan().any())
+    others = torch.ones(len(own), dtype=torch.bool)
+    others[[2, 4]] = False
+    torch.testing.assert_close(loss[others], wanted[others])
+    assert bool(gradient[others].isfinite().all())
+
+
+def test_bfloat16_heads() -> None:
+    """Hidden states and heads of both in bf16: the gradient is that of the rounded inputs within what bf16 logits of
+    the student allow."""
+    data = {name: x.bfloat16() if x.is_floating_point() else x for name, x in problem().items()}
+    data["loss_weight"] = data["loss_weight"].float()
+    exact = {name: x.double() if x.dtype == torch.bfloat16 else x for name, x in data.items()}
+    for form in FORMS:
+        wanted = run_case(exact, form, BUDGETS["few"], None, sequence_parallel=False)
+        actual = run_case(data, form, BUDGETS["few"], None, sequence_parallel=False)
+        torch.testing.assert_close(actual["loss"].double(), wanted["loss"], rtol=2e-2, atol=0)
+        for name in ("grad/hidden", "grad/weight"):
+            assert float((actual[name].double() - wanted[name]).norm() / wanted[name].norm()) < 2e-2
