@@ -68,15 +68,6 @@ def check_sampled_tail(loss: str, target: Tensor | None, target_logprobs: Tensor
         raise ValueError("tail 'sampled' needs target, target_logprobs, and ids [rows, K] of one teacher: pass them")
 
 
-def check_full(loss: str, beta: float, skew: float) -> None:
-    """Check the choice of a full-vocabulary divergence."""
-    check_choice(loss, "none", beta)
-    if not 0 <= skew < 1:
-        raise ValueError(f"skew is {skew}: set at least 0 and less than 1")
-    if skew > 0 and loss == "jsd":
-        raise ValueError(f"skew is {skew} and loss 'jsd', whose mixture is beta's: set skew 0")
-
-
 def check_caps(logprob_min_clamp: float | None, loss_max_clamp: float | None, loss_soft_cap: float | None) -> None:
     """Check clamps and caps."""
     if logprob_min_clamp is not None and logprob_min_clamp >= 0:
@@ -143,3 +134,12 @@ def check_targets(
         bad = live & (teacher_logprobs_T.isnan() | (teacher_logprobs_T == torch.inf))
         if bool(bad.any()):
             raise ValueError(f"teacher_logprobs holds {float(teacher_logprobs_T[bad][0])}: pass log-probs <= 0")
+
+
+def check_full(loss: str, beta: float, skew: float) -> None:
+    """Check the choice of a full-vocabulary divergence."""
+    check_choice(loss, "none", beta)
+    if not 0 <= skew < 1:
+        raise ValueError(f"skew is {skew}: set at least 0 and less than 1")
+    if skew > 0 and loss == "jsd":
+        raise ValueError(f"skew is {skew} and loss 'jsd', whose mixture is beta's: set skew 0")
