@@ -17,7 +17,7 @@ from torch import Tensor
 from mopd.losses import checks, reference
 from mopd.losses.api import Metrics, Shared, open_call
 from mopd.losses.call import LossCall, accumulation_dtype
-from mopd.losses.chunked.full import FullDistill, FullLoss
+from mopd.losses.chunked.full import CHUNKED, FullDistill, FullLoss
 from mopd.losses.linear.head import LinearHead, Rows, check_factors, matmul_into
 from mopd.losses.linear.loss import linear_loss
 
@@ -38,8 +38,7 @@ def parallel_full_distill(
 ) -> tuple[Tensor, Metrics]:
     """Compute the divergence between teacher and student over the whole vocabulary.
 
-    One all-gather of 5 numbers a row (7 with ``target``), for ``jsd`` and skewed forms one more of 2. The layer
-    ``triton`` does not have this loss: ``auto`` means ``chunked``.
+    One all-gather of 5 numbers a row (7 with ``target``), for ``jsd`` and skewed forms one more of 2.
 
     Args:
         inp: student logits; see ``mopd.losses.api``, as for all arguments not named here.
@@ -57,8 +56,6 @@ def parallel_full_distill(
     """
     checks.check_full(loss, beta, skew)
     call = open_call(inp, **shared)
-    if call.layer == "triton" and call.backend == "triton":
-        raise ValueError("backend is 'triton', which has no full-vocabulary loss: set 'chunked' or 'auto'")
     if teacher_logits.shape != inp.shape or not teacher_logits.is_floating_point():
         raise ValueError(
             f"teacher_logits is {teacher_logits.dtype} {list(teacher_logits.shape)}: "
@@ -74,7 +71,10 @@ def parallel_full_distill(
         row_loss, value = reference.full_rows(inp, teacher_TV, call, loss, beta, skew)
         metrics = {"unweighted_loss": value, **_reference_targets(inp, teacher_TV, target_T, call)}
         return call.finish(row_loss, call.masked(metrics), reduce_loss)
-    row_loss, *extra = FullDistill.apply(inp, teacher_TV, call, FullLoss(loss, beta, skew), target_T)
+    passes = CHUNKED
+    if call.layer == "triton":
+        from mopd.losses.triton.full import TRITON as passes
+    row_loss, *extra = FullDistill.apply(inp, teacher_TV, call, FullLoss(loss, beta, skew), target_T, passes)
     names = ["unweighted_loss", *(() if target is None else ("student_logprobs", "teacher_logprobs"))]
     return call.finish(row_loss, dict(zip(names, extra, strict=True)), reduce_loss)
 

@@ -12,6 +12,7 @@ Shape legend: T rows, V columns of this rank, R rows of a block, C columns that 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,20 @@ class FullStats:
     """``sum_i p_i phi_i``."""
 
 
+@dataclass(frozen=True)
+class FullPasses:
+    """The passes over the logits, as a layer has them. Each takes logits of the student of any shape, and the teacher's
+    ``[T, V]``."""
+
+    first: Callable[[Tensor, Tensor, FullLoss, LossCall], Tensor]
+    """Return this rank's numbers ``[T, 5]``; those of rows of weight 0 mean nothing."""
+    second: Callable[[Tensor, Tensor, FullLoss, FullStats, LossCall], Tensor]
+    """Return this rank's part of the divergence and of ``sum_i p_i phi_i``, ``[T, 2]``."""
+    gradient: Callable[[Tensor, Tensor, Tensor, FullLoss, FullStats, Tensor, LossCall], None]
+    """Write ``upstream`` times the gradient of the rows' divergence by the scaled logits to the second tensor, which
+    may be the first; exactly 0 on rows of weight 0 and in columns of padding."""
+
+
 class Pair:
     """Reads the logits of both sides, block by block, into scratch buffers in the accumulation dtype."""
 
@@ -100,11 +115,10 @@ class Pair:
 
 
 def collect(
-    inp: Tensor, teacher_TV: Tensor, kind: FullLoss, target_T: Tensor | None, call: LossCall
+    inp: Tensor, teacher_TV: Tensor, kind: FullLoss, target_T: Tensor | None, call: LossCall, passes: FullPasses
 ) -> tuple[FullStats, dict[str, Tensor]]:
     """Run the passes of forward and the collectives. Return the rows' numbers, and log-probs of the targets."""
-    pair = Pair(inp, teacher_TV, call)
-    stats_TS = _first_pass(pair, inp, kind, call)
+    stats_TS = passes.first(inp, teacher_TV, kind, call)
     if target_T is not None:
         stats_TS = torch.cat([stats_TS, _target_logits(inp, teacher_TV, target_T, call)], 1)
     parts = gather(stats_TS, call.shard)
@@ -116,7 +130,7 @@ def collect(
         metrics["student_logprobs"] = (own - stats.peak) - stats.log_sum
         metrics["teacher_logprobs"] = (theirs - stats.teacher_peak) - stats.teacher_log_sum
     if kind.is_mixed:
-        sums = gather(_second_pass(pair, inp, kind, stats, call), call.shard).sum(0)
+        sums = gather(passes.second(inp, teacher_TV, kind, stats, call), call.shard).sum(0)
         stats = FullStats(stats.peak, stats.log_sum, stats.teacher_peak, stats.teacher_log_sum, sums[:, 0], sums[:, 1])
     return stats, metrics
 
@@ -156,8 +170,8 @@ def _joined_cross(parts_GTS: Tensor, shift_GT: Tensor, moved_GT: Tensor, sums_GT
     return torch.where(sums_GT == 0, 0, cross).sum(0)
 
 
-def _first_pass(pair: Pair, inp: Tensor, kind: FullLoss, call: LossCall) -> Tensor:
-    """Return this rank's numbers ``[T, 5]``; those of rows of weight 0 mean nothing."""
+def _first_pass(inp: Tensor, teacher_TV: Tensor, kind: FullLoss, call: LossCall) -> Tensor:
+    pair = Pair(inp, teacher_TV, call)
     stats_TS = inp.new_zeros(inp.shape[:-1].numel(), 5, dtype=call.dtype)
     if call.shard.num_columns == 0:
         stats_TS[:, [PEAK, TEACHER_PEAK]] = -torch.inf
@@ -178,8 +192,8 @@ def _first_pass(pair: Pair, inp: Tensor, kind: FullLoss, call: LossCall) -> Tens
     return stats_TS
 
 
-def _second_pass(pair: Pair, inp: Tensor, kind: FullLoss, stats: FullStats, call: LossCall) -> Tensor:
-    """Return this rank's part of the divergence and of ``sum_i p_i phi_i``, ``[T, 2]``."""
+def _second_pass(inp: Tensor, teacher_TV: Tensor, kind: FullLoss, stats: FullStats, call: LossCall) -> Tensor:
+    pair = Pair(inp, teacher_TV, call)
     sums_T2 = inp.new_zeros(inp.shape[:-1].numel(), 2, dtype=call.dtype)
     if call.shard.num_columns == 0:
         return sums_T2
@@ -225,11 +239,9 @@ def _target_logits(inp: Tensor, teacher_TV: Tensor, target_T: Tensor, call: Loss
     return torch.where(owned, both / call.temperature, 0)
 
 
-def write_gradient(
+def _write_gradient(
     inp: Tensor, out: Tensor, teacher_TV: Tensor, kind: FullLoss, stats: FullStats, upstream_T: Tensor, call: LossCall
 ) -> None:
-    """Run the backward pass: write ``upstream / temperature`` times the gradient of the rows' divergence to ``out``,
-    which may be ``inp``; exactly 0 on rows of weight 0 and in columns of padding."""
     pair, n = Pair(inp, teacher_TV, call), call.shard.num_columns
     for block in blocks(inp, call.active_T, BUFFERS):
         target = block.of(out)
@@ -268,19 +280,28 @@ def logits_gradient_(buffer: Tensor, log_p: Tensor, log_q: Tensor, mean_phi: Ten
     return phi.sub_(mean_phi).mul_(log_p.exp_())
 
 
+CHUNKED = FullPasses(_first_pass, _second_pass, _write_gradient)
+
+
 class FullDistill(torch.autograd.Function):
-    """``apply(inp, teacher_TV, call, kind, target_T)`` -> weighted losses ``[T]``, divergences ``[T]``, and with
-    targets the log-probs of student and teacher ``[T]``. The teacher's logits get no gradient."""
+    """``apply(inp, teacher_TV, call, kind, target_T, passes)`` -> weighted losses ``[T]``, divergences ``[T]``, and
+    with targets the log-probs of student and teacher ``[T]``. The teacher's logits get no gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, inp: Tensor, teacher_TV: Tensor, call: LossCall, kind: FullLoss, target_T: Tensor | None
+        ctx: Any,
+        inp: Tensor,
+        teacher_TV: Tensor,
+        call: LossCall,
+        kind: FullLoss,
+        target_T: Tensor | None,
+        passes: FullPasses,
     ) -> tuple[Tensor, ...]:
-        stats, metrics = collect(inp, teacher_TV, kind, target_T, call)
+        stats, metrics = collect(inp, teacher_TV, kind, target_T, call, passes)
         loss = call.weighted(stats.value.clone())
         extra = [call.only_active(x) for x in (stats.value, *metrics.values())]
         ctx.save_for_backward(inp, teacher_TV, *vars(stats).values())
-        ctx.call, ctx.kind, ctx.spent = call, kind, False
+        ctx.call, ctx.kind, ctx.passes, ctx.spent = call, kind, passes, False
         ctx.mark_non_differentiable(*extra)
         return (loss, *extra)
 
@@ -292,7 +313,7 @@ class FullDistill(torch.autograd.Function):
         inp, teacher_TV, *numbers = ctx.saved_tensors
         out = inp if call.overwrite_input else torch.empty_like(inp)
         upstream_T = call.weighted(grad_loss / call.temperature)
-        write_gradient(inp, out, teacher_TV, ctx.kind, FullStats(*numbers), upstream_T, call)
+        ctx.passes.gradient(inp, out, teacher_TV, ctx.kind, FullStats(*numbers), upstream_T, call)
         if out is inp:
             torch.autograd.graph.increment_version(inp)
-        return out, None, None, None, None
+        return out, None, None, None, None, None

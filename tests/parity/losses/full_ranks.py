@@ -51,7 +51,12 @@ def problem(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 
 def run_case(
-    data: dict[str, Tensor], form: str, budget: int, group: dist.ProcessGroup | None, sequence_parallel: bool
+    data: dict[str, Tensor],
+    form: str,
+    budget: int,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Loss, metrics and gradients of one rank's share."""
     rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -70,6 +75,7 @@ def run_case(
         true_vocab_size=VOCAB,
         temperature=TEMPERATURE,
         **FORMS[form],
+        **options,
     )
     loss.backward()
     assert hidden.grad is not None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mopd.losses import parallel_full_distill
 from tests.parity.losses.full_ranks import BUDGETS, FORMS, TEMPERATURE, VOCAB, problem, run_case
+from tests.parity.losses.triton_layer import to_device
 
 
 def kl(a: Tensor, b: Tensor) -> Tensor:
@@ -75,6 +76,35 @@ def test_equals_the_definition(form: str, budget: str, dtype: torch.dtype) -> No
     assert torch.count_nonzero(actual["grad/hidden"][without]) == 0
     assert torch.count_nonzero(actual["grad/weight"][VOCAB:]) == 0
     assert float(wanted["metric/unweighted_loss"].max()) > 0.1
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.parametrize("form", FORMS)
+def test_triton_layer(form: str, side: str) -> None:
+    """As the chunked layer, with several tiles a row, padding, a row of weight 0 and one that is not finite."""
+    generator = torch.Generator().manual_seed(8)
+    own, theirs = (torch.randn(5, 2500, generator=generator) * 3 for _ in range(2))
+    broken = own if side == "student" else theirs
+    broken[2, 7], broken[4, 1], broken[:, 2400:] = torch.inf, torch.nan, torch.nan
+    loss_weight = torch.tensor([1.0, 0.5, 1.0, 2.0, 0.0])
+    shared = {"true_vocab_size": 2400, "temperature": 1.3, "loss_weight": loss_weight, **FORMS[form]}
+    found = []
+    for backend in ("chunked", "triton"):
+        leaf, given = to_device(own.clone()).requires_grad_(), {name: to_device(x) for name, x in shared.items()}
+        loss, metrics = parallel_full_distill(leaf, to_device(theirs), backend=backend, **given)  # type: ignore[arg-type]
+        (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+        found.append((loss.detach().cpu(), gradient.cpu(), metrics["unweighted_loss"].cpu()))
+    rows = torch.tensor([0, 1, 3, 4])
+    for name, wanted, actual in zip(("loss", "gradient", "metric"), *found, strict=True):
+        torch.testing.assert_close(actual[rows], wanted[rows], rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        assert bool(actual[2].isnan().any())
+    assert torch.count_nonzero(found[1][1][4]) == 0 and torch.count_nonzero(found[1][1][:, 2400:]) == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_triton_layer_behind_the_heads(form: str) -> None:
+    actual = run_case(problem(torch.float32), form, BUDGETS["few"], None, sequence_parallel=False, backend="triton")
+    assert_equal(actual, expected(form), 1e-5)
 
 
 def logits(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

@@ -27,9 +27,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mopd.losses.call import LossCall, VocabShard
+from mopd.losses.chunked.full import FullDistill, FullLoss
 from mopd.losses.sampled import TaskTerm
 from mopd.losses.topk import TopKLoss
-from mopd.losses.triton import coefficients, functions, launches, table
+from mopd.losses.triton import coefficients, full, functions, launches, table
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -58,7 +59,7 @@ def recorded() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
     """Launches inside are noted, not run."""
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     saved = []
-    for module in (coefficients, functions, launches):
+    for module in (coefficients, full, functions, launches):
         for name, value in vars(module).copy().items():
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 saved.append((module, name, value))
@@ -111,6 +112,19 @@ def launched(dtype: torch.dtype, vocab: int, true_vocab: int, k: int, teachers: 
         loss.backward(torch.empty_like(loss))
         gathered, _ = functions.TritonGather.apply(leaf, call, ids)
         gathered.backward(torch.empty_like(gathered))
+    return calls
+
+
+def launched_full(dtype: torch.dtype, vocab: int, true_vocab: int, **kind: Any) -> list[Any]:
+    """Every launch of one forward and backward of a full-vocabulary divergence, as ``launched``."""
+    rows = 1024
+    logits = torch.empty_strided((rows, vocab), (vocab, 1), dtype=dtype, device="meta")
+    teacher = torch.empty(rows, vocab, device="meta")
+    shard = VocabShard(0, true_vocab, true_vocab, 0, 1, None)
+    call = LossCall((rows,), shard, "triton", torch.float32, torch.empty(rows, device="meta"), temperature=0.9)
+    with recorded() as calls:
+        loss, _ = FullDistill.apply(logits.requires_grad_(), teacher, call, FullLoss(**kind), None, full.TRITON)
+        loss.backward(torch.empty_like(loss))
     return calls
 
 
@@ -181,18 +195,22 @@ CASES: dict[str, dict[str, Any]] = {
              "loss": "reverse_kl", "tail": "renormalize", "logprob_min_clamp": -10.0, "entropy": True},
     "task": {"dtype": torch.bfloat16, "vocab": 151_936, "true_vocab": 151_669, "k": 64, "teachers": 1, "task": True},
 }  # fmt: skip
+FULL_CASES: dict[str, dict[str, Any]] = {
+    "full": {"dtype": torch.bfloat16, "vocab": 151_936, "true_vocab": 151_669, "loss": "forward_kl"},
+    "mixed": {"dtype": torch.float32, "vocab": 32_000, "true_vocab": 32_000, "loss": "reverse_kl", "skew": 0.1},
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=None, help="keep PTX and cubin here")
-    parser.add_argument("--case", choices=list(CASES), action="append")
+    parser.add_argument("--case", choices=[*CASES, *FULL_CASES], action="append")
     parser.add_argument("--kernel", action="append", help="these kernels only")
     arguments = parser.parse_args()
     table.device_name = lambda device: table.ANY_DEVICE  # type: ignore[assignment]
-    for name in arguments.case or CASES:
+    for name in arguments.case or [*CASES, *FULL_CASES]:
         first = {}
-        for call in launched(**CASES[name]):
+        for call in launched(**CASES[name]) if name in CASES else launched_full(**FULL_CASES[name]):
             first.setdefault(call[0].fn.__name__, call)
         for call in (first[kernel] for kernel in arguments.kernel or first):
             with tempfile.TemporaryDirectory() as scratch:

@@ -39,7 +39,6 @@ def arguments() -> dict[str, Any]:
         ({"skew": 1.0}, "skew is 1.0: set at least 0 and less than 1"),
         ({"skew": 0.1, "loss": "jsd"}, "skew is 0.1 and loss 'jsd'"),
         ({"dist_process_group": None}, "dist_process_group is given: pass it as the group of head"),
-        ({"backend": "triton"}, "backend is 'triton'"),
         ({"target": torch.full((T,), V), "check_values": True}, "target holds 11"),
     ],
 )

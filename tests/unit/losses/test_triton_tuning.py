@@ -145,3 +145,13 @@ def test_every_width_is_read_by_16_bytes(case: str, tmp_path: Path) -> None:
     elif case == "odd":
         loop, row = issued(code, 151_665, 512)
         assert loop <= 9 and row <= 14, (loop, row)
+
+
+@pytest.mark.parametrize("case", ["full", "mixed"])
+def test_full_vocabulary_kernels_compile_for_hopper(tmp_path: Path, case: str) -> None:
+    code = machine_code(tmp_path, "--case", case)
+    names = {"first_kernel", "gradient_kernel"} | ({"second_kernel"} if case == "mixed" else set())
+    assert code.keys() == names
+    for kernel in code.values():
+        assert kernel["spilled_bytes"] == 0
+        assert kernel["widths"].keys() & {"ld16", "ld64"} == set() and kernel["widths"]["ld128"] >= 2
