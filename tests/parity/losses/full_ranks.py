@@ -27,6 +27,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "skewed_forward_kl": {"loss": "forward_kl", "skew": 0.2},
     "skewed_reverse_kl": {"loss": "reverse_kl", "skew": 0.2},
 }
+ON_TRITON = ("forward_kl", "jsd")
+"""What the Triton layer, whose interpreter is slow, is tried with: one all-gather, and two."""
 BUDGETS = {"all": 10**6, "few": 5500}
 """Bytes for logits and gradients: enough for all rows, and for a few."""
 
@@ -98,8 +100,11 @@ def numbers_gathered(run: Callable[[], object]) -> Tensor:
 
 def run_rank(rank: int, world_size: int, folder: str) -> None:
     """Compute every case on this rank's part of vocabulary and sequence."""
-    data = problem()
+    data, single = problem(), problem(torch.float32)
     with joined(rank, world_size, folder) as results:
+        for form in ON_TRITON:
+            found = run_case(single, form, BUDGETS["all"], dist.group.WORLD, False, backend="triton")
+            results[f"{form}/all/triton"] = found  # type: ignore[assignment]
         for form in FORMS:
             case = partial(run_case, data, form, BUDGETS["all"], dist.group.WORLD, False)
             results[f"{form}/gathered"] = numbers_gathered(case)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity.losses.full_ranks import BUDGETS, FORMS, run_rank
+from tests.parity.losses.full_ranks import BUDGETS, FORMS, ON_TRITON, run_rank
 from tests.parity.losses.test_full import assert_equal, expected
 from tests.parity.losses.tp_ranks import spawn
 
@@ -40,6 +40,13 @@ def test_equals_the_definition(ranks: Results, form: str, budget: str, layout: s
     if layout == "sp":
         joined["grad/hidden"] = torch.cat([result["grad/hidden"] for result in results])
     assert_equal(joined, expected(form), 1e-9)
+
+
+@pytest.mark.parametrize("form", ON_TRITON)
+def test_triton_layer(ranks: Results, form: str) -> None:
+    results = [rank[f"{form}/all/triton"] for rank in ranks]
+    joined = {**results[0], "grad/weight": torch.cat([result["grad/weight"] for result in results])}
+    assert_equal(joined, expected(form), 1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
