@@ -2,7 +2,8 @@
 
 Invariant: with 2 and 4 gloo ranks, all rows at once or a few, every rank has the loss and metrics of the joined logits,
 the hidden gradient in full (or this rank's share of the sequence) and the gradient of its own rows of the head, in
-float64 to 1e-9. The last of four ranks holds padding alone. Not exercised: CUDA and NCCL.
+float64 to 1e-9 and by the Triton layer in fp32 to 1e-5. The last of four ranks holds padding alone. Not exercised: CUDA
+and NCCL.
 """
 
 from __future__ import annotations
