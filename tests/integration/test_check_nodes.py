@@ -25,7 +25,8 @@ NAMED = {
     "no_locks": (
         "flock",
         "node2: ",
-        "run_dir: a lock of node1 does not exclude it",
+        "run_dir: ",
+        "a lock of node1 does not exclude it",
         "mount it with locks that hold across nodes",
     ),
     "gpus": ("node2", "node2: ", "recipe.yaml:", "slurm.gpus_per_node: 8 are planned, and this node has 6"),
