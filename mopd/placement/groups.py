@@ -160,7 +160,7 @@ class Groups:
         is_remote = ROLLOUT in routers and not isinstance(self.plans[ROLLOUT].group.placement, InProcessConfig)
         if is_remote and weights is not None:
             placement = self._placements[ROLLOUT]
-            give_up = placement.lose if isinstance(placement, RegisteredGroup) else routers[ROLLOUT].remove
+            give_up = placement.lose if isinstance(placement, RegisteredGroup) else routers[ROLLOUT].give_up
             patience_s = self.plans[ROLLOUT].group.routing.request_timeout_s
             self._weight_watch = weights.watch(give_up, patience_s=patience_s)
 

@@ -284,8 +284,7 @@ class ServerGroup:
             await self._forget(life.server)
             again = await self._restart(index, first.manifest, f"{reason}; {words}")
             if isinstance(again, str):
-                logger.error("%s is given up: %s", name, again)
-                router.remove(name, reason=again)
+                router.give_up(name, reason=again)
                 return
             life = again
             router.replace(name, life.engine, life.limits)

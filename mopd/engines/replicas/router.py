@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
@@ -48,6 +49,8 @@ from mopd.engines.replicas.interface import LIMITS, NO_LIMITS, Kind, NoReplica, 
 from mopd.engines.replicas.members import NO_ROOM, Member
 from mopd.engines.replicas.pool import Pool
 from mopd.engines.replicas.statistics import GroupNumbers
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 MAX_BACKOFF_S = 30.0
@@ -177,6 +180,11 @@ class Router:
     def remove(self, name: str, *, reason: str) -> None:
         """Remove a replica for good. After the last one, waiting and later requests fail at once with ``reason``."""
         self._pool.remove(name, reason)
+
+    def give_up(self, name: str, *, reason: str) -> None:
+        """Remove a replica that failed, and say so."""
+        logger.error("%s is given up: %s", name, reason)
+        self.remove(name, reason=reason)
 
     async def close(self) -> None:
         """Fail what waits and end requests that no caller waits for any more. The owner of the engines closes them."""

@@ -212,7 +212,7 @@ class Repair:
     def __init__(
         self, router: Router, sync: GroupWeightSync, give_up: Callable[..., None], *, patience_s: float
     ) -> None:
-        """``give_up`` is ``Router.remove``, or what a placement does instead. It is called for a replica that
+        """``give_up`` is ``Router.give_up``, or what a placement does instead. It is called for a replica that
         ``MAX_PUSHES`` in a row did not reach, or that takes no requests for ``patience_s``."""
         self._router, self._sync, self._give_up, self._patience_s = router, sync, give_up, patience_s
         self._task = asyncio.create_task(self._run())

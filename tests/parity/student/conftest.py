@@ -76,7 +76,17 @@ WARMED = {
     "dp2_offload": {**TWO_RANK_LAYOUTS["dp2"], "offload": 0.5},
 }
 """Layouts that a warm-up is tried at; experts' are in ``test_moe.py``."""
-OTHER_LOSSES = ("reverse", "jsd", "k2", "policy_gradient", "domain_budget", "domain_mean", "task", "largest")
+OTHER_LOSSES = (
+    "reverse",
+    "jsd",
+    "k2",
+    "policy_gradient",
+    "domain_budget",
+    "domain_mean",
+    "task",
+    "largest",
+    "sampled_tail",
+)
 TIMEOUT_S = 3600
 
 

@@ -78,6 +78,9 @@ LOSSES = {
         tokens=LargestTokensConfig(largest="student_entropy", share=0.5),
     ),
     "largest": KLLossConfig(type="k2", top_k=TOP_K, tokens=LargestTokensConfig(largest="divergence", share=0.3)),
+    "sampled_tail": TopKLossConfig(
+        type="topk_reverse_kl", top_k=TOP_K, tail="sampled", correction=MismatchCorrectionConfig(type="tis")
+    ),
 }
 
 
