@@ -22,7 +22,8 @@ from mopd.config.groups import TeacherConfig
 from mopd.config.losses import Loss, MismatchCorrectionConfig, PolicyGradientConfig, TopKLossConfig
 from mopd.config.output import CheckpointConfig
 from mopd.config.rewards import ExactMatchConfig
-from mopd.config.schema import PreflightConfig, Recipe, RolloutConfig, ScheduleConfig
+from mopd.config.schedule import ScheduleConfig
+from mopd.config.schema import PreflightConfig, Recipe, RolloutConfig
 from mopd.config.student import StudentConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.stream import PromptStream

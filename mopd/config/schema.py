@@ -33,6 +33,7 @@ from mopd.config.output import CheckpointConfig, MetricsConfig
 from mopd.config.payloads import Asked, asked, require_payloads
 from mopd.config.placements import ExternalConfig, InProcessConfig, RayConfig
 from mopd.config.rewards import RewardConfig
+from mopd.config.schedule import MAX_SAMPLES, ScheduleConfig
 from mopd.config.slurm import SlurmConfig
 from mopd.config.student import StudentConfig
 from mopd.config.values import (
@@ -40,21 +41,15 @@ from mopd.config.values import (
     MAX_TOKENS,
     Checked,
     Count,
-    Fraction,
     NotNegative,
     Positive,
-    Seconds,
     Share,
     at_least,
     require_seed,
 )
 from mopd.config.weights import AutoSyncConfig, WeightSync, check_weight_sync
 
-MAX_SAMPLES = 1_000_000
-"""Responses of one optimizer step."""
 MAX_TEACHERS = 100
-MAX_STALENESS = 1000
-"""Steps; asynchronous training in use stays below ten."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,65 +136,6 @@ class AnswersConfig(Checked):
     """Temperature at which the teachers draw; 0 is greedy (sequence-level distillation)."""
     folder: str | None = None
     """Folder where answers are kept and found again, also by other runs; absent: ``answers`` in the run's folder."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WarmUpConfig(Checked):
-    """Steps on the teachers' own answers before the on-policy ones."""
-
-    objective: Literal["sft_on_teacher", "off_policy_scores"]
-    """What these steps train on, as ``objective``."""
-    steps: Count
-    """Number of these steps, the first ones of ``schedule.steps``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleConfig(Checked):
-    """How long and in what rhythm to train."""
-
-    steps: Count
-    """Optimizer steps."""
-    prompts_per_step: Annotated[int, at_least(1, MAX_SAMPLES)]
-    """Prompts of one optimizer step, over all ranks."""
-    max_staleness: Annotated[int, at_least(0, MAX_STALENESS)] = 0
-    """Optimizer steps that the weights behind a sample may lag: those of its oldest token or, where responses go on
-    under new weights (``rollout.on_new_weights: continue``), of its newest. 0 is synchronous training. Above 0 the
-    rollout and the teachers work while the student trains (docs/pipeline.md); no group may then be ``in_process``."""
-    on_expiry: Literal["hold", "redraw"] = "hold"
-    """What happens before a sample becomes older than ``max_staleness``. ``hold``: the step waits for it, so that every
-    response that is drawn is trained on, however long it is. ``redraw``: others overtake it, and its prompt is drawn
-    again; steps never wait for the longest response, and long responses are trained on less often than drawn."""
-    on_policy_fraction: Fraction | None = None
-    """Share of the prompts of every step whose responses the student draws; the others are those of ``data.scored``, in
-    their order, again from the first once all are used. Needed with ``data.scored``, and absent without."""
-    warm_up: WarmUpConfig | None = None
-    """Steps on the teachers' own answers before the on-policy ones; absent means none. With the first on-policy step
-    the optimizer begins anew: Adam's moments are 0, and the learning rate warms up again (``lr_warmup_steps``) and
-    decays over the steps that are left. The warm-up's own steps are the first of a schedule over all ``steps``."""
-    sync_every_steps: Count = 1
-    """Optimizer steps from one publication of the student's weights to the next; at most ``max_staleness`` + 1."""
-    wait_timeout_s: Seconds = 3600.0
-    """Deadline of every wait between workers: for the next sample of a batch, a sign of life of another process, a
-    checkpoint. Waits that contain such a wait are a quarter longer, or last as long as there are signs of life."""
-
-    def learning_rate_steps(self, weight_version: int) -> tuple[int, int]:
-        """Return how many steps of the learning-rate schedule are done after ``weight_version`` optimizer steps, and of
-        how many. It begins again after ``warm_up``."""
-        before = 0 if self.warm_up is None or weight_version < self.warm_up.steps else self.warm_up.steps
-        return weight_version - before, self.steps - before
-
-    def check(self) -> None:
-        if self.warm_up is not None and self.warm_up.steps >= self.steps:
-            raise ValueError(
-                f"warm_up.steps is {self.warm_up.steps} and steps is {self.steps}, which counts them: set fewer, or "
-                f"for a run without on-policy steps objective: {self.warm_up.objective}"
-            )
-        oldest = self.sync_every_steps - 1
-        if self.max_staleness < oldest:
-            raise ValueError(
-                f"sync_every_steps is {self.sync_every_steps}, so samples become {oldest} steps old, but max_staleness "
-                f"is {self.max_staleness}: set max_staleness to {oldest} or more"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -262,11 +262,13 @@ class Controller:
                 await self.teachers.compare(batch)
             plan = pack(batch.samples, self.student.packing, dp_size=self.student.dp_size)
         diagnostics = step == 1 or step % self.recipe.metrics.diagnostics_every_steps == 0
+        covered = diagnostics and "teacher_logprobs" in self.recipe.loss_fields(step)
+        coverage = await self.teachers.coverage(batch) if covered else {}
         with self.timer("forward_backward"):
             sums = await self.student.forward_backward(plan, diagnostics=diagnostics)
         with self.timer("optim_step"):
             values = await self.student.optim_step()
-        values |= self._batch_metrics(batch, slots) | plan_metrics(plan, self.student.packing)
+        values |= coverage | self._batch_metrics(batch, slots) | plan_metrics(plan, self.student.packing)
         prompts = self.prompts.shares(self.weight_version * self.schedule.prompts_per_step)
         values |= share_metrics(batch, sums, prompts=prompts, budget=budget_of(self.recipe.loss, prompts))
         self.weight_version = step

@@ -7,8 +7,7 @@ Shapes: R response tokens, K places of a row, G ids that the teacher was given.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +59,8 @@ class Coverage:
     """Whether some token of ``loss.always_ids`` would be in no list of the row, were it not asked for by itself."""
     decision_mass_R: Tensor
     """Teacher's probability of those."""
+    has_always: bool
+    """Whether there are such tokens."""
 
     @classmethod
     def of(cls, logprobs: Tensor, asked: Asked) -> Coverage:
@@ -70,35 +71,21 @@ class Coverage:
             mass_R=logprobs.exp().sum(1),
             outside_R=added.any(1) if asked.always else torch.zeros(len(logprobs), dtype=torch.bool),
             decision_mass_R=always.exp().sum(1),
+            has_always=asked.always > 0,
         )
 
 
-class CoverageSums:
-    """Coverage of the samples since the last ``take_numbers``, by domain."""
-
-    def __init__(self) -> None:
-        self._rows: dict[str, list[Coverage]] = defaultdict(list)
-        self._has_always = False
-
-    def add(self, domain: str, logprobs: Tensor, asked: Asked) -> None:
-        """Add the rows of one sample and teacher."""
-        self._has_always = self._has_always or asked.always > 0
-        if len(logprobs) and asked.width:
-            self._rows[domain].append(Coverage.of(logprobs, asked))
-
-    def take_numbers(self) -> dict[str, float]:
-        """Return metrics of each domain and start anew: the lowest hundredth of the teacher's mass on the support; with
-        ``loss.always_ids`` the share of positions where one of them is in no list, and the teacher's mass there."""
-        values: dict[str, float] = {}
-        for domain, rows in sorted(self._rows.items()):
-            mass = torch.cat([own.mass_R for own in rows])
-            values[f"support_mass_p01/{domain}"] = low_quantile(mass)
-            if self._has_always:
-                values[f"decision_outside/{domain}"] = torch.cat([own.outside_R for own in rows]).double().mean().item()
-                added = torch.cat([own.decision_mass_R for own in rows])
-                values[f"decision_mass/{domain}"] = added.double().mean().item()
-        self._rows.clear()
-        return values
+def coverage_metrics(by_domain: Mapping[str, Sequence[Coverage]]) -> dict[str, float]:
+    """Return metrics of each domain: the lowest hundredth of the teacher's mass on the support; with
+    ``loss.always_ids`` the share of positions where one of them is in no list, and the teacher's mass there."""
+    values: dict[str, float] = {}
+    for domain, rows in sorted(by_domain.items()):
+        values[f"support_mass_p01/{domain}"] = low_quantile(torch.cat([own.mass_R for own in rows]))
+        if any(own.has_always for own in rows):
+            values[f"decision_outside/{domain}"] = torch.cat([own.outside_R for own in rows]).double().mean().item()
+            added = torch.cat([own.decision_mass_R for own in rows])
+            values[f"decision_mass/{domain}"] = added.double().mean().item()
+    return values
 
 
 def low_quantile(values: Tensor) -> float:

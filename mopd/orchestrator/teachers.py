@@ -28,7 +28,7 @@ from mopd.engines.replicas.interface import NoReplica, SampleFailed
 from mopd.engines.replicas.router import Router
 from mopd.losses.sampled import domain_baselines
 from mopd.orchestrator.kept.scores import Questions, ScoreCache
-from mopd.orchestrator.support import CoverageSums, given_ids, support_rows
+from mopd.orchestrator.support import Coverage, coverage_metrics, given_ids, support_rows
 
 Answers = dict[int, Scores | FailedSample]
 """One teacher's answers by sample id."""
@@ -84,7 +84,6 @@ class TeacherWorker:
         self._groups, self._assignment, self._plane = dict(groups), assignment, plane
         self._asked, self._always_ids, self._temperature = dict(asked), tuple(always_ids), temperature
         self._width = max((own.width for own in asked.values()), default=0)
-        self._coverage = CoverageSums()
         self._images = images
         self._keep_going = keep_going
         self.cache: ScoreCache | None = None
@@ -115,7 +114,6 @@ class TeacherWorker:
                     failed.setdefault(meta.sample_id, answer)
                 else:
                     views.append(answer)
-                    self._coverage.add(meta.domain, answer.logprobs, self._asked[name])
             if meta.sample_id not in failed:
                 weights = self._assignment.weights_of(meta.domain)
                 fields[meta.sample_id] = merge(views, weights, num_teachers=self._assignment.max_teachers)
@@ -125,9 +123,21 @@ class TeacherWorker:
         return [*failed.values()]
 
     def take_numbers(self) -> dict[str, float]:
-        """Return what the supports held of the teachers since the last call, and of the cache."""
-        values = self._coverage.take_numbers()
-        return values if self.cache is None else values | self.cache.take_numbers()
+        """Return the cache's numbers since the last call."""
+        return {} if self.cache is None else self.cache.take_numbers()
+
+    async def coverage(self, batch: Batch) -> dict[str, float]:
+        """Return metrics of what the rows of a claimed batch hold of their teachers (``coverage_metrics``)."""
+        if not self._width:
+            return {}
+        fields = await self._plane.get(batch.sample_ids, ["teacher_logprobs"])
+        by_domain: dict[str, list[Coverage]] = defaultdict(list)
+        for meta, logprobs in zip(batch.samples, fields["teacher_logprobs"], strict=True):
+            names = self._assignment.teachers_of(meta.domain)
+            of_teachers = logprobs.unbind(1) if logprobs.dim() == 3 else (logprobs,)
+            for name, own in zip(names, of_teachers, strict=False):  # teachers that a domain lacks stand behind its own
+                by_domain[meta.domain].append(Coverage.of(own, self._asked[name]))
+        return coverage_metrics(by_domain)
 
     async def compare(self, batch: Batch) -> None:
         """Write ``baseline`` [R] fp32 of a claimed batch's samples, for ``loss.baseline: domain``

@@ -15,7 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from mopd.base.types import UserError
-from mopd.config.schema import ScheduleConfig
+from mopd.config.schedule import ScheduleConfig
 from mopd.config.student import OptimizerConfig as StudentOptimizerConfig
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims

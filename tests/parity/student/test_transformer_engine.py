@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.tiny_models import make_hf_model
+from tests.fixtures.warm import cold
 from tests.parity.student.harness import run_ranks
 from tests.parity.student.test_layouts import assert_same_step
 from tests.parity.student.vision_cases import _case
@@ -53,7 +54,8 @@ def one_rank(models: dict[str, str], vision_folder: Path, tmp_path_factory: pyte
     for family in SEEING:
         for impl in ("local", "transformer_engine"):
             cases[f"{family}/{impl}"] = _case(vision_folder, family, {**ONE, "impl": impl}, freeze="none", steps=2)
-    return run_ranks(1, {"model": "unused", "cases": cases}, folder, script=SCRIPT)
+    with cold():  # the stand-in must be there before Megatron is imported
+        return run_ranks(1, {"model": "unused", "cases": cases}, folder, script=SCRIPT)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -85,7 +87,8 @@ def test_a_checkpoint_goes_on_under_the_other_layers(one_rank: Results, family: 
 def test_experts_over_two_ranks(one_rank: Results, models: dict[str, str], tmp_path: Path) -> None:
     families = ("qwen3_moe", "deepseek_v3")
     cases = {family: {**EP2, "model": models[family], **GROUPED} for family in families}
-    results = run_ranks(2, {"model": "unused", "cases": cases}, tmp_path, script=SCRIPT)
+    with cold():
+        results = run_ranks(2, {"model": "unused", "cases": cases}, tmp_path, script=SCRIPT)
     for family in families:
         for step, expected in zip(results[family]["steps"], one_rank[f"{family}/local"]["steps"], strict=True):
             assert_same_step(step, expected)
