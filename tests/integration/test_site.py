@@ -61,7 +61,7 @@ def test_functions_of_the_losses_are_described(site: Path) -> None:
     text = (site / "api.html").read_text(encoding="utf-8")
     for name in mopd.losses.__all__:
         assert f'id="mopd.losses.{name}"' in text
-    assert "Compute the divergence between teacher and student on the teacher" in text
+    assert "Compute the divergence between teacher and student on some ids" in text
 
 
 class Quiet(SimpleHTTPRequestHandler):
