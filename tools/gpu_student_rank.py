@@ -29,7 +29,8 @@ from mopd.config.data import DataConfig, ValidationConfig
 from mopd.config.groups import TeacherConfig
 from mopd.config.losses import TopKLossConfig
 from mopd.config.rewards import ExactMatchConfig
-from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
+from mopd.config.schedule import ScheduleConfig
+from mopd.config.schema import Recipe, RolloutConfig
 from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import pack

@@ -21,6 +21,7 @@ def test_both_top_ks_and_decision_tokens_train_on_two_ranks(world: World, tmp_pa
         "loss": LOSS,
         "schedule__steps": 4,
         "preflight__require_better_teacher": False,
+        "metrics__diagnostics_every_steps": 1,
         "teacher_defaults": {"payload": "union", "placement": {"type": placement}},
         "rollout__placement": {"type": placement},
     }

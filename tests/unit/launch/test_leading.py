@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from mopd.config.data import DataConfig
 from mopd.config.groups import TeacherConfig
-from mopd.config.schema import Recipe, RolloutConfig, ScheduleConfig
+from mopd.config.schedule import ScheduleConfig
+from mopd.config.schema import Recipe, RolloutConfig
 from mopd.config.student import StudentConfig
 from mopd.data_plane.local import LocalDataPlane
 from mopd.launch.leading import joined

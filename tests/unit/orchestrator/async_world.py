@@ -20,7 +20,8 @@ from mopd.base.metrics import StepMetrics, StepTimer
 from mopd.base.tasks import Stop
 from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta
 from mopd.bench.stand_ins import SHARES, Lengths, Scenario, make_dataset, make_recipe, make_stream
-from mopd.config.schema import AnswersConfig, Recipe, WarmUpConfig
+from mopd.config.schedule import WarmUpConfig
+from mopd.config.schema import AnswersConfig, Recipe
 from mopd.data.packing import PackingRules
 from mopd.data.stream import MixedStream
 from mopd.orchestrator.controller import Controller
@@ -161,6 +162,9 @@ class _Teacher:
         self.num_scored += len(samples)
         await asyncio.sleep(self.world.score_s)
         return []
+
+    async def coverage(self, batch: Batch) -> dict[str, float]:
+        return {}
 
 
 @dataclass
