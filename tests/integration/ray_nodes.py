@@ -52,7 +52,7 @@ def ray_nodes(networks: Sequence[str], *, num_cpus: int) -> Iterator[str]:
                 process.kill()
         for daemon in daemons:
             daemon.wait()
-        _remove(folder)
+        remove(folder)
 
 
 def _wait_until_there(log: Path, daemon: subprocess.Popen[bytes]) -> None:
@@ -62,8 +62,8 @@ def _wait_until_there(log: Path, daemon: subprocess.Popen[bytes]) -> None:
         time.sleep(0.1)
 
 
-def _remove(folder: Path) -> None:
-    """Remove it, again while Ray's last processes still write into it."""
+def remove(folder: Path) -> None:
+    """Remove a folder, again while Ray's last processes, which ``shutdown`` does not wait for, still write into it."""
     deadline = time.monotonic() + REMOVE_S
     while folder.exists():
         try:

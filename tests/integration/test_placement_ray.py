@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -42,6 +41,7 @@ from tests.integration.groups import (
     started,
     until,
 )
+from tests.integration.ray_nodes import remove
 from tests.integration.world import World, start_mopd, write_prompts
 
 pytestmark = [
@@ -114,18 +114,6 @@ class TwoNodes:
         return {**RAY, "address": self.cluster.address, "num_cpus": 3}
 
 
-def remove(folder: Path, *, within_s: float) -> None:
-    """Remove a folder, again while Ray's last processes, which ``shutdown`` does not wait for, still write into it."""
-    deadline = time.monotonic() + within_s
-    while folder.exists():
-        try:
-            shutil.rmtree(folder)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[TwoNodes]:
     """One for all tests below, the last of which breaks it."""
@@ -140,7 +128,7 @@ def two_nodes() -> Iterator[TwoNodes]:
             yield TwoNodes(cluster=cluster, node=cluster.add_node(num_cpus=3), folder=folder)
         finally:
             cluster.shutdown()
-            remove(folder, within_s=60.0)
+            remove(folder)
 
 
 def test_a_replica_lies_on_one_node_of_a_cluster_that_others_run(

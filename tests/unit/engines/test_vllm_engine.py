@@ -46,15 +46,6 @@ CFG = VllmEngineConfig(
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An engine lives in one event loop; the tests of this file share it."""
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.run_until_complete(loop.shutdown_default_executor())
-    loop.close()
-
-
-@pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """``teacher``: untied weights. ``student`` and ``newer``: tied weights. ``biased``: untied, with biases."""
     root = tmp_path_factory.mktemp("models")

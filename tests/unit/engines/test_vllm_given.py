@@ -27,15 +27,6 @@ LENGTHS, STARTS = (90, 7, 120, 40, 2), (60, 2, 1, 40, 1)
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An engine lives in one event loop; the tests of this file share it."""
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.run_until_complete(loop.shutdown_default_executor())
-    loop.close()
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_hf_model(tmp_path_factory.mktemp("models") / "model", "qwen3", seed=4)
 
