@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from mopd.base.text import visible
 from mopd.base.types import UserError
 from mopd.conversion.job import Job, Stopped
-from mopd.conversion.jobs import lora, rewriting, streaming
+from mopd.conversion.jobs import rewriting, streaming
 from mopd.conversion.torch_dist.plan import TargetLayout
 from mopd.launch import failure
 from mopd.launch.checks.inputs import check_model_folder
@@ -36,7 +36,7 @@ JOBS: Mapping[str, Callable[..., Job]] = {
     "megatron-to-hf": streaming.megatron_to_hf,
     "reshard": streaming.reshard,
     "merge": rewriting.merge,
-    "merge-lora": lora.merge_lora,
+    "merge-lora": rewriting.merge_lora,
     "pad-vocab": rewriting.pad,
     "unpad-vocab": rewriting.unpad,
     "extract-head": rewriting.extract_head,

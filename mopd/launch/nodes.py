@@ -348,28 +348,15 @@ def foreign_entry(place: Place, what: object) -> UserError:
 
 def held_store(place: Place) -> Store:
     """Open the store in this process, on the one address that the other nodes know."""
-    from torch.distributed import TCPStore  # heavy
+    from mopd.weights.store import listening_store  # heavy
 
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(socket.SOMAXCONN)
+        return signed_store(listening_store(place.host, place.port, timeout_s=SILENT_S))
     except OSError as error:
         raise UserError(
             f"--rdzv-endpoint {place.host}:{place.port}: cannot be listened on here ({error.strerror or error}): name "
             "an address of this node, node 0, and a free port"
         ) from error
-    store = TCPStore(
-        place.host,
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=timedelta(seconds=SILENT_S),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return signed_store(store)
 
 
 def client_store(place: Place, timeout_s: float = SILENT_S) -> Store:

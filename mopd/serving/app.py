@@ -55,7 +55,7 @@ from mopd.engines.wire.messages import (
     encode_aside,
     split_points,
 )
-from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
+from mopd.engines.wire.weights import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
 from mopd.serving.admission import Admission, ServerLimits
 from mopd.serving.bodies import ARRIVING_BYTES, BodyReader, SlicedResponse, read_deadline, with_deadline
 from mopd.serving.errors import Refusal, bad_request, stale_weights

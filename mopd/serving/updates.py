@@ -1,4 +1,4 @@
-"""Versioned weight updates of a rollout server (``engines/wire/transfer.py``). An incomplete update never serves.
+"""Versioned weight updates of a rollout server (``engines/wire/weights.py``). An incomplete update never serves.
 
 ::
 
@@ -26,7 +26,7 @@ import torch
 from mopd.base.files.json_text import parse_json
 from mopd.base.text import one_line
 from mopd.engines.interface import Reception, WeightsLost
-from mopd.engines.wire.transfer import (
+from mopd.engines.wire.weights import (
     WeightFinish,
     WeightJoin,
     WeightPart,
@@ -37,10 +37,10 @@ from mopd.engines.wire.transfer import (
 from mopd.serving.admission import Admission
 from mopd.serving.errors import Refusal, bad_request, busy, stale_weights
 from mopd.serving.host import EngineHost
+from mopd.weights.carrying import Staging, staged_order
 from mopd.weights.group import GroupOrder
 from mopd.weights.parts import from_json
 from mopd.weights.receiving import check_fit
-from mopd.weights.staging import Staging, staged_order
 
 logger = logging.getLogger(__name__)
 

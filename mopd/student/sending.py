@@ -21,12 +21,11 @@ from mopd.conversion.models.dims import ModelDims
 from mopd.student.parallel import Layout
 from mopd.student.weights import hf_tensors, num_senders, own_sender
 from mopd.student.worker import StudentWorker, WeightPart
-from mopd.weights.carrying import MappedParts, Parts, TravellingParts
+from mopd.weights.carrying import LocalGroup, MappedParts, Parts, TravellingParts, staged_order
 from mopd.weights.group import GroupOrder, TransferFailed, TransferGroup
 from mopd.weights.memory import SharedMemory
 from mopd.weights.parts import TensorMeta, from_json, to_json
 from mopd.weights.sending import Stream, send
-from mopd.weights.staging import LocalGroup, staged_order
 
 logger = logging.getLogger(__name__)
 

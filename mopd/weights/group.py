@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -31,7 +30,7 @@ from mopd.base.text import first_line
 from mopd.weights.addresses import address_towards, interface_address
 from mopd.weights.backends import open_gloo, open_nccl, see_through
 from mopd.weights.signing import DIGEST_BYTES, ForgedEntry, sign
-from mopd.weights.store import SignedStore
+from mopd.weights.store import SignedStore, listening_store
 
 CONNECT_S = 5.0
 """Seconds to connect to the store, which exists already: after a late order it is gone, and the wait must be short."""
@@ -79,7 +78,7 @@ class GroupOrder:
 
     @property
     def is_staged(self) -> bool:
-        """Whether nobody meets: the parts lie in ``memory`` when receivers read them (``mopd.weights.staging``)."""
+        """Whether nobody meets: the parts lie in ``memory`` when receivers read them (``mopd.weights.carrying``)."""
         return self.port == 0
 
 
@@ -88,19 +87,8 @@ class GroupStore:
 
     def __init__(self, host: str, timeout_s: float) -> None:
         """Listen on the address ``host`` alone. ``OSError`` if it is not one of this machine."""
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, 0), family=family)  # TCPStore itself would listen on every network
-        self.host = host
-        self.port: int = listener.getsockname()[1]
-        self.store = TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            multi_tenant=False,
-            master_listen_fd=listener.detach(),
-        )
+        self.store = listening_store(host, 0, timeout_s=timeout_s)
+        self.host, self.port = host, self.store.port
 
     def decide(self, order: GroupOrder, given_up: threading.Event | None = None) -> bool:
         """Block until all members are there, ``given_up`` is set or the time is over; tell the members which."""
@@ -149,7 +137,10 @@ class TransferGroup:
             own.set_timeout(timedelta(seconds=order.timeout_s))
             self._store: Any = SignedStore(own, order.secret)
             meeting = PrefixStore(order.group_id, self._store)
-            host = "" if self.is_broadcast else _listening_address(order)  # a failure here costs nobody a deadline
+            host = ""
+            if not self.is_broadcast:  # before `_enter`: a failure here costs nobody a deadline
+                name = order.interface
+                host = interface_address(name) if name else address_towards(order.host, order.port)
             _enter(meeting, order, rank, given_up or threading.Event(), self.device.type)
             if self.is_broadcast:
                 # Not the signed one: NCCL's threads would call Python, and may do so while the interpreter ends.
@@ -179,11 +170,11 @@ class TransferGroup:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = sender, 0
             return self._begin(lambda group: [group.broadcast([buffer], options)])
-        first = self.order.num_senders
+        first, slices = self.order.num_senders, buffer.split(SLICE_BYTES)
         if self.rank < first:
-            return self._begin(lambda group: _sends(group, buffer, first) if self.rank == sender else [])
+            sent = slices if self.rank == sender else ()
+            return self._begin(lambda group: [group.send([one], first, _DATA) for one in sent])
         source = sender if self.rank == first else self.rank - 1
-        slices = _slices(buffer)
         pass_on = None
         if self.rank + 1 < self.order.size:
 
@@ -317,18 +308,6 @@ def _end(group: Any) -> None:
     does."""
     with contextlib.suppress(RuntimeError):
         group.recv_anysource([torch.zeros(1, dtype=torch.uint8)], _NEVER_SENT).wait(timedelta(milliseconds=1))
-
-
-def _slices(buffer: Tensor) -> Sequence[Tensor]:
-    return buffer.split(SLICE_BYTES)
-
-
-def _sends(group: Any, buffer: Tensor, to: int) -> list[Any]:
-    return [group.send([one], to, _DATA) for one in _slices(buffer)]
-
-
-def _listening_address(order: GroupOrder) -> str:
-    return interface_address(order.interface) if order.interface else address_towards(order.host, order.port)
 
 
 def _enter(store: PrefixStore, order: GroupOrder, rank: int, given_up: threading.Event, kind: str) -> None:

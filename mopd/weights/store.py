@@ -6,11 +6,30 @@ overwrite entries, which ends the waits for them; what it writes is never read a
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore
 
 from mopd.weights.signing import read_signed, sign
+
+
+def listening_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
+    """Open the store in this process, on one address alone (``port`` 0: a free one): ``TCPStore`` itself would listen
+    on every network. ``OSError`` if the address is not one of this machine, or taken."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    listener.listen(socket.SOMAXCONN)
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 class SignedStore(Store):

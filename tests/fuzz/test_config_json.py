@@ -10,7 +10,7 @@ import transformers
 
 from mopd.base.types import UserError
 from mopd.conversion.hf.pretrained import load_config, load_tokenizer, read_stop_ids
-from mopd.conversion.jobs import lora
+from mopd.conversion.jobs import rewriting
 from mopd.conversion.models import families
 from mopd.conversion.models.reading import read_dims
 from tests.fixtures.tiny_models import FAMILIES, FAMILY_KEYS, make_tokenizer
@@ -85,7 +85,7 @@ def test_adapter_configs(tmp_path: Path) -> None:
 
     def read(content: bytes) -> None:
         (tmp_path / "adapter_config.json").write_bytes(content)
-        found = lora._read_config(tmp_path / "adapter_config.json")
-        lora._scale(found, "model.layers.0.self_attn.q_proj", tmp_path)
+        found = rewriting._read_config(tmp_path / "adapter_config.json")
+        rewriting._scale(found, "model.layers.0.self_attn.q_proj", tmp_path)
 
     fuzz("adapter_config.json", [json.dumps(config).encode()], read, (UserError,))

@@ -28,14 +28,13 @@ from mopd.engines.wire.messages import (
     encode,
     frame,
 )
-from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
-from mopd.engines.wire.weights import stage_updates
+from mopd.engines.wire.weights import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart, stage_updates
 from mopd.serving.app import check_generate, check_score
 from mopd.serving.errors import Refusal
+from mopd.weights.carrying import PART_BYTES, Staging, staged_order
 from mopd.weights.memory import SharedMemory, open_memory
 from mopd.weights.parts import TensorMeta, from_json, to_json
 from mopd.weights.receiving import check_fit
-from mopd.weights.staging import PART_BYTES, Staging, staged_order
 from tests.fixtures import updates
 from tests.fuzz.harness import fuzz
 

@@ -26,10 +26,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from mopd.launch import orchestrator
+from mopd.launch import leading
 from mopd.orchestrator.__main__ import run
-from mopd.orchestrator.weights.meeting import GroupTransfer
 from mopd.orchestrator.weights.targets import TransferTargets
+from mopd.orchestrator.weights.transfer import GroupTransfer
 from mopd.student.sending import WeightSender
 from mopd.student.worker import StudentWorker
 from mopd.weights.carrying import TravellingParts
@@ -162,7 +162,7 @@ def strike_and_keep() -> None:
     (journal / f"rank_{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
     _keep_weights(journal, rank)
     if rank == 0:
-        orchestrator.MODULE = MODULE
+        leading.MODULE = MODULE
         _keep_samples(journal)
         _strike_sending(_Striker(journal, os.getpid()))
 

@@ -23,8 +23,7 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
-from mopd.engines.wire.transfer import MIN_PART_BYTES
-from mopd.engines.wire.weights import stage_updates
+from mopd.engines.wire.weights import MIN_PART_BYTES, stage_updates
 from tests.fixtures import warm
 from tests.fixtures.ports import free_port
 from tests.fixtures.servers import engine_file, random_tokens, serve_process

@@ -30,10 +30,9 @@ from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import decode, encode
-from mopd.engines.wire.transfer import WeightPart, WeightReceived
-from mopd.engines.wire.weights import StagedWeights, stage_updates
-from mopd.orchestrator.weights.meeting import GroupTransfer
+from mopd.engines.wire.weights import StagedWeights, WeightPart, WeightReceived, stage_updates
 from mopd.orchestrator.weights.targets import TransferTargets
+from mopd.orchestrator.weights.transfer import GroupTransfer
 from mopd.weights.carrying import TravellingParts
 from mopd.weights.group import Pending
 from tests.fixtures.linked import Sending

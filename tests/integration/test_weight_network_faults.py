@@ -20,8 +20,8 @@ from torch.distributed import TCPStore
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.weights import CollectiveConfig
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.weights.meeting import CannotJoin, GroupTransfer
 from mopd.orchestrator.weights.targets import TransferTargets
+from mopd.orchestrator.weights.transfer import CannotJoin, GroupTransfer
 from mopd.weights.group import CONNECT_S, VERDICT_MARGIN_S, GroupOrder, GroupStore
 from tests.fixtures.linked import GroupSender
 from tests.fixtures.networks import (

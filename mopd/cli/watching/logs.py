@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Print each line after ``NODE/ROLE``; the exit code. ``UserError`` for a folder without logs."""
     if not 0 <= args.lines <= MAX_LINES:
         raise UserError(f"--lines is {args.lines}: set 0 to {MAX_LINES}")
-    from mopd.report.logs import Logs
+    from mopd.report.run_files import Logs
 
     logs = Logs(args.run / "logs", node=args.node, role=args.role)
     for line in logs.last(args.lines):

@@ -27,9 +27,8 @@ from mopd.engines.replicas.router import Router
 from mopd.engines.wire.weights import StagedWeights, load_staged, stage_updates
 from mopd.launch.failure import rank_0_host
 from mopd.orchestrator.ranks import Ranks
-from mopd.orchestrator.weights.meeting import CannotJoin, GroupTransfer
 from mopd.orchestrator.weights.targets import TransferTargets
-from mopd.orchestrator.weights.transfer import HttpTransfer
+from mopd.orchestrator.weights.transfer import CannotJoin, GroupTransfer, HttpTransfer, Transfer
 from mopd.placement.interface import KeptAwake
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,8 @@ class GroupWeightSync:
         """``on_running``: what becomes of responses that are under way (``rollout.on_new_weights``)."""
         self._router = router
         self.targets = TransferTargets(router, on_running=on_running)
-        self._transfer: GroupTransfer | HttpTransfer = HttpTransfer(self.targets)
+        self._http = HttpTransfer(self.targets)
+        self._transfer: Transfer = self._http
         self._ranks: Ranks | None = None
         self._tensors = ""
         """JSON of what the ranks send."""
@@ -94,7 +94,7 @@ class GroupWeightSync:
         given theirs when they wake. The student is free then. Raises as ``Transfer.publish``."""
         assert self._ranks is not None
         async with self._ranks.turn:
-            if isinstance(self._transfer, GroupTransfer):
+            if self._transfer.is_together:
                 if self._takes_turns:
                     self._rest = partial(self._ask_for, weight_version)
                     return
@@ -104,7 +104,7 @@ class GroupWeightSync:
                     if not self._or_http:
                         raise
                     logger.warning("the weights go by HTTP, which is slower, from now on: %s", error)
-                    self._transfer = HttpTransfer(self.targets)
+                    self._transfer = self._http
             # the parts become messages when the student is free
             tensors, frames = await self._ranks.ask_for_frames("weights", tensors=self._tensors)
         self._rest = partial(self._pack_and_send, weight_version, tensors, frames)
@@ -117,8 +117,7 @@ class GroupWeightSync:
 
     def send_constants(self) -> None:
         """Send what no step changes with the next update too: it may be something else now."""
-        if isinstance(self._transfer, GroupTransfer):
-            self._transfer.send_constants()
+        self._transfer.send_constants()
 
     def take_numbers(self) -> dict[str, float]:
         """Return the metrics of the last update by a group since the last call."""
@@ -142,12 +141,10 @@ class GroupWeightSync:
                 await load_staged(engine, staged)
             self._router.set_weight_version(staged.weight_version)
             return
-        transfer = self._transfer
-        assert isinstance(transfer, HttpTransfer)
         async with self._turn:
-            transfer.staged = staged  # first: those before it are the size of a model
+            self._http.staged = staged  # first: those before it are the size of a model
         async with self.kept_awake(), self._turn:
-            await transfer.publish(staged.weight_version)
+            await self._http.publish(staged.weight_version)
 
     async def send_again(self) -> Sequence[str]:
         """Send the weights of the moment to replicas without those that the router asks for; return whom, without
@@ -183,22 +180,15 @@ class GroupWeightSync:
     async def _pack_and_send(self, weight_version: int, tensors: str, frames: list[bytes]) -> None:
         await self.send(await asyncio.to_thread(StagedWeights.pack, weight_version, tensors.encode(), frames))
 
-    def _offer(self) -> tuple[int, int]:
-        """Return the version that can be sent now, and the oldest one that a replica needs not be sent it for."""
-        if isinstance(self._transfer, HttpTransfer):
-            staged = self._transfer.staged
-            return (-1, -1) if staged is None else (staged.weight_version, staged.weight_version)
-        return self._newest(), self._router.weight_version
-
     async def _repair(self) -> Sequence[str]:
         """Send what there is to replicas that need it, between two of the student's commands where its ranks send;
         return whom."""
         await self.targets.hear()
-        if not self.targets.lacking(self._offer()[1]):
-            return ()
         transfer, ranks = self._transfer, self._ranks
-        async with contextlib.nullcontext() if ranks is None or isinstance(transfer, HttpTransfer) else ranks.turn:
-            version, asked = self._offer()
+        if not self.targets.lacking(transfer.offer(self._newest())[1]):
+            return ()
+        async with ranks.turn if ranks is not None and transfer.is_together else contextlib.nullcontext():
+            version, asked = transfer.offer(self._newest())
             # where the weights go by another way since, the next look sends them
             lacking = self.targets.lacking(asked) if self._transfer is transfer else ()
             if lacking:

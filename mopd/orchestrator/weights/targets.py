@@ -1,5 +1,5 @@
 """The rollout's replicas as receivers of weight updates: which of them lack weights, and the messages to each
-(``mopd.engines.wire.transfer``), whatever carries the tensors."""
+(``mopd.engines.wire.weights``), whatever carries the tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineError, EngineRejected, OnRunning, StaleWeights
 from mopd.engines.replicas.router import Router
 from mopd.engines.wire.messages import MessageT, encode
-from mopd.engines.wire.transfer import (
+from mopd.engines.wire.weights import (
     MAX_TIMEOUT_S,
     WeightFinish,
     WeightJoin,

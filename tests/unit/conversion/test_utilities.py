@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from mopd.base.types import UserError
 from mopd.conversion.hf.reader import HfReader
-from mopd.conversion.jobs import lora, rewriting
+from mopd.conversion.jobs import rewriting
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, make_hf_model, make_tokenizer
 from tests.unit.conversion.jobs import run_job
 
@@ -118,7 +118,7 @@ def test_lora_computes_what_the_adapted_layer_would(
     """``x W' = x W + s (x A) B``, with s from PEFT's documentation; the other weights stay as they are."""
     base = make_hf_model(tmp_path / "base", "qwen3", vocab_size=61)
     parts = factors()
-    run_job(lora.merge_lora(base, write_adapter(tmp_path / "adapter", changes, **parts), tmp_path / "out"))
+    run_job(rewriting.merge_lora(base, write_adapter(tmp_path / "adapter", changes, **parts), tmp_path / "out"))
     before, after = tensors(base), tensors(tmp_path / "out")
     for module, scale in zip((Q, DOWN), scales, strict=True):
         down, up = parts[f"{module}.lora_A.weight"].double(), parts[f"{module}.lora_B.weight"].double()
@@ -133,7 +133,7 @@ def test_lora_replaces_saved_modules(tmp_path: Path):
     base = make_hf_model(tmp_path / "base", "qwen3", vocab_size=61, tie_word_embeddings=False)
     head = torch.randn(61, 64)
     adapter = write_adapter(tmp_path / "adapter", None, **{"lm_head.weight": head}, **factors())
-    run_job(lora.merge_lora(base, adapter, tmp_path / "out"))
+    run_job(rewriting.merge_lora(base, adapter, tmp_path / "out"))
     assert torch.equal(tensors(tmp_path / "out")["lm_head.weight"], head)
 
 
@@ -154,7 +154,7 @@ def test_adapters_that_are_refused(tmp_path: Path, changes: dict[str, Any], weig
     base = make_hf_model(tmp_path / "base", "qwen3", vocab_size=61)
     adapter = write_adapter(tmp_path / "adapter", changes, **factors() | weights)
     with pytest.raises(UserError, match=line):
-        lora.merge_lora(base, adapter, tmp_path / "out")
+        rewriting.merge_lora(base, adapter, tmp_path / "out")
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -15,7 +15,7 @@ from mopd.base.types import UserError
 from mopd.cli.convert_verify import verify
 from mopd.conversion.hf.manifest import compare_manifests, make_manifest
 from mopd.conversion.hf.reader import open_model
-from mopd.conversion.jobs import lora, rewriting, streaming
+from mopd.conversion.jobs import rewriting, streaming
 from mopd.conversion.jobs.contents import describe
 from mopd.conversion.torch_dist.plan import TargetLayout
 from tests.fixtures.vision import VISION_FAMILIES, VISION_VOCAB_SIZE, make_vision_model
@@ -155,7 +155,7 @@ def test_an_adapter_names_modules_as_transformers_does(flat: Path, tmp_path: Pat
         }
     adapter = {f"base_model.model.{key}": tensor for key, tensor in factors.items()}
     save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors")
-    run_job(lora.merge_lora(flat, tmp_path / "adapter", tmp_path / "out"))
+    run_job(rewriting.merge_lora(flat, tmp_path / "adapter", tmp_path / "out"))
     after = weights(tmp_path / "out")
     assert after.keys() == before.keys()
     for name, tensor in before.items():

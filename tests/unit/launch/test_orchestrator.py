@@ -12,8 +12,8 @@ import pytest
 
 from mopd.base.types import CutOffError, UserError
 from mopd.data_plane.interface import StorageEnded
-from mopd.launch import orchestrator
-from mopd.launch.orchestrator import OrchestratorProcess
+from mopd.launch import leading
+from mopd.launch.leading import OrchestratorProcess
 
 ROOT = Path(__file__).parents[3]
 SAYS = """
@@ -41,7 +41,7 @@ sys.exit(3 if does == "fail" else 0)
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[OrchestratorProcess]:
     """One that does what its task says."""
     (tmp_path / "other_orchestrator.py").write_text(SAYS)
-    monkeypatch.setattr(orchestrator, "MODULE", "other_orchestrator")
+    monkeypatch.setattr(leading, "MODULE", "other_orchestrator")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     return OrchestratorProcess
 
@@ -82,7 +82,7 @@ def test_one_that_mopd_has_to_kill_is_no_failure_of_the_run(
     process: type[OrchestratorProcess], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What the run did stands, and the kernel is not blamed."""
-    monkeypatch.setattr(orchestrator, "END_S", 0.1)
+    monkeypatch.setattr(leading, "END_S", 0.1)
     with process('"stop"', log=Path("o.log"), timeout_s=60.0) as one:
         assert one.link.next_command() == {"end": "asked"}
     (line,) = caplog.messages

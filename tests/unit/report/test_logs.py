@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mopd.base.types import UserError
-from mopd.report import logs as module
-from mopd.report.logs import Logs
+from mopd.report import run_files
+from mopd.report.run_files import Logs
 
 
 def write(folder: Path, name: str, text: bytes) -> None:
@@ -39,7 +39,7 @@ def test_nodes_and_roles_by_pattern(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_shown_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_STEP_BYTES", 4)
+    monkeypatch.setattr(run_files, "MAX_STEP_BYTES", 4)
     write(tmp_path, "a/r.log", b"x" * 10)
     logs = Logs(tmp_path)
     shown = list(logs.last(5))

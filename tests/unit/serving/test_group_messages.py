@@ -22,7 +22,7 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import Message, decode, encode
-from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
+from mopd.engines.wire.weights import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
 from mopd.serving import updates
 from mopd.serving.updates import MAX_JOIN_BYTES
 from mopd.weights import group as transfer_group

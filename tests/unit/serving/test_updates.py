@@ -25,8 +25,7 @@ from mopd.engines.interface import (
     StaleWeights,
 )
 from mopd.engines.torch.engine import TorchEngine
-from mopd.engines.wire.transfer import MIN_PART_BYTES, WeightReceived
-from mopd.engines.wire.weights import StagedWeights, stage_updates
+from mopd.engines.wire.weights import MIN_PART_BYTES, StagedWeights, WeightReceived, stage_updates
 from mopd.serving.host import ThreadHost
 from tests.fixtures.servers import WAIT_S, GatedEngine, RunningServer, running_server
 from tests.fixtures.updates import bring, finish, join, load, start, tell

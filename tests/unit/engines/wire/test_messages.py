@@ -28,8 +28,7 @@ from mopd.engines.wire.messages import (
     encode,
     frame,
 )
-from mopd.engines.wire.transfer import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart
-from mopd.engines.wire.weights import stage_updates
+from mopd.engines.wire.weights import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart, stage_updates
 from tests.fixtures import updates
 
 

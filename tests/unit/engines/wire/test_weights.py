@@ -14,10 +14,9 @@ from torch import Tensor
 
 from mopd.base.types import NonFiniteError
 from mopd.engines.wire.messages import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, WireError, decode, encode
-from mopd.engines.wire.transfer import MIN_PART_BYTES, WeightJoin, WeightPart
-from mopd.engines.wire.weights import StagedWeights, stage_updates
+from mopd.engines.wire.weights import MIN_PART_BYTES, StagedWeights, WeightJoin, WeightPart, stage_updates
+from mopd.weights.carrying import PART_BYTES, Staging, staged_order
 from mopd.weights.parts import TensorMeta, digest
-from mopd.weights.staging import PART_BYTES, Staging, staged_order
 from tests.fixtures.updates import join, unpacked
 
 DTYPES = sorted({*_TYPES.values(), torch.float8_e8m0fnu}, key=str)

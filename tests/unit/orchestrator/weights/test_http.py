@@ -20,8 +20,7 @@ from mopd.engines.replicas.interface import LIMITS, Replica, RouterLimits
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import decode
-from mopd.engines.wire.transfer import WeightStart
-from mopd.engines.wire.weights import stage_updates
+from mopd.engines.wire.weights import WeightStart, stage_updates
 from mopd.orchestrator.weights import sync as syncing
 from mopd.orchestrator.weights.sync import GroupWeightSync
 from tests.fixtures.ports import free_port

@@ -23,10 +23,10 @@ from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams, StaleWeights
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.student import StudentGroup
-from mopd.orchestrator.weights import meeting
-from mopd.orchestrator.weights.meeting import CannotJoin, GroupTransfer
+from mopd.orchestrator.weights import transfer
 from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.orchestrator.weights.targets import TransferTargets
+from mopd.orchestrator.weights.transfer import CannotJoin, GroupTransfer
 from mopd.weights.carrying import TravellingParts
 from mopd.weights.group import GroupOrder
 from tests.fixtures.linked import GroupSender, Sending, linked_ranks
@@ -295,8 +295,8 @@ def test_the_store_is_where_the_way_to_others_begins(
     hosts: list[str], own: str, interface: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways = {"here": "127.0.0.1", "there": "10.0.0.5"}
-    monkeypatch.setattr(meeting, "address_towards", lambda host, port: ways[host])
-    monkeypatch.setattr(meeting, "GroupStore", lambda host, timeout_s: host)
+    monkeypatch.setattr(transfer, "address_towards", lambda host, port: ways[host])
+    monkeypatch.setattr(transfer, "GroupStore", lambda host, timeout_s: host)
     targets: Any = SimpleNamespace(hosts=lambda: hosts)
     cfg, student = replace(COLLECTIVE, interface=interface), Sending({})
     assert GroupTransfer(targets, cfg, student.ask, host=own, **student.announced)._open_store(1.0) == expected
