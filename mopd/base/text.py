@@ -91,8 +91,18 @@ def file_name(name: str) -> str:
     return f"{encoded[: MAX_FILE_NAME_BYTES - 65]}~{hashlib.sha256(encoded.encode()).hexdigest()}"
 
 
+def shortened(text: str, most: int = 80) -> str:
+    """Cut a text to ``most`` characters, of which the last three then are dots."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def first_few(texts: Sequence[str], most: int, between: str = ", ") -> str:
+    """Join the first ``most`` texts, and say how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
+
+
 def named_samples(sample_ids: Sequence[int], domains: Collection[str]) -> str:
     """Return the ids of samples, at most ``MAX_NAMED_SAMPLES`` of them, and their domains, for a message."""
-    more = len(sample_ids) - MAX_NAMED_SAMPLES
-    ids = ", ".join(map(str, sample_ids[:MAX_NAMED_SAMPLES])) + (f" and {more} more" if more > 0 else "")
+    ids = first_few([str(one) for one in sample_ids], MAX_NAMED_SAMPLES)
     return f"{ids} of domain {', '.join(map(repr, sorted(domains)))}"

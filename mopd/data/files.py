@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from mopd.base.files.json_text import MAX_DEPTH, parse_json
 from mopd.base.files.reading import open_regular, shown_path
-from mopd.base.text import one_line
+from mopd.base.text import first_few, one_line
 from mopd.base.types import UserError
 
 MISSING = object()
@@ -286,8 +286,7 @@ def _value(path: Path, number: int, batch: pa.RecordBatch, name: str, i: int) ->
 
 def listed(names: Sequence[Any], most: int = 20) -> str:
     """Return the first few names, quoted, for a message."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(quoted(name) for name in names[:most]) + more
+    return first_few([quoted(name) for name in names], most)
 
 
 def quoted(name: Any) -> str:

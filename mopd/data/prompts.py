@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd.base.files.reading import shown_path
+from mopd.base.text import first_few
 from mopd.base.types import ImageRef, PromptImage, UserError
 from mopd.config.data import DataConfig, DataFileConfig
 from mopd.config.groups import Assignment
@@ -199,8 +200,7 @@ def require_vision_teachers(image_counts: Mapping[str, int], assignment: Assignm
 
 def _counted(domains: Mapping[str, int]) -> str:
     """Return domains with their rows, for a message."""
-    shown = ", ".join(f"{quoted(domain)} ({count} rows)" for domain, count in sorted(domains.items())[:MAX_LISTED])
-    return shown + (f" and {len(domains) - MAX_LISTED} more" if len(domains) > MAX_LISTED else "")
+    return first_few([f"{quoted(domain)} ({count} rows)" for domain, count in sorted(domains.items())], MAX_LISTED)
 
 
 def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Counter[str]) -> list[PromptRow]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.base.files.reading import shown_path
-from mopd.base.text import one_line
+from mopd.base.text import first_few, one_line
 from mopd.base.types import LostError, UserError
 from mopd.config.placements import RegisteredConfig
 from mopd.conversion.hf.manifest import HASHES, Manifest
@@ -371,8 +371,7 @@ class RegisteredGroup:
         alive = self._heartbeats.alive
         told = [f"{alive[i].server.place}: {answer}" for i, answer in self._answers.items() if i in alive]
         told += [f"{server.place}: silent" for server in self._heartbeats.silent]
-        more = f" and {len(told) - MAX_SHOWN} more" if len(told) > MAX_SHOWN else ""
-        others = f" (not taken in: {'; '.join(told[:MAX_SHOWN])}{more})" if told else ""
+        others = f" (not taken in: {first_few(told, MAX_SHOWN, '; ')})" if told else ""
         which = "--rollout" if self.plan.kind == "rollout" else f"--teacher {self.plan.name}"
         return UserError(
             f"{key}.placement.min_replicas: {len(self._members)} of {cfg.min_replicas} servers are there after "

@@ -7,6 +7,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mopd.base.text import shortened
 from mopd.base.types import UserError
 from mopd.rewards.interface import RewardItem
 
@@ -197,5 +198,4 @@ def _kind(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(repr(value))

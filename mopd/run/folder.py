@@ -19,6 +19,7 @@ from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import shown_path
 from mopd.base.files.writing import PARTIALS, WriteRefusedError, refusal, write_text, writing
 from mopd.base.hardware import node_name
+from mopd.base.text import shortened
 from mopd.base.types import CutOffError, LostError, UserError
 from mopd.config.load import Loaded, differences, dump, load_recipe
 from mopd.config.reading.tree import split_dotted
@@ -363,5 +364,4 @@ def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = "absent" if value is None else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened("absent" if value is None else json.dumps(value, ensure_ascii=False))

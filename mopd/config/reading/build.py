@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
 from mopd.base.files.yaml_text import EXPONENT
-from mopd.base.text import without_credentials
+from mopd.base.text import shortened, without_credentials
 from mopd.base.types import UserError
 from mopd.config.reading.tree import (
     OVERRIDE_ORIGIN,
@@ -323,7 +323,7 @@ def _shown(value: Any) -> str:
     """A value as it would stand in the file, cut to one short line."""
     names = {True: "true", False: "false"}
     text = "null" if value is None else names[value] if isinstance(value, bool) else without_credentials(repr(value))
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(text)
 
 
 def _schema_paths(cls: type, path: Path_) -> list[Path_]:

@@ -18,7 +18,7 @@ from typing import Any
 from mopd.base.files.json_text import MAX_DEPTH
 from mopd.base.files.reading import read_text, shown_path
 from mopd.base.files.yaml_text import MAX_KEY_CHARACTERS, MAX_YAML_BYTES, Marked, YamlError, compose_yaml, plain
-from mopd.base.text import visible, without_credentials
+from mopd.base.text import shortened, visible, without_credentials
 from mopd.base.types import UserError
 
 AUTO = "auto"
@@ -154,8 +154,7 @@ def read_overrides(overrides: Sequence[str]) -> Section:
 
 
 def _shown(text: str) -> str:
-    text = visible(without_credentials(text))
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(visible(without_credentials(text)))
 
 
 def _depth(node: Any) -> int:

@@ -33,7 +33,7 @@ from huggingface_hub.utils import tqdm
 
 from mopd.base.files.reading import shown_path
 from mopd.base.files.writing import refusal
-from mopd.base.text import one_line, visible
+from mopd.base.text import first_few, one_line, visible
 from mopd.base.types import UserError
 from mopd.conversion.hf.reader import INDEX_FILE, KEPT_PATTERNS, WEIGHTS_FILE, weight_files
 from mopd.conversion.models.config_keys import CONFIG_FILE
@@ -145,8 +145,7 @@ def _there(files: Iterable[str]) -> str:
     found = sorted(visible(file) for file in files if file.endswith(DATA_SUFFIXES))
     if not found:
         return "name a data set with parquet files"
-    more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-    return f"name one of its splits or files ({', '.join(found[:_LISTED])}{more})"
+    return f"name one of its splits or files ({first_few(found, _LISTED)})"
 
 
 class _Repository:

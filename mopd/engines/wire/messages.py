@@ -36,7 +36,7 @@ from typing import Any, ClassVar, TypeVar
 import msgpack
 import numpy as np
 
-from mopd.base.text import visible
+from mopd.base.text import shortened, visible
 from mopd.engines.wire.image_table import from_table
 
 VERSION = 8
@@ -225,8 +225,7 @@ def _scalar(value: Any, annotation: Any, name: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(repr(value), 60)
 
 
 @dataclass(frozen=True, kw_only=True)
