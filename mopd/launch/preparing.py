@@ -33,7 +33,6 @@ from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims, check_layout
 from mopd.conversion.models.reading import read_dims
-from mopd.conversion.models.stages import stages_of
 from mopd.launch import failure, sharing
 from mopd.launch.node import compared_environment
 from mopd.launch.nodes import Nodes
@@ -195,13 +194,7 @@ def num_weights(folder: Path) -> int | None:
 def check_student_layout(student: StudentConfig) -> ModelDims:
     """Check that the parallel layout divides the model, whose folder is here; return the model's sizes."""
     dims = read_dims(Path(student.model))
-    check_layout(
-        dims,
-        tensor_model_parallel_size=student.parallel.tensor_model_parallel_size,
-        stages=stages_of(student.parallel),
-        expert_model_parallel_size=student.parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=student.parallel.expert_tensor_parallel_size,
-    )
+    check_layout(dims, student.parallel)
     return dims
 
 

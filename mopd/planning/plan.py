@@ -14,8 +14,7 @@ from mopd.config.machine.auto import settle
 from mopd.config.machine.places import NodePool, Places, engine_groups, path_of, place_recipe
 from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.schema import Recipe
-from mopd.conversion.models.dims import ModelDims, layout_problem
-from mopd.conversion.models.stages import stages_of
+from mopd.conversion.models.dims import ModelDims, check_layout
 from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad, times_of
 from mopd.planning.devices import Cluster, Rates, gib
 from mopd.planning.memory.activations import micro_batches
@@ -114,17 +113,12 @@ def check_models(loaded: Loaded, models: Mapping[str, ModelDims], *, with_layout
     Raises:
         UserError: file and key.
     """
-    recipe, dims = loaded.recipe, models[STUDENT]
-    parallel = recipe.student.parallel
-    problem = layout_problem(
-        dims,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        stages=stages_of(parallel),
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-    )
-    if problem and with_layout:
-        raise UserError(f"{loaded.path}: {problem}")
+    recipe = loaded.recipe
+    if with_layout:
+        try:
+            check_layout(models[STUDENT], recipe.student.parallel)
+        except UserError as error:
+            raise UserError(f"{loaded.path}: {error}") from error
     longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
     for key, model in models.items():
         if longest > model.max_positions:

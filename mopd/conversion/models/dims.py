@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mopd.base.types import UserError
-from mopd.conversion.models.stages import ONE_STAGE, Stages
+from mopd.config.student import ParallelConfig
+from mopd.conversion.models.stages import ONE_STAGE, Stages, stages_of
 
 Naming = Literal["flat", "nested"]
 """Tensor naming of a Hugging Face checkpoint with vision. flat: ``visual.*`` and ``model.*``; nested:
@@ -196,38 +197,24 @@ class ModelDims:
         return -(-self.vocab_size // multiple) * multiple
 
 
-def check_layout(
-    dims: ModelDims,
-    *,
-    tensor_model_parallel_size: int = 1,
-    stages: Stages = ONE_STAGE,
-    expert_model_parallel_size: int = 1,
-    expert_tensor_parallel_size: int | None = None,
-) -> None:
+def check_layout(dims: ModelDims, parallel: ParallelConfig) -> None:
     """Refuse a parallel layout of the student that would split a head group, a row of an MLP, an expert's share or a
     layer.
-
-    ``expert_tensor_parallel_size`` None means the tensor-parallel degree, as in Megatron.
 
     Raises:
         UserError: one line with both numbers and the key to set.
     """
-    tp, ep, etp = tensor_model_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size
-    if problem := layout_problem(dims, tp, stages, ep, etp):
+    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    if problem := layout_problem(dims, stages_of(parallel), tp=tp, ep=parallel.expert_model_parallel_size, etp=etp):
         raise UserError(problem)
 
 
 def layout_problem(
-    dims: ModelDims,
-    tensor_model_parallel_size: int,
-    stages: Stages,
-    expert_model_parallel_size: int,
-    expert_tensor_parallel_size: int | None,
+    dims: ModelDims, stages: Stages = ONE_STAGE, *, tp: int = 1, ep: int = 1, etp: int | None = None
 ) -> str:
-    """Return why ``check_layout`` refuses; empty for a layout that divides the model."""
-    tp, ep, etp = tensor_model_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size
-    etp = tp if etp is None else etp
-    spelled = "student.parallel.{}".format
+    """Return why ``check_layout`` refuses; empty for a layout that divides the model. ``etp`` None means ``tp``, as in
+    Megatron."""
+    spelled, etp = "student.parallel.{}".format, tp if etp is None else etp
     return division_problem(dims, stages, spelled, tp=tp, ep=ep, etp=etp) or _deepstack_problem(dims, stages)
 
 

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.config.student import MoeConfig, StudentConfig, VisionConfig
-from mopd.conversion.models.dims import ModelDims, YarnRope, check_layout
+from mopd.conversion.models.dims import ModelDims, YarnRope, layout_problem
 from mopd.conversion.models.stages import Stages, stages_of
 from mopd.data.packing import FP8_MULTIPLE
 from mopd.student.model.overrides import check_overrides
@@ -121,13 +121,8 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         pipeline_model_parallel_size=layout.pp_size,
         virtual_pipeline_model_parallel_size=layout.vp_size,
     )
-    check_layout(
-        dims,
-        tensor_model_parallel_size=layout.tp_size,
-        stages=stages,
-        expert_model_parallel_size=layout.ep_size,
-        expert_tensor_parallel_size=layout.etp_size,
-    )
+    if problem := layout_problem(dims, stages, tp=layout.tp_size, ep=layout.ep_size, etp=layout.etp_size):
+        raise UserError(problem)
     _check_ranks_of_a_layer(student, dims, layout)
     _check_experts(student, dims)
     fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student)}

@@ -173,4 +173,4 @@ def _fits(layout: Case, dims: ModelDims, num_samples: int) -> bool:
     )
     if dims.moe is None and "ep" in layout:
         return False
-    return not layout_problem(dims, layout["tp"], stages, layout.get("ep", 1), layout.get("etp"))
+    return not layout_problem(dims, stages, tp=layout["tp"], ep=layout.get("ep", 1), etp=layout.get("etp"))

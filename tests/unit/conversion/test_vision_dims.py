@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from mopd.base.types import UserError
+from mopd.config.student import ParallelConfig
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import VisionDims, check_layout
 from mopd.conversion.models.reading import dims_from_config
-from mopd.conversion.models.stages import Stages
 from mopd.conversion.models.towers import with_naming
 from tests.unit.conversion.test_dims import PATH, require_refusal
 
@@ -207,11 +207,10 @@ def test_a_nested_tie_counts_where_transformers_takes_it():
 )
 def test_layers_of_the_first_stage(pp: int, first: int | None, message: str):
     def check(pp: int, first: int | None) -> None:
-        check_layout(
-            dims_from_config(QWEN3_VL_4B, PATH),
-            tensor_model_parallel_size=2,
-            stages=Stages(pipeline_model_parallel_size=pp, num_layers_in_first_pipeline_stage=first),
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=2, pipeline_model_parallel_size=pp, num_layers_in_first_pipeline_stage=first
         )
+        check_layout(dims_from_config(QWEN3_VL_4B, PATH), parallel)
 
     check(4, 6)
     check(4, None)
