@@ -13,14 +13,7 @@ from mopd.base.tasks import StopRequested
 from mopd.base.types import UserError
 from mopd.cli.ranks import add_recipe, on_students_ranks
 from mopd.config.load import Loaded, load_recipe
-from mopd.launch.failure import (
-    STOPPED_CODE,
-    Ended,
-    is_our_launchers,
-    is_rank,
-    leave_stopped,
-    rank_and_world_size,
-)
+from mopd.launch.failure import STOPPED_CODE, Ended, is_our_launchers, is_rank, leave_stopped, rank_and_world_size
 from mopd.launch.node import add_node_arguments, place_of
 from mopd.launch.nodes import NodeLostError, Nodes
 from mopd.launch.preparing import agreed

@@ -156,9 +156,7 @@ def pack(samples: Sequence[SampleMeta], rules: PackingRules, *, dp_size: int) ->
         else:
             ranks = _share_out(_even_out(_fill(ordered, rules), rules, dp_size), rules, dp_size)
     return MicroBatchPlan(
-        micro_batches=ranks,
-        num_loss_tokens=sum(sample.num_loss_tokens for sample in ordered),
-        num_samples=len(ordered),
+        micro_batches=ranks, num_loss_tokens=sum(sample.num_loss_tokens for sample in ordered), num_samples=len(ordered)
     )
 
 

@@ -134,10 +134,7 @@ def _bytes(row: Tensor) -> memoryview:
 
 def student_facts(recipe: Recipe, worker: StudentWorker) -> dict[str, Any]:
     """Return what the orchestrator needs to know of the student once it is built, as JSON."""
-    return {
-        "is_on_gpu": worker.layout.device.type == "cuda",
-        "announced": announced(recipe, worker),
-    }
+    return {"is_on_gpu": worker.layout.device.type == "cuda", "announced": announced(recipe, worker)}
 
 
 def run_commands(worker: StudentWorker, channel: CommandChannel, link: RankLink) -> str | None:

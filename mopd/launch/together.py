@@ -37,10 +37,7 @@ STOP = "stop"
 
 
 def together(
-    place: Place,
-    facts: Mapping[str, Any],
-    work: Callable[[EngineNode], int],
-    leave: Callable[[], None] = lambda: None,
+    place: Place, facts: Mapping[str, Any], work: Callable[[EngineNode], int], leave: Callable[[], None] = lambda: None
 ) -> int:
     """Meet the other nodes, do this one's ``work``, and return its exit code. This process ends when another does.
 

@@ -191,13 +191,7 @@ def replica_of(given: PlanInput, key: str, group: EngineGroupConfig, *, samples:
     """Plan one replica of a group to which so many ``samples`` of a step come."""
     dims = given.dims_of(key)
     return plan_replica(
-        group,
-        dims,
-        given.work,
-        given.cluster,
-        scores=key != ROLLOUT,
-        samples=samples,
-        stored=given.stored.get(key),
+        group, dims, given.work, given.cluster, scores=key != ROLLOUT, samples=samples, stored=given.stored.get(key)
     )
 
 

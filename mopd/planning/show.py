@@ -88,7 +88,7 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
     work = plan.work
     console.print(
         f"a step: {work.samples} samples of {work.prompt_tokens:.0f} + {work.response_tokens:.0f} tokens "
-        f"({work.source})",
+        f"({work.source})"
     )
     if plan.tower is not None:
         console.print(_tower_line(plan.tower, work.image_tokens))

@@ -20,14 +20,7 @@ from mopd.base.text import visible
 from mopd.report.charts import cell
 from mopd.report.curves import Phase, percents, phase_name, phases
 from mopd.report.groups import LATENCY_HEADING, GroupResult, label, latencies, summarise_groups
-from mopd.report.intervals import (
-    Interval,
-    Scores,
-    difference_interval,
-    mean_interval,
-    recovery_interval,
-    show_interval,
-)
+from mopd.report.intervals import Interval, Scores, difference_interval, mean_interval, recovery_interval, show_interval
 from mopd.report.page import render_page
 from mopd.report.pipeline import (
     AgeResult,

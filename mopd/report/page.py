@@ -225,9 +225,7 @@ def _group_cell(key: str, value: float | None) -> str:
 
 
 def _examples(
-    validations: Sequence[Mapping[str, Any]],
-    best_step: int | None,
-    teachers: Mapping[str, Sequence[Mapping[str, Any]]],
+    validations: Sequence[Mapping[str, Any]], best_step: int | None, teachers: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> dict[str, list[dict[str, Any]]]:
     """Return, by domain, rows of the same prompt, answered before and after training and by the teacher. A prompt may
     stand in the data twice, so place and prompt together identify a row."""

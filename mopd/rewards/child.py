@@ -39,10 +39,7 @@ def main(path: str, function: str, parent_pid: int, link_fd: int, max_bytes: int
 
 
 def serve(
-    link_fd: int,
-    load: Callable[[], Any],
-    run: Callable[[Any, list[dict[str, Any]]], dict[str, Any]],
-    path: str = "",
+    link_fd: int, load: Callable[[], Any], run: Callable[[Any, list[dict[str, Any]]], dict[str, Any]], path: str = ""
 ) -> None:
     """Answer batches until the link closes: ``run`` gets the result of ``load``. Errors name lines of ``path``."""
     batches, answers = os.fdopen(link_fd, encoding="utf-8"), os.fdopen(os.dup(link_fd), "w", encoding="utf-8")

@@ -26,14 +26,7 @@ import torch
 from mopd.base.files.json_text import parse_json
 from mopd.base.text import one_line
 from mopd.engines.interface import Reception, WeightsLost
-from mopd.engines.wire.weights import (
-    WeightFinish,
-    WeightJoin,
-    WeightPart,
-    WeightReceived,
-    WeightStart,
-    WeightVersion,
-)
+from mopd.engines.wire.weights import WeightFinish, WeightJoin, WeightPart, WeightReceived, WeightStart, WeightVersion
 from mopd.serving.admission import Admission
 from mopd.serving.errors import Refusal, bad_request, busy, stale_weights
 from mopd.serving.host import EngineHost

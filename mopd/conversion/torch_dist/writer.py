@@ -84,9 +84,7 @@ def write_rest(
 
 
 def _metadata(
-    contents: Mapping[str, Sequence[Piece]],
-    written: Mapping[str, Written],
-    dtypes: Mapping[str, torch.dtype],
+    contents: Mapping[str, Sequence[Piece]], written: Mapping[str, Written], dtypes: Mapping[str, torch.dtype]
 ) -> Metadata:
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
