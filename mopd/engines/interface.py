@@ -128,6 +128,11 @@ class EngineInfo:
     """Processes that hold its weights, each a member of a transfer group."""
     limits: EngineLimits = EngineLimits()
 
+    @property
+    def most_logprobs(self) -> int:
+        """``max_logprobs``, where it is ``None`` too."""
+        return self.vocab_size if self.max_logprobs is None else min(self.vocab_size, self.max_logprobs)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:

@@ -1,4 +1,4 @@
-"""Accounts of every prompt, by ids and lengths and by domain: none is lost and none is trained on twice.
+"""Accounts of every prompt, by ids and lengths and by queue: none is lost and none is trained on twice.
 
 A slot is a place in the stream of prompts, open from when its prompt is admitted until its samples are trained on::
 
@@ -6,11 +6,11 @@ A slot is a place in the stream of prompts, open from when its prompt is admitte
      at most           │ ▲                 │
      published + n + 1 │ ├── again: its samples are older than max_staleness (n) allows; the same prompt is drawn anew
      steps' worth      │ │                 │
-                       └─┴── replace: its samples cannot be scored; another prompt of its domain takes its place
+                       └─┴── replace: its samples cannot be scored; another prompt of its queue takes its place
 
-A batch takes ready slots, those of the oldest weights first, as many of each domain as the same stretch of the stream
-has: in whatever order responses end, every batch has the stream's mix. Stored prompts (``data.scored``) of a domain
-count as a domain of their own (``Prompt.queue``), so that every batch has their share.
+A batch takes ready slots, those of the oldest weights first, as many of each queue as the same stretch of the stream
+has: in whatever order responses end, every batch has the stream's mix. A queue (``Prompt.queue``) is a domain; stored
+prompts (``data.scored``) of a domain are one of their own, so that every batch has their share.
 
 A slot of weights v has to be trained on by step v + n + 1 at the latest. With ``on_expiry: hold`` a batch waits rather
 than take a slot of newer weights and leave more old ones than the steps up to their last one have room for. So none is
@@ -94,14 +94,14 @@ class Ledger:
         """Number of steps whose batches are taken: one more than ``step`` while one is trained on."""
         self._num_admitted = step * prompts_per_step
         self._order: deque[str] = deque()
-        """Domains of the stream, in its order, from the first prompt on that belongs to no completed step."""
+        """Queues of the stream, in its order, from the first prompt on that belongs to no completed step."""
         self._mixes: deque[Counter[str]] = deque()
-        """Prompts of each domain by step of ``_order``, from the next one on; the last step may be incomplete."""
+        """Prompts of each queue by step of ``_order``, from the next one on; the last step may be incomplete."""
         self._open: dict[int, Slot] = {}
         self._versions: defaultdict[str, Counter[int]] = defaultdict(Counter)
-        """Domain -> ``weight_version`` -> open slots."""
+        """Queue -> ``weight_version`` -> open slots."""
         self._ready: defaultdict[str, dict[int, list[int]]] = defaultdict(dict)
-        """Domain -> ``weight_version`` -> heap of the numbers of its ready slots; no heap is empty."""
+        """Queue -> ``weight_version`` -> heap of the numbers of its ready slots; no heap is empty."""
         self._admitted: Counter[str] = Counter()
         self._ended: dict[str, Counter[str]] = {end: Counter() for end in ENDS}
         self._num_contained = 0
@@ -197,9 +197,9 @@ class Ledger:
     def stale(self) -> list[Slot]:
         """Take back and return the ready slots that the next step cannot train on; call ``again`` for each."""
         gone = []
-        for of_domain in self._ready.values():
-            for version in [v for v in of_domain if self._next_step - v > self.max_staleness]:
-                gone += [self._open[number] for number in of_domain.pop(version)]
+        for of_queue in self._ready.values():
+            for version in [v for v in of_queue if self._next_step - v > self.max_staleness]:
+                gone += [self._open[number] for number in of_queue.pop(version)]
         return sorted(gone, key=lambda slot: slot.number)
 
     def again(self, slot: Slot) -> None:
@@ -208,7 +208,7 @@ class Ledger:
         self._reopen(slot, replace(slot.prompt, attempt=slot.prompt.attempt + 1))
 
     def replace(self, slot: Slot, prompt: Prompt) -> None:
-        """Discard the slot's samples; ``prompt``, of the same domain, takes its place."""
+        """Discard the slot's samples; ``prompt``, of the same queue, takes its place."""
         self._ended["replaced"][slot.prompt.queue] += 1
         self._reopen(slot, prompt)
 
@@ -229,7 +229,7 @@ class Ledger:
 
         Raises:
             UserError: nothing has changed for ``timeout_s`` and no ``contained`` wait was in progress; says what is
-                ready and what is missing, by domain.
+                ready and what is missing, by queue.
         """
         self._pace.asked(self._clock(), self._num_complete(most=self.max_staleness + 1))
         self._wake()
@@ -238,7 +238,7 @@ class Ledger:
             done, _ = await asyncio.wait({self._next_change()}, timeout=timeout_s)
             if not done and not self._num_contained:
                 raise UserError(self._describe_wait(timeout_s))
-        slots = [self._pop_ready(domain) for domain, count in self._mixes.popleft().items() for _ in range(count)]
+        slots = [self._pop_ready(queue) for queue, count in self._mixes.popleft().items() for _ in range(count)]
         self._next_step += 1
         self._pace.taken(self._clock(), max(slot.ready_at - slot.opened_at for slot in slots))
         self._note_complete()
@@ -283,11 +283,11 @@ class Ledger:
             for entry in state["open"]:
                 prompt = prompt_of(_number(entry["sample_id"]), entry["domain"], _number(entry["row"]))
                 self._add_slot(replace(prompt, attempt=_number(entry["attempt"])))
-            for domain in state["order"]:
-                self._add_to_order(domain)
-            self._admitted.update({domain: _number(count) for domain, count in state["admitted"].items()})
+            for queue in state["order"]:
+                self._add_to_order(queue)
+            self._admitted.update({queue: _number(count) for queue, count in state["admitted"].items()})
             for end, counts in self._ended.items():
-                counts.update({domain: _number(count) for domain, count in state[end].items()})
+                counts.update({queue: _number(count) for queue, count in state[end].items()})
             ids = [slot.prompt.sample_id for slot in self._open.values()]
             if len(set(ids)) != len(ids) or Counter(self._order) != self._in_flight():
                 raise ValueError("its open prompts do not fit its order")
@@ -304,11 +304,11 @@ class Ledger:
         self._num_admitted += 1
         return slot
 
-    def _add_to_order(self, domain: str) -> None:
+    def _add_to_order(self, queue: str) -> None:
         if len(self._order) % self.prompts_per_step == 0:
             self._mixes.append(Counter())
-        self._order.append(domain)
-        self._mixes[-1][domain] += 1
+        self._order.append(queue)
+        self._mixes[-1][queue] += 1
 
     def _set_version(self, slot: Slot, weight_version: int) -> None:
         self._forget_version(slot)
@@ -329,13 +329,13 @@ class Ledger:
         self._admitted[prompt.queue] += 1
         self._wake()
 
-    def _pop_ready(self, domain: str) -> Slot:
-        """Take the domain's ready slot of the oldest weights; of several, the one that was admitted first."""
-        of_domain = self._ready[domain]
-        oldest = min(of_domain)
-        slot = self._open[heappop(of_domain[oldest])]
-        if not of_domain[oldest]:
-            del of_domain[oldest]
+    def _pop_ready(self, queue: str) -> Slot:
+        """Take the queue's ready slot of the oldest weights; of several, the one that was admitted first."""
+        of_queue = self._ready[queue]
+        oldest = min(of_queue)
+        slot = self._open[heappop(of_queue[oldest])]
+        if not of_queue[oldest]:
+            del of_queue[oldest]
         self._forget_version(slot)
         return slot
 
@@ -352,27 +352,27 @@ class Ledger:
         wanted: Counter[str] = Counter()
         for number, mix in enumerate(itertools.islice(self._mixes, most)):
             wanted.update(mix)
-            if mix.total() < self.prompts_per_step or any(self._num_ready(d) < count for d, count in wanted.items()):
+            if mix.total() < self.prompts_per_step or any(self._num_ready(q) < count for q, count in wanted.items()):
                 return number
         return min(most, len(self._mixes))
 
-    def _num_ready(self, domain: str) -> int:
-        return sum(map(len, self._ready[domain].values()))
+    def _num_ready(self, queue: str) -> int:
+        return sum(map(len, self._ready[queue].values()))
 
     def _held(self) -> list[str]:
-        """Return the domains whose ready slots a batch must not take yet: older ones would become too old."""
-        return [domain for domain in self._mixes[0] if self._leaves_too_many(domain)] if self._holds else []
+        """Return the queues whose ready slots a batch must not take yet: older ones would become too old."""
+        return [queue for queue in self._mixes[0] if self._leaves_too_many(queue)] if self._holds else []
 
-    def _leaves_too_many(self, domain: str) -> bool:
-        """Return whether the next batch would take slots of newer weights of the domain and leave more slots of some
+    def _leaves_too_many(self, queue: str) -> bool:
+        """Return whether the next batch would take slots of newer weights of the queue and leave more slots of some
         weights v or older than the later steps up to v + n + 1 take: one of these would become too old.
 
         A batch without such newer slots cannot do better: it never waits.
         """
-        left = Counter(self._versions[domain])
-        num_wanted, newest = self._mixes[0][domain], self._next_step
+        left = Counter(self._versions[queue])
+        num_wanted, newest = self._mixes[0][queue], self._next_step
         # `left`: open slots by weights after this batch; `newest`: the newest weights that it takes
-        for version, numbers in sorted(self._ready[domain].items()):
+        for version, numbers in sorted(self._ready[queue].items()):
             if num_wanted > 0:
                 newest = version
                 left[version] -= min(num_wanted, len(numbers))
@@ -384,7 +384,7 @@ class Ledger:
                 return False
             num_left += left[version]
             last = version + self.max_staleness - self._next_step  # of ``_mixes``; the next batch's is number 0
-            if num_left > sum(mix[domain] for mix in itertools.islice(self._mixes, 1, max(1, last + 1))):
+            if num_left > sum(mix[queue] for mix in itertools.islice(self._mixes, 1, max(1, last + 1))):
                 return True
         return False
 
@@ -392,11 +392,11 @@ class Ledger:
         return Counter(slot.prompt.queue for slot in self._open.values())
 
     def _check(self) -> None:
-        """Raise ``RuntimeError`` unless admitted = trained + in flight + refused + replaced, in every domain."""
+        """Raise ``RuntimeError`` unless admitted = trained + in flight + refused + replaced, in every queue."""
         ends = sum((self._ended[end] for end in ENDS), self._in_flight())
         if +self._admitted != +ends:
-            domains = [d for d in sorted(self._admitted | ends) if self._admitted[d] != ends[d]]
-            counts = ", ".join(f"{d!r}: {self._admitted[d]} admitted, {ends[d]} accounted for" for d in domains)
+            queues = [q for q in sorted(self._admitted | ends) if self._admitted[q] != ends[q]]
+            counts = ", ".join(f"{q!r}: {self._admitted[q]} admitted, {ends[q]} accounted for" for q in queues)
             raise RuntimeError(f"prompts were lost or counted twice after step {self.step}: {counts}")
 
     def _next_change(self) -> asyncio.Future[None]:
@@ -412,7 +412,7 @@ class Ledger:
 
     def _describe_wait(self, timeout_s: float) -> str:
         mix = self._mixes[0] if self._mixes else Counter()
-        ready = ", ".join(f"{domain!r} {self._num_ready(domain)} of {count}" for domain, count in sorted(mix.items()))
+        ready = ", ".join(f"{queue!r} {self._num_ready(queue)} of {count}" for queue, count in sorted(mix.items()))
         held = ", ".join(map(repr, self._held())) if self._num_complete(most=1) else ""
         waits_for = f"; others of {held} would become too old first (schedule.on_expiry: hold)" if held else ""
         return (

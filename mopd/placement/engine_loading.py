@@ -85,7 +85,7 @@ def server_limits(file: EngineFile) -> ServerLimits:
     return ServerLimits(
         max_tokens_per_request=file.max_tokens_per_request,
         max_queued_tokens=max(file.max_queued_tokens, file.max_tokens_per_request),
-        max_top_k=file.max_logprobs,
+        max_logprobs=file.max_logprobs,
         max_body_bytes=token_bytes,
         max_connections=min(MAX_CONNECTIONS, num_files // 2),  # the rest is for the engine, and for accepting
         request_timeout_s=file.request_timeout_s,

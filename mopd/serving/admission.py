@@ -23,7 +23,7 @@ class ServerLimits:
     """Tokens of one request (for generation: of its prompts); more is answered with 413."""
     max_queued_tokens: int
     """Tokens that wait, run, or whose answers are not sent yet; more is answered with 429."""
-    max_top_k: int = 1024
+    max_logprobs: int = 1024
     """Most probable tokens that a request may ask for per scored token: they decide how long an answer is."""
     max_body_bytes: int = 64 * 2**20
     """Bytes of one request for scores or responses; more is answered with 413."""

@@ -132,11 +132,11 @@ class EngineServer:
         """The engine's description, completed by the server's limits, version and hashes."""
         assert self._info is not None
         limits = self.served.limits
-        most = self._info.vocab_size if self._info.max_logprobs is None else self._info.max_logprobs
+        is_within = self._info.most_logprobs <= limits.max_logprobs
         return dataclasses.replace(
             self._info,
             weight_version=self.updates.weight_version,
-            max_logprobs=self._info.max_logprobs if most <= limits.max_top_k else limits.max_top_k,
+            max_logprobs=self._info.max_logprobs if is_within else limits.max_logprobs,
             manifest=self.served.manifest,
             limits=dataclasses.replace(
                 self._info.limits,
@@ -402,18 +402,16 @@ def check_score(request: ScoreRequest, info: EngineInfo) -> None:
     """Raise ``Refusal`` 400 for what this engine cannot do: a bad request must not spoil the call that it shares."""
     highest = max(int(ids.max(initial=0)) for ids in (request.tokens, request.given_ids))
     _check_sequences(highest, int(request.lengths.max()), info)
-    largest = info.vocab_size if info.max_logprobs is None else info.max_logprobs
-    if request.top_k + request.num_given > largest:
+    if request.top_k + request.num_given > info.most_logprobs:
         more = f" and {request.num_given} ids are given" if request.num_given else ""
-        raise bad_request(f"top_k is {request.top_k}{more}: {info.model} gives at most {largest}")
+        raise bad_request(f"top_k is {request.top_k}{more}: {info.model} gives at most {info.most_logprobs}")
 
 
 def check_generate(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise ``Refusal`` 400 as ``check_score``."""
     _check_sequences(int(request.tokens.max()), int(request.lengths.max()) + request.max_new_tokens, info)
-    most = info.vocab_size if info.max_logprobs is None else info.max_logprobs
-    if request.num_top_ids > most:
-        raise bad_request(f"num_top_ids is {request.num_top_ids}: {info.model} tells at most {most}")
+    if request.num_top_ids > info.most_logprobs:
+        raise bad_request(f"num_top_ids is {request.num_top_ids}: {info.model} tells at most {info.most_logprobs}")
 
 
 def _check_sequences(largest: int, longest: int, info: EngineInfo) -> None:

@@ -69,11 +69,10 @@ def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str,
             f"it takes {info.max_positions} tokens, data.max_prompt_length + rollout.max_response_length is "
             f"{needs.length}"
         )
-    most = info.vocab_size if info.max_logprobs is None else min(info.vocab_size, info.max_logprobs)
-    if needs.num_ids > most:
+    if needs.num_ids > info.most_logprobs:
         found.append(
-            f"it gives at most {most} log-probs per position, loss.top_k and always_ids ask for {needs.num_ids}: lower "
-            "loss.top_k"
+            f"it gives at most {info.most_logprobs} log-probs per position, loss.top_k and always_ids ask for "
+            f"{needs.num_ids}: lower loss.top_k"
         )
     if needs.image_processing is not None and needs.image_processing != info.image_processing:
         other = "makes other pixels of an image than the student" if info.image_processing else "sees no images"

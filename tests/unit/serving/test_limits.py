@@ -254,8 +254,8 @@ def test_an_engines_own_fault_is_500_and_its_death_503(gated: GatedEngine) -> No
 
 def test_top_k_is_what_the_recipe_asks_for(engine: TorchEngine, folder: Any) -> None:
     """It decides how long an answer is: the whole vocabulary for every token is more than anybody wants."""
-    assert server_limits(engine_file(folder)).max_top_k == 8
-    with running_server(engine, limits={"max_top_k": 8}) as running:
+    assert server_limits(engine_file(folder)).max_logprobs == 8
+    with running_server(engine, limits={"max_logprobs": 8}) as running:
         assert CLIENT.get(f"{running.url}/info").json()["engine"]["max_logprobs"] == 8
         response = post(running, "/v1/score", encode(score_request(top_k=9)))
         assert response.status_code == 400 and "top_k is 9" in response.text
