@@ -20,22 +20,9 @@ from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.devices import Rates
+from mopd.planning.memory import shards
 from mopd.planning.memory.activations import MicroBatchSize
 from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT, ReplicaPlan, kv_bytes, scoring_rows
-from mopd.planning.memory.shards import (
-    BYTES,
-    GRADIENT_BYTES,
-    active,
-    expert_weights,
-    max_expert_layers,
-    num_tensors,
-    offloaded_bytes,
-    own_layers,
-    shard,
-    tensor_bytes,
-    total_weights,
-    tower_weights,
-)
 from mopd.planning.traffic import exchanged_bytes
 from mopd.planning.vision import slowest_stage, tower_flops, trained_tower_flops
 from mopd.planning.workload import Workload
@@ -72,7 +59,7 @@ def forward_flops(dims: ModelDims, *, tokens: float, context: float, rows: float
     """Return the operations of a forward pass over ``tokens`` that see ``context`` tokens on average, with ``rows`` of
     logits."""
     q = dims.num_attention_heads * dims.head_dim
-    layers = 2.0 * active(dims) * tokens + 4.0 * q * context * dims.num_layers * tokens
+    layers = 2.0 * shards.active(dims) * tokens + 4.0 * q * context * dims.num_layers * tokens
     return layers + 2.0 * dims.vocab_size * dims.hidden_size * rows
 
 
@@ -98,8 +85,8 @@ def training_time(
     seen = trained_tower_flops(student, dims, work.image_tokens, repeats=repeats) * work.samples
     # Tensor-parallel ranks share a layer, not the tower.
     busy, beside = slowest_stage(dims, parallel, tower_layers=seen * tp / (repeats * of_layers), head_layers=head)
-    layers = max(map(len, own_layers(dims, parallel)))
-    tensors = num_tensors(dims, parallel)
+    layers = max(map(len, shards.own_layers(dims, parallel)))
+    tensors = shards.num_tensors(dims, parallel)
     calls = batch.in_step * layers * LOCAL_CALLS_PER_LAYER * repeats / 3 * rates.call_s
     if tp > 1:
         latency = rates.collective_s if tp <= per_node else rates.network_collective_s
@@ -109,28 +96,28 @@ def training_time(
     if beside:
         parts["vision_tower"] = beside * each
     if rates.sums is not None and tp > 1:
-        border = batch.padded_tokens / parallel.context_parallel_size * dims.hidden_size * BYTES[student.dtype]
+        border = batch.padded_tokens / parallel.context_parallel_size * dims.hidden_size * shards.BYTES[student.dtype]
         sums = batch.in_step * rates.collective_s + border / rates.sums
         parts["tensor_parallel"] = COLLECTIVES_PER_LAYER * (layers + 1) * sums
     chunks = parallel.virtual_pipeline_model_parallel_size
     if dims.moe is not None:
-        passes = batch.in_step * max_expert_layers(dims, parallel) * repeats
+        passes = batch.in_step * shards.max_expert_layers(dims, parallel) * repeats
         parts["experts"] = passes * rates.expert_layer_s
         parts["exchange"] = _exchange_s(dims, student, batch.padded_tokens, rates, per_node)
     parts["bubble"] = sum(parts.values()) * (pp - 1) / (batch.in_step * chunks)
-    own = shard(dims, parallel, 0)
+    own = shards.shard(dims, parallel, 0)
     copies = parallel.num_copies
     if copies > 1:
-        size = BYTES[student.dtype] if student.optimizer.use_distributed_optimizer else GRADIENT_BYTES
-        moved = (copies - 1) / copies * (own.dense + own.experts) * (GRADIENT_BYTES + size)
+        size = shards.BYTES[student.dtype] if student.optimizer.use_distributed_optimizer else shards.GRADIENT_BYTES
+        moved = (copies - 1) / copies * (own.dense + own.experts) * (shards.GRADIENT_BYTES + size)
         speed = rates.link if parallel.world_size <= per_node else rates.network
         parts["gradients"] = moved / speed
-    sizes = tensor_bytes(own, student)
+    sizes = shards.tensor_bytes(own, student)
     passes = 2 * sizes["optimizer"] + 2 * sizes["gradients"] + sizes["weights"]
     on_host = student.optimizer.offload_fraction
     parts["optimizer"] = max(passes / rates.bandwidth, tensors * rates.tensor_s * (1 - on_host))
     if on_host:
-        parts["optimizer_on_host"] = HOST_PASSES * offloaded_bytes(own, student) / rates.host
+        parts["optimizer_on_host"] = HOST_PASSES * shards.offloaded_bytes(own, student) / rates.host
     return parts
 
 
@@ -177,7 +164,7 @@ def drawing_time(
     prompt = forward_flops(dims, tokens=samples * work.prompt_tokens, context=work.prompt_tokens / 2, rows=samples)
     prompt += samples * tower_flops(dims, work.image_tokens)
     prefill = prompt / (own.gpus * _forward_rate(dims, rates))
-    prefill += _sums_s(dims, samples * work.prompt_tokens * BYTES[group.engine.dtype], own, rates)
+    prefill += _sums_s(dims, samples * work.prompt_tokens * shards.BYTES[group.engine.dtype], own, rates)
     if isinstance(group.engine, VllmEngineConfig):
         rows = samples * work.response_tokens / at_once
         capacity = rows * full
@@ -217,7 +204,7 @@ def scoring_time(
         "calls": batches * _step_cost(group, dims, own, rates),
     }
     seconds = max(times.values())
-    seconds += _sums_s(dims, samples * work.length * BYTES[group.engine.dtype], own, rates)
+    seconds += _sums_s(dims, samples * work.length * shards.BYTES[group.engine.dtype], own, rates)
     return StageTime(capacity_s=seconds, step_s=seconds, bound=max(times, key=times.__getitem__))
 
 
@@ -246,10 +233,10 @@ def _step_cost(group: EngineGroupConfig, dims: ModelDims, own: ReplicaPlan, rate
 def _read_weights(dims: ModelDims, tokens: float) -> float:
     """Return the weights that a pass over ``tokens`` of text reads: of experts those that some token goes to, if they
     choose evenly."""
-    total = total_weights(dims) - tower_weights(dims)
+    total = shards.total_weights(dims) - shards.tower_weights(dims)
     if dims.moe is None:
         return float(total)
-    experts = expert_weights(dims)
+    experts = shards.expert_weights(dims)
     missed = (1 - dims.moe.experts_per_token / dims.moe.num_experts) ** tokens
     return total - experts * missed
 

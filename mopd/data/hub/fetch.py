@@ -18,16 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from huggingface_hub import HfApi, constants, get_cached_repo_tree, is_offline_mode, snapshot_download
-from huggingface_hub.errors import (
-    CachedRepoTreeNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    RevisionResolutionError,
-)
+from huggingface_hub import HfApi, constants, errors, get_cached_repo_tree, is_offline_mode, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
@@ -135,7 +126,7 @@ def _converted(name: HubName) -> _Repository | None:
     try:
         return _Repository("dataset", name, CONVERTED)
     except UserError as error:
-        if isinstance(error.__cause__, (RevisionNotFoundError, RevisionResolutionError)):
+        if isinstance(error.__cause__, (errors.RevisionNotFoundError, errors.RevisionResolutionError)):
             return None
         raise
 
@@ -209,13 +200,13 @@ class _Repository:
         repository, kind = self._name.repository, self._kind
         try:
             entries: Iterable[Any] = get_cached_repo_tree(repository, repo_type=kind, revision=self.commit)
-        except CachedRepoTreeNotFoundError:
+        except errors.CachedRepoTreeNotFoundError:
             if self._is_offline:  # the cache was filled by another tool
                 try:
                     folder = snapshot_download(
                         repository, repo_type=kind, revision=self._resolved, local_files_only=True, library_name="mopd"
                     )
-                except LocalEntryNotFoundError:  # the commit is known, none of its files is cached
+                except errors.LocalEntryNotFoundError:  # the commit is known, none of its files is cached
                     return {}
                 paths = (path for path in Path(folder).rglob("*") if path.is_file())
                 return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
@@ -256,18 +247,18 @@ class _Repository:
     def _describe(self, error: Exception) -> str:
         """Return the one line for an error of the library."""
         page = f"{constants.ENDPOINT}/{'datasets/' if self._kind == 'dataset' else ''}{self._name.repository}"
-        if isinstance(error, GatedRepoError):
+        if isinstance(error, errors.GatedRepoError):
             return f"it is gated: ask for access on {page}, and set HF_TOKEN to a token of yours"
-        if isinstance(error, RepositoryNotFoundError):
+        if isinstance(error, errors.RepositoryNotFoundError):
             return (
                 f"there is no such {_KINDS[self._kind]}, or none that HF_TOKEN may see: correct the name or the path, "
                 "or set HF_TOKEN"
             )
-        if isinstance(error, RevisionNotFoundError):
+        if isinstance(error, errors.RevisionNotFoundError):
             return f"it has no revision {str(self._revision)!r}: name a branch, a tag or a commit that it has"
-        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+        if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
             return f"access is refused (HTTP {error.response.status_code}): set HF_TOKEN to a token that may read it"
-        if self._is_offline and isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError)):
+        if self._is_offline and isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)):
             return _not_cached()
         return (
             f"it cannot be fetched ({type(error).__name__}: {one_line(error):.300}): check network and HF_ENDPOINT, "

@@ -13,17 +13,9 @@ from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.devices import SHARES, Cluster
+from mopd.planning.memory import shards
 from mopd.planning.memory.activations import HeadShape, MicroBatchSize, activation_bytes, micro_batches
 from mopd.planning.memory.replicas import ReplicaPlan
-from mopd.planning.memory.shards import (
-    BYTES,
-    checkpoint_bytes,
-    offloaded_bytes,
-    own_layers,
-    shard,
-    tensor_bytes,
-    total_weights,
-)
 from mopd.planning.workload import Workload, sample_bytes
 
 MIB = 2**20
@@ -98,10 +90,10 @@ def head_shape(recipe: Recipe, dims: ModelDims, batch: MicroBatchSize) -> HeadSh
         tokens=tokens,
         hidden=dims.hidden_size,
         columns=dims.padded_vocab_size(tp) // tp,
-        element=BYTES[recipe.student.dtype],
+        element=shards.BYTES[recipe.student.dtype],
         ranks=tp,
         splits_sequence=parallel.sequence_parallel,
-        copies=BYTES[recipe.student.dtype] < 4
+        copies=shards.BYTES[recipe.student.dtype] < 4
         or recipe.loss.temperature != 1
         or dims.padded_vocab_size(tp) > dims.vocab_size,
     )
@@ -117,7 +109,7 @@ def plan_ranks(
     stages = student.parallel.pipeline_model_parallel_size
     plans = []
     for stage in range(stages):
-        parts = dict(tensor_bytes(shard(dims, student.parallel, stage), student))
+        parts = dict(shards.tensor_bytes(shards.shard(dims, student.parallel, stage), student))
         parts["activations"] = activation_bytes(dims, student, batch, stage=stage)
         if stage == stages - 1:
             parts["lm_head"] = head.peak(student.lm_head_memory_budget_mib * MIB)
@@ -136,7 +128,7 @@ def plan_ranks(
                 for key, group in groups.items()
                 if isinstance(group.placement, InProcessConfig)
             }
-        num_layers = len(own_layers(dims, student.parallel)[stage])
+        num_layers = len(shards.own_layers(dims, student.parallel)[stage])
         plans.append(RankPlan(stage=stage, num_layers=num_layers, parts=parts, shared=shared, rollout_turn=turn))
     return plans
 
@@ -187,13 +179,13 @@ def plan_hosts(
         for tenant in places.of(ROLLOUT) if key == REPLICAS else ():
             held[tenant.component, tenant.node][key] += size
         held[0, 0][key] += 0 if key == REPLICAS else size
-    copied = checkpoint_bytes(dims, student) // parallel.pipeline_model_parallel_size
+    copied = shards.checkpoint_bytes(dims, student) // parallel.pipeline_model_parallel_size
     writers = max(parallel.tensor_model_parallel_size, parallel.expert_ranks)
     for tenant in rows:
         stage, number = divmod(tenant.number, parallel.ranks_per_stage)
         own = held[tenant.component, tenant.node]
         if student.optimizer.offload_fraction:
-            own[STATES] += offloaded_bytes(shard(dims, parallel, stage), student)
+            own[STATES] += shards.offloaded_bytes(shards.shard(dims, parallel, stage), student)
         if ranks[stage].rollout_turn:
             own[LENT] += ranks[stage].parts["optimizer"]
         if recipe.checkpoint.async_save and number < writers:
@@ -207,7 +199,7 @@ def plan_hosts(
 
 def _weights_on_hosts(recipe: Recipe, dims: ModelDims) -> Iterator[tuple[str, int]]:
     """Yield what holds weights on their way to the rollout, and its bytes; ``REPLICAS`` are those of each replica."""
-    model = total_weights(dims) * BYTES[recipe.student.dtype]
+    model = shards.total_weights(dims) * shards.BYTES[recipe.student.dtype]
     if isinstance(recipe.rollout.placement, InProcessConfig):
         yield "weights for the rollout, as they come and as they are loaded", 2 * model
     elif isinstance(recipe.weight_sync, BucketsConfig):
