@@ -37,14 +37,8 @@ GRADIENT_COSINE = "gradient_cosine"
 WITHOUT_DOMAINS = (*VOLATILE_PREFIXES, "moe/", "packing/", "response_versions/")
 """Prefixes of metrics whose second part is not a domain."""
 TRAINER_PHASES = (
-    "wait_batch",
-    "pack",
-    "forward_backward",
-    "optim_step",
-    "stage_weights",
-    "weight_sync",
-    "keep_samples",
-)
+    "wait_batch", "pack", "forward_backward", "optim_step", "stage_weights", "weight_sync", "keep_samples",
+)  # fmt: skip
 """Phases of the trainer, one after another; all other phases run beside it, or while it waits."""
 
 
@@ -63,98 +57,70 @@ class Panel:
 PANELS = {
     "kl_k1": Panel("KL(student ‖ teacher)", "Nats per token, on the student's own tokens. 0: agrees with its teacher."),
     "loss": Panel("Loss", "What the student minimised, per response token."),
-    "topk_overlap": Panel(
-        "Top-k overlap", "Share of the teacher's top-k tokens that are in the student's top-k.", from_zero=False
-    ),
+    "topk_overlap": Panel("Top-k overlap", "Share of the teacher's top-k tokens that are in the student's top-k.",
+        from_zero=False),
     "kl_k3": Panel("KL, never-negative estimate", "The same KL by another estimator, k3; KL(student ‖ teacher) is k1."),
-    "kl_net": Panel(
-        "KL above its floor",
-        "KL(student ‖ teacher) less what the teacher's engine measured against the teacher itself.",
-    ),
-    "kl_floor": Panel(
-        "Floor of the KL",
-        "What a teacher's engine measured against its own folder, before the first step.",
-        is_noisy=False,
-    ),
+    "kl_net": Panel("KL above its floor",
+        "KL(student ‖ teacher) less what the teacher's engine measured against the teacher itself."),
+    "kl_floor": Panel("Floor of the KL",
+        "What a teacher's engine measured against its own folder, before the first step.", is_noisy=False),
     "entropy": Panel("Student entropy", "Nats per token."),
-    "teacher_mass": Panel(
-        "Teacher mass in the top-k", "Probability that the teacher's top-k captures.", from_zero=False
-    ),
-    "student_mass": Panel(
-        "Student mass in the teacher's top-k", "Probability that the student gives to those tokens.", from_zero=False
-    ),
+    "teacher_mass": Panel("Teacher mass in the top-k", "Probability that the teacher's top-k captures.",
+        from_zero=False),
+    "student_mass": Panel("Student mass in the teacher's top-k", "Probability that the student gives to those tokens.",
+        from_zero=False),
     "response_length": Panel("Response length", "Tokens, mean over the step's responses."),
     "truncated_share": Panel("Truncated responses", "Share cut at the length limit."),
     "clamped_share": Panel("Clamped tokens", "Share whose loss met a clamp: their gradient is zero."),
-    "tail_floored_share": Panel(
-        "Floored tails", "Share of tokens whose mass outside the top-k met its numerical floor."
-    ),
+    "tail_floored_share": Panel("Floored tails",
+        "Share of tokens whose mass outside the top-k met its numerical floor."),
     "ratio": Panel("Policy ratio", "PPO's ratio of new to old probability.", from_zero=False),
     "clip_fraction": Panel("Clipped tokens", "Share that PPO's clip held back."),
     "baseline": Panel("Baseline", "What the policy gradient subtracts from the advantage."),
     "correction_weight": Panel("Mismatch weight", "Of trainer against rollout engine.", from_zero=False),
     "grad_norm": Panel("Gradient norm", "Before clipping."),
     "prompts_share": Panel("Prompts by domain", "Share of the step's samples; dotted: the stream's.", is_noisy=False),
-    "prompts_share_target": Panel(
-        "Prompts by domain, target",
-        "Share that the stream gives; adaptive ones change with each validation.",
-        is_noisy=False,
-    ),
+    "prompts_share_target": Panel("Prompts by domain, target",
+        "Share that the stream gives; adaptive ones change with each validation.", is_noisy=False),
     "tokens_share": Panel("Loss tokens by domain", "Share of the step's.", is_noisy=False),
-    "loss_weight_share": Panel(
-        "Weight in the loss by domain", "Share of the token weights; dotted: loss.domain_budget.", is_noisy=False
-    ),
+    "loss_weight_share": Panel("Weight in the loss by domain",
+        "Share of the token weights; dotted: loss.domain_budget.", is_noisy=False),
     "loss_share": Panel("Loss by domain", "Share of what was minimised, without its sign."),
-    "gradient_share": Panel(
-        "Gradient by domain", "Share of the norm of the gradient of the hidden states at the LM head."
-    ),
+    "gradient_share": Panel("Gradient by domain",
+        "Share of the norm of the gradient of the hidden states at the LM head."),
     "absent_domains": Panel("Domains without a loss token", "Their budget went to the others.", is_noisy=False),
-    GRADIENT_COSINE: Panel(
-        "Cosine between domains’ gradients", "Below 0: what helps one harms the other.", is_noisy=False, from_zero=False
-    ),
+    GRADIENT_COSINE: Panel("Cosine between domains’ gradients", "Below 0: what helps one harms the other.",
+        is_noisy=False, from_zero=False),
     "lr": Panel("Learning rate", is_noisy=False),
     "rollout_kl": Panel("KL(rollout ‖ student)", "Nats per token: how far off-policy the samples were."),
-    "masked_sequences_share": Panel(
-        "Responses left out", "Share that the sequence mask of the correction kept out of the loss."
-    ),
-    "staleness": Panel(
-        "Staleness", "Optimizer steps that the weights behind the oldest sample lagged.", is_noisy=False
-    ),
+    "masked_sequences_share": Panel("Responses left out",
+        "Share that the sequence mask of the correction kept out of the loss."),
+    "staleness": Panel("Staleness", "Optimizer steps that the weights behind the oldest sample lagged.",
+        is_noisy=False),
     "drawn_samples": Panel("Drawn samples", "Responses that ended since the last step.", is_noisy=False),
     "drawn_tokens": Panel("Tokens of drawn samples", "Of their responses.", is_noisy=False),
     "refused_tokens": Panel("Tokens of refused samples", "Of their responses.", is_noisy=False),
-    "response_versions/mean": Panel(
-        "Versions in a response", "Of the weights that drew its tokens, mean.", from_zero=False
-    ),
-    "response_versions/max": Panel(
-        "Versions in a response, most", "Of the weights that drew its tokens.", is_noisy=False
-    ),
-    "refused_samples": Panel(
-        "Refused samples", "Too old when their batch came; their prompts were drawn again.", is_noisy=False
-    ),
+    "response_versions/mean": Panel("Versions in a response", "Of the weights that drew its tokens, mean.",
+        from_zero=False),
+    "response_versions/max": Panel("Versions in a response, most", "Of the weights that drew its tokens.",
+        is_noisy=False),
+    "refused_samples": Panel("Refused samples", "Too old when their batch came; their prompts were drawn again.",
+        is_noisy=False),
     "tokens": Panel("Tokens per step", "Of prompts and responses.", is_noisy=False),
     "num_tokens": Panel("Loss tokens per step", "Response tokens with a loss.", is_noisy=False),
     "num_samples": Panel("Samples per step", is_noisy=False),
     "replaced_samples": Panel("Replaced samples", "Discarded because a teacher could not score them.", is_noisy=False),
-    "rate/vision_tower_share": Panel(
-        "Vision tower", "Its part of the first pipeline stage's forward and backward passes."
-    ),
-    "rate/pipeline_bubble_share": Panel(
-        "Pipeline bubble", "Part of the passes of a step in which ranks do not compute."
-    ),
+    "rate/vision_tower_share": Panel("Vision tower",
+        "Its part of the first pipeline stage's forward and backward passes."),
+    "rate/pipeline_bubble_share": Panel("Pipeline bubble",
+        "Part of the passes of a step in which ranks do not compute."),
     "packing/padding_share": Panel("Padding", "Share of the tokens that the student computed.", is_noisy=False),
-    "packing/cost_max_over_mean": Panel(
-        "Load of the busiest data-parallel rank",
-        "Over the mean of the ranks. 1: even.",
-        is_noisy=False,
-        from_zero=False,
-    ),
-    "moe/load_max_over_mean": Panel(
-        "Load of the busiest expert", "Over the mean of its layer's experts, mean over layers. 1: even."
-    ),
-    "moe/load_max_over_mean_worst_layer": Panel(
-        "Load of the busiest expert, least even layer", "Over the mean of its layer's experts. 1: even."
-    ),
+    "packing/cost_max_over_mean": Panel("Load of the busiest data-parallel rank",
+        "Over the mean of the ranks. 1: even.", is_noisy=False, from_zero=False),
+    "moe/load_max_over_mean": Panel("Load of the busiest expert",
+        "Over the mean of its layer's experts, mean over layers. 1: even."),
+    "moe/load_max_over_mean_worst_layer": Panel("Load of the busiest expert, least even layer",
+        "Over the mean of its layer's experts. 1: even."),
     "moe/idle_experts_share": Panel("Idle experts", "Share that got no token in the step."),
     "moe/load_balancing_loss": Panel("Load balancing loss", "Without its coefficient."),
     "moe/seq_load_balancing_loss": Panel("Load balancing loss, by sequence", "Without its coefficient."),
@@ -162,7 +128,7 @@ PANELS = {
     "moe/z_loss": Panel("Router z-loss", "Mean squared log-sum-exp of the router's logits."),
     "rate/train_tokens_per_s": Panel("Trained tokens per second", "Over the whole step, rollout included."),
     "memory/student_peak_gib": Panel("Peak memory of the student", "GiB.", is_noisy=False),
-}
+}  # fmt: skip
 """Metric -> its chart; others are named after themselves."""
 
 

@@ -28,33 +28,15 @@ from mopd.run.locating import unpinned
 
 CHANGEABLE_ON_RESUME = (
     "run_dir",  # the folder may have moved; it is the one that holds the stored recipe
-    "student.parallel.*",
-    "student.recompute",
-    "student.packing",
-    "student.max_tokens_per_micro_batch",
+    "student.parallel.*", "student.recompute", "student.packing", "student.max_tokens_per_micro_batch",
     "student.micro_batch_size",
-    "teachers.*.engine.*",
-    "teachers.*.placement.*",
-    "teachers.*.replicas",
-    "teachers.*.routing.*",
+    "teachers.*.engine.*", "teachers.*.placement.*", "teachers.*.replicas", "teachers.*.routing.*",
     "teacher_defaults.*",
-    "on_failure",
-    "data.scores_cache",
-    "data.scores_cache_max_gib",
-    "answers.folder",
-    "rollout.engine.*",
-    "rollout.placement.*",
-    "rollout.replicas",
-    "rollout.routing.*",
-    "schedule.steps",
-    "schedule.wait_timeout_s",
-    "validation.every_steps",
-    "checkpoint.*",
-    "preflight.*",
-    "metrics.*",
-    "slurm",
-    "slurm.*",
-)
+    "rollout.engine.*", "rollout.placement.*", "rollout.replicas", "rollout.routing.*",
+    "data.scores_cache", "data.scores_cache_max_gib", "answers.folder", "on_failure",
+    "schedule.steps", "schedule.wait_timeout_s", "validation.every_steps",
+    "checkpoint.*", "preflight.*", "metrics.*", "slurm", "slurm.*",
+)  # fmt: skip
 """Keys that a resumed run may change: where and how fast it runs, how long, and what is watched and saved. All others
 decide what is learned; a run that changes them is another run."""
 LOCK_WAIT_S = 2.0

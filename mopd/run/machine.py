@@ -19,19 +19,9 @@ import mopd
 from mopd.base.hardware import driver_version
 
 PACKAGES = (
-    "megatron-core",
-    "transformers",
-    "transformer-engine",
-    "apex",
-    "flash-attn",
-    "flash-attn-3",
-    "triton",
-    "vllm",
-    "ray",
-    "numpy",
-    "torchvision",
-    "pillow",
-)
+    "megatron-core", "transformers", "transformer-engine", "apex", "flash-attn", "flash-attn-3", "triton", "vllm",
+    "ray", "numpy", "torchvision", "pillow",
+)  # fmt: skip
 """Packages that decide numbers or speed, beside torch. Ranks with a vision tower make their own pixels, by torchvision
 and Pillow."""
 _COMPARED_TOO = re.compile(
@@ -42,17 +32,10 @@ _COMPARED_TOO = re.compile(
 """Further packages by normalized name: what Megatron and TransformerEngine use where it is installed, and the libraries
 that come with torch, which a package may replace by others."""
 _EXTENSIONS = (
-    "amp_C",
-    "fused_layer_norm_cuda",
-    "fast_layer_norm",
-    "fused_weight_gradient_mlp_cuda",
-    "scaled_masked_softmax_cuda",
-    "scaled_softmax_cuda",
-    "scaled_upper_triang_masked_softmax_cuda",
-    "flash_attn",
-    "flash_attn_3",
-    "flashattn_hopper",
-)
+    "amp_C", "fused_layer_norm_cuda", "fast_layer_norm", "fused_weight_gradient_mlp_cuda",
+    "scaled_masked_softmax_cuda", "scaled_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda", "flash_attn",
+    "flash_attn_3", "flashattn_hopper",
+)  # fmt: skip
 """Modules whose presence chooses kernels in Megatron: an ``apex`` of one version is built with or without them."""
 
 
