@@ -30,29 +30,16 @@ MAX_PROMPTS = MAX_SAMPLES = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Light to import, as all of this file."""
     add = parser.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        help="Hugging Face folder or name on the Hub, run folder (its export), checkpoint folder",
-    )
+    about = "Hugging Face folder or name on the Hub, run folder (its export), checkpoint folder"
+    add("model", metavar="MODEL", help=about)
     add("prompts", nargs="+", metavar="PROMPT", help="text of a user's message; - reads it from standard input")
-    add(
-        "--image",
-        dest="images",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="for the next <image> of the prompts, in order; once for each",
-    )
+    about = "for the next <image> of the prompts, in order; once for each"
+    add("--image", dest="images", action="append", default=[], metavar="FILE", help=about)
     add("--raw", action="store_true", help="continue the text as it is, without the chat template")
     add("--samples", type=int, default=1, metavar="N", help="responses to each prompt (default: %(default)s)")
     add("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: %(default)s)")
-    add(
-        "--max-new-tokens",
-        type=int,
-        metavar="N",
-        help="longest response (default: 256, or what the model has room for)",
-    )
+    about = "longest response (default: 256, or what the model has room for)"
+    add("--max-new-tokens", type=int, metavar="N", help=about)
     add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: %(default)s)")
     add("--json", action="store_true", help="print the result as JSON")
 

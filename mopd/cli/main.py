@@ -46,26 +46,11 @@ examples:
 exit codes: 0 done, 1 failure, 2 an error that one line explains, 69 a process or machine was lost and 75 asked to
   stop (go on with --resume), 130 interrupted
 """
-COMMANDS = {
-    "init": init,
-    "train": train,
-    "check": check,
-    "config": config,
-    "plan": plan,
-    "eval": eval,
-    "replay": replay,
-    "score": score,
-    "serve": serve,
-    "slurm": slurm,
-    "status": status,
-    "logs": logs,
-    "stop": stop,
-    "report": report,
-    "compare": compare,
-    "generate": generate,
-    "convert": convert,
-    "bench": bench,
-}
+COMMANDS = (
+    init, train, check, config, plan, eval, replay, score, serve, slurm, status, logs, stop, report, compare, generate,
+    convert, bench,
+)  # fmt: skip
+"""Each by the name of its file."""
 FREE_TEXTS = ("set", "prompts", "by")
 """Arguments that are no paths and no names."""
 ON_RANKS = (train, check, eval, convert)
@@ -138,8 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mopd", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"mopd {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        about, examples = command.ABOUT, command.EXAMPLES
+    for command in COMMANDS:
+        name, about, examples = command.__name__.rpartition(".")[2], command.ABOUT, command.EXAMPLES
         made = commands.add_parser(name, help=about, description=about, epilog=examples, formatter_class=raw)
         command.add_arguments(made)
         made.set_defaults(command=command)
