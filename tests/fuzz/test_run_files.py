@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from mopd.base.types import UserError
+from mopd.cli.watching.status import status_of
 from mopd.conversion.hf.manifest import Manifest
 from mopd.launch.slurm.job import kept_id
 from mopd.report.build import build_report
 from mopd.run import resuming
 from mopd.run.folder import RunDir
 from mopd.run.manifests import check_unchanged
-from mopd.run.status import status_of
 from tests.fuzz.harness import fuzz
 
 MODEL = {"path": "models/m", "config_sha256": "0" * 64, "weights_sha256": "1" * 64, "tokenizer_sha256": "2" * 64}

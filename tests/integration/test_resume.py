@@ -25,9 +25,9 @@ from safetensors.torch import load_file
 
 from mopd.base.hardware import NODE_NAME
 from mopd.cli.main import main
+from mopd.cli.watching.status import status_of
 from mopd.launch.failure import STOPPED_CODE
 from mopd.run.checkpointing import MANIFEST, complete_steps
-from mopd.run.status import status_of
 from tests.fixtures.chance import seed_of
 from tests.fixtures.ports import free_port
 from tests.integration.world import World, mopd, read_metrics, read_validation, start_mopd, takes_signals
