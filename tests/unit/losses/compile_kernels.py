@@ -204,15 +204,15 @@ FULL_CASES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=None, help="keep PTX and cubin here")
-    parser.add_argument("--case", choices=[*CASES, *FULL_CASES], action="append")
-    parser.add_argument("--kernel", action="append", help="these kernels only")
+    parser.add_argument("--case", action="append", metavar="NAME[:KERNEL,…]", help="with kernels: these only")
     arguments = parser.parse_args()
     table.device_name = lambda device: table.ANY_DEVICE  # type: ignore[assignment]
-    for name in arguments.case or [*CASES, *FULL_CASES]:
+    for case in arguments.case or [*CASES, *FULL_CASES]:
+        name, _, kernels = case.partition(":")
         first = {}
         for call in launched(**CASES[name]) if name in CASES else launched_full(**FULL_CASES[name]):
             first.setdefault(call[0].fn.__name__, call)
-        for call in (first[kernel] for kernel in arguments.kernel or first):
+        for call in (first[kernel] for kernel in (kernels.split(",") if kernels else first)):
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch) if arguments.folder is None else arguments.folder / name
                 folder.mkdir(parents=True, exist_ok=True)
