@@ -24,8 +24,8 @@ from tests.unit.conversion.jobs import all_bytes, run_job
 
 MAX_FILE_BYTES = 60_000
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
-STEP = 5
-"""Every fifth call is a point of death."""
+STEP = 7
+"""Every seventh call is a point of death."""
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def start() -> Iterator[Start]:
 
 def test_rank_0s_waits_may_take_longer_than_one(start: Start) -> None:
     """Between commands, and before the ranks join: two and a half times as long."""
-    both = {behaviour: start(behaviour, 6.0) for behaviour in ("waits", "late")}  # their time passes once
+    both = {behaviour: start(behaviour, 4.0) for behaviour in ("waits", "late")}  # their time passes once
     assert {behaviour: heard() for behaviour, heard in both.items()} == dict.fromkeys(both, "one\ntwo\n")
 
 

@@ -259,8 +259,13 @@ def test_an_entry_that_a_stranger_writes_between_two_reads(key: str, monkeypatch
         end()
 
 
-@pytest.mark.parametrize("junk", ["", "2", "{}", "x" * 500, "other nodes ended well"])
-@pytest.mark.parametrize("key", ["num_nodes", "here/0", "shared", "failed", "end/0"])
+@pytest.mark.parametrize(
+    ("key", "junk"),
+    [
+        *(("num_nodes", junk) for junk in ("", "2", "{}", "x" * 500)),
+        *((key, "other nodes ended well") for key in ("here/0", "shared", "failed", "end/0")),
+    ],
+)
 def test_what_a_stranger_writes_is_not_believed(key: str, junk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry in the store of launchers with a secret: its reader ends in one line that says so."""
     monkeypatch.setenv(RUN_SECRET, SECRET)
