@@ -188,14 +188,21 @@ def evaluate(objective: Objective, lm_head: LMHead, rows: LossRows) -> tuple[Sum
     return sums, objective(lm_head, rows=rows, sums=sums)
 
 
-@pytest.mark.parametrize("budget_mib", [64, 1])
-@pytest.mark.parametrize("kind", CORRECTIONS)
+LOOKS = [
+    *((name, "all") for name in ("k2", "k3", "k3_reverse", *(f"policy_gradient {one}" for one in BASELINES))),
+    *(("topk with a task", tokens) for tokens in TOKENS),
+    *(("policy_gradient kl", tokens) for tokens in ("entropy", "divergence")),
+]
+"""Losses, and the tokens that they take."""
+
+
 @pytest.mark.parametrize(
-    ("name", "tokens"),
+    ("name", "tokens", "kind", "budget_mib"),
     [
-        *((name, "all") for name in ("k2", "k3", "k3_reverse", *(f"policy_gradient {one}" for one in BASELINES))),
-        *(("topk with a task", tokens) for tokens in TOKENS),
-        *(("policy_gradient kl", tokens) for tokens in ("entropy", "divergence")),
+        *((*look, "tis", 64) for look in LOOKS),
+        *((*look, "icepop", 1) for look in LOOKS),
+        *(("k2", "all", kind, mib) for kind, mib in (("none", 1), ("without a sequence mask", 64))),
+        ("topk with a task", "divergence", "without a sequence mask", 1),
     ],
 )
 def test_equals_the_definition(
