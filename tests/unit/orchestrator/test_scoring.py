@@ -15,6 +15,8 @@ import yaml
 from mopd.base.files.records import Records
 from mopd.cli.main import main
 from mopd.config.groups import TorchEngineConfig
+from mopd.engines.replicas.interface import RouterLimits
+from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.kept.samples import StoredSamples
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, make_hf_model, make_tokenizer
@@ -118,6 +120,8 @@ def test_a_teacher_that_is_not_its_folder_keeps_nothing(
         return await real(self, [own.roll(1) for own in tokens], prompt_lengths, **options)
 
     monkeypatch.setattr(TorchEngine, "score", shifted)
+    assert Router.__init__.__kwdefaults__ is not None
+    monkeypatch.setitem(Router.__init__.__kwdefaults__, "limits", RouterLimits(breaker_reset_s=0.1))
     code, lines, _ = score("--texts", str(tmp_path / "texts.jsonl"))
     assert code == 2 and "the scores are not this teacher's; check teachers.left" in lines[0]
     assert not (tmp_path / "scores").exists()
