@@ -10,35 +10,35 @@ import psutil
 import pytest
 
 REPOSITORY = Path(__file__).parents[3]
-CORE = """
-import subprocess, sys, time, types
-if sys.argv[1] == "core":       # vLLM's core: holds its worker itself (one GPU) or starts it (several)
-    owner, deep = sys.argv[2], sys.argv[3] == "deep"
-    if deep:
-        subprocess.Popen([sys.executable, "-c", "CODE = " + repr(CODE) + CODE, "worker", owner])
-if sys.argv[1] == "worker" or not deep:
-    from mopd.engines.vllm.worker import WorkerExtension
+OWNER = """
+import os, time, types
+from mopd.engines.vllm.worker import WorkerExtension
+
+def watch(owner):
     extension = WorkerExtension()
     extension.parallel_config = types.SimpleNamespace(node_rank=0)
-    extension.mopd_watch(int(sys.argv[2]))
-    print("ready", flush=True)
+    extension.mopd_watch(owner)
+    os.write(1, b"ready\\n")
+    time.sleep(120)
+
+owner = os.getpid()
+if os.fork() == 0:    # vLLM's core holds its worker itself (one GPU)
+    watch(owner)
+elif os.fork() == 0:  # or starts it (several)
+    if os.fork() == 0:
+        watch(owner)
 time.sleep(120)
 """
-OWNER = """
-import os, subprocess, sys
-CODE = {code!r}
-subprocess.Popen([sys.executable, "-c", "CODE = " + repr(CODE) + CODE, "core", str(os.getpid()), sys.argv[1]]).wait()
-"""
 
 
-@pytest.mark.parametrize("depth", ["flat", "deep"])
-def test_a_killed_owner_takes_vllm_with_it(depth: str) -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER.format(code=CORE), depth], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    )
-    assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
+@pytest.mark.vllm
+def test_a_killed_owner_takes_vllm_with_it() -> None:
+    pytest.importorskip("vllm")
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert [owner.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     children = psutil.Process(owner.pid).children(recursive=True)
-    assert len(children) == (1 if depth == "flat" else 2)
+    assert len(children) == 3
     owner.kill()
     owner.wait(10)
     owner.stdout.close()
