@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import textwrap
 import venv
 from pathlib import Path
 
@@ -40,6 +39,7 @@ from tests.integration.world import REPOSITORY, World, environment
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
 TOP_K = 8
+PARENT = Path(__file__).with_name("parent.py")
 
 
 def test_every_placement_scores_like_transformers(models: World, tmp_path: Path) -> None:
@@ -176,35 +176,12 @@ def test_an_external_server_that_is_not_there(models: World, tmp_path: Path) -> 
     assert message.startswith(f"{LEFT}.placement.urls: {url} is not healthy after 1 s")
 
 
-PARENT = """
-import asyncio, sys
-from pathlib import Path
-import torch
-from mopd.config.load import load_recipe
-from mopd.placement.groups import Groups
-from mopd.launch.preparing import prepare
-
-async def main():
-    recipe = prepare(load_recipe(sys.argv[1])).recipe
-    async with Groups(recipe, log_dir=None, device=torch.device("cpu"), only=["teachers.left"]) as groups:
-        if sys.argv[2] == "while ready":
-            print(*groups._placements["teachers.left"].pids, flush=True)
-            await asyncio.sleep(300)
-
-if sys.argv[2] == "while starting":
-    print("starting", flush=True)
-asyncio.run(main())
-"""
-
-
 @pytest.mark.parametrize("moment", ["while starting", "while ready"])
 def test_servers_die_with_their_parent(models: World, tmp_path: Path, moment: str) -> None:
     make_recipe(models, tmp_path, teacher_defaults={"placement": LOCAL, "replicas": 2})
     (tmp_path / "tmp").mkdir()
-    script = tmp_path / "parent.py"
-    script.write_text(textwrap.dedent(PARENT), encoding="utf-8")
     parent = subprocess.Popen(
-        [sys.executable, script, tmp_path / "recipe.yaml", moment],
+        [sys.executable, PARENT, tmp_path / "recipe.yaml", moment],
         cwd=REPOSITORY,
         env={**environment(), "TMPDIR": str(tmp_path / "tmp")},
         stdout=subprocess.PIPE,
