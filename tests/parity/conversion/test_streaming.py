@@ -52,7 +52,7 @@ DEEP = {"vp2": keys(pp=2, vp=2), "last1": keys(pp=2, last=1)}
 LAYOUTS = DENSE | EXPERTS | DEEP
 ODD_VOCAB = 61
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
-THOROUGH = ("llama-tied", "qwen3_moe-tied", "deepseek_v3-tied")
+THOROUGH = ("llama-tied", "deepseek_v3-tied")
 NAMES = [f"{family}-{head}" for family in FAMILIES for head in ("tied", "untied")] + ["qwen3_moe-mixed", "qwen3-bf16"]
 NAMES += ["qwen2_5_vl-tied", "qwen3_vl-untied", "qwen3-deep", "deepseek_v3-deep"]
 
@@ -60,7 +60,7 @@ pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
 
 def layouts_of(name: str) -> list[str]:
-    """Every layout for three checkpoints; for the others one of each dimension, or of all at once where untied."""
+    """Every layout for two checkpoints; for the others one of each dimension, or none and all at once where untied."""
     family, kind = name.split("-")
     has_experts = family in WITH_EXPERTS
     if kind == "deep":
@@ -69,7 +69,7 @@ def layouts_of(name: str) -> list[str]:
         return [*DENSE, *(EXPERTS if has_experts else ())]
     if kind == "untied" and family not in VISION_FAMILIES:
         return ["one", "tp2_pp2_ep2" if has_experts else "tp2_pp2"]
-    return ["one", "tp2", "pp2", *(["ep2"] if has_experts else [])]
+    return [*(["one"] if family in VISION_FAMILIES else []), "tp2", "pp2", *(["ep2"] if has_experts else [])]
 
 
 def cut_for(layout: str) -> TargetLayout:
@@ -145,5 +145,5 @@ def test_what_streaming_wrote_comes_back_after_reshard(folder: Path, tmp_path: P
         data = {path.name: path.read_bytes() for path in (tmp_path / f"cut-{new}").glob("__*.distcp")}
         expected = {path.name: path.read_bytes() for path in (folder / f"{name}-streamed-{new}").glob("__*.distcp")}
         assert data == expected, "resharded files are those of a conversion cut for that layout"
-        run_job(streaming.megatron_to_hf(tmp_path / f"cut-{new}", tmp_path / f"back-{new}"))
-        require_same_bits(folder / name, tmp_path / f"back-{new}")
+    run_job(streaming.megatron_to_hf(tmp_path / f"cut-{new}", tmp_path / "back"))
+    require_same_bits(folder / name, tmp_path / "back")
