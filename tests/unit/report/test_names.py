@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -57,26 +59,22 @@ def plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def run_with(name: str, root: Path) -> Path:
+def run_with(names: Iterable[str], root: Path) -> Path:
+    """A run with these domains and teachers."""
     root.mkdir()
     recipe = root / "given.yaml"
     recipe.write_text(RECIPE)
     (root / "recipe.yaml").write_text(dump(load_recipe(recipe)))
-    record = {"loss": 1.0, f"kl_k1/{name}": 0.5, f"loss/{name}": 0.5, "timing/step_s": 1.0}
-    group = {f"teachers/{metric}/{name}": 1.0 for metric in ("samples", "tokens", "busy_s", "replicas", "replicas_up")}
-    write_lines(root / "metrics.jsonl", [{"step": step, **record, **group} for step in (1, 2)])
-    example = {"prompt": name, "response": name, "ground_truth": name, "reward": 1.0}
-    validation = {"rewards": {name: 0.5}, "examples": {name: [example]}, "wall_s": 1.0}
+    record, counted = {"loss": 1.0, "timing/step_s": 1.0}, ("samples", "tokens", "busy_s", "replicas", "replicas_up")
+    validation: dict[str, Any] = {"rewards": dict.fromkeys(names, 0.5), "examples": {}, "wall_s": 1.0}
+    for name in names:
+        record |= {f"kl_k1/{name}": 0.5, f"loss/{name}": 0.5}
+        record |= {f"teachers/{metric}/{name}": 1.0 for metric in counted}
+        validation["examples"][name] = [{"prompt": name, "response": name, "ground_truth": name, "reward": 1.0}]
+    write_lines(root / "metrics.jsonl", [{"step": step, **record} for step in (1, 2)])
     write_lines(root / "validation.jsonl", [{"step": step, **validation} for step in (0, 2)])
-    (root / "headroom.json").write_text(json.dumps({name: {"teacher": 1.0}}))
+    (root / "headroom.json").write_text(json.dumps({name: {"teacher": 1.0} for name in names}))
     return root
-
-
-@pytest.fixture(scope="module")
-def usual_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    run = run_with("math", tmp_path_factory.mktemp("usual") / "run")
-    build_report(run)
-    return Page((run / "report.html").read_text())
 
 
 def attributes(page: Page) -> set[tuple[str, str]]:
@@ -84,21 +82,26 @@ def attributes(page: Page) -> set[tuple[str, str]]:
     return {(tag, name) for tag, attrs in page.tags for name in ("", *attrs)}
 
 
-@CASES
-def test_report(tmp_path: Path, name: str, usual_page: Page, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_with(name, tmp_path / "run")
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All names in one run; its page has the tags and attributes of one with as many usual names."""
+    usual = run_with([f"math{number}" for number in range(len(NAMES))], tmp_path / "usual")
+    build_report(usual)
+    run = run_with(NAMES.values(), tmp_path / "run")
     report = build_report(run)
-    assert list(report.domains) == [name] and json.loads((run / "report.json").read_text())["domains"].keys() == {name}
+    assert list(report.domains) == sorted(NAMES.values())
+    assert json.loads((run / "report.json").read_text())["domains"].keys() == {*NAMES.values()}
     console = terminal()
     print_summary(report, console)
-    assert plain(visible(name)) in plain(shown(console)) and not set(shown(console)) & ACTING
     html = (run / "report.html").read_text()
-    page = Page(html)
-    assert attributes(page) == attributes(usual_page)
-    assert plain(visible(name, keep="\n\t")) in plain(" ".join(page.texts)) and not set(html) & (ACTING - {"\t"})
+    page, told = Page(html), plain(shown(console))
+    assert attributes(page) == attributes(Page((usual / "report.html").read_text()))
+    assert not set(shown(console)) & ACTING and not set(html) & (ACTING - {"\t"})
+    for name in NAMES.values():
+        assert plain(visible(name)) in told
+        assert plain(visible(name, keep="\n\t")) in plain(" ".join(page.texts))
     assert main(["report", str(run), "--json"]) == 0
     text = capsys.readouterr().out
-    assert json.loads(text)["domains"].keys() == {name} and not set(text) & ACTING
+    assert json.loads(text)["domains"].keys() == {*NAMES.values()} and not set(text) & ACTING
 
 
 @CASES
@@ -118,14 +121,14 @@ def test_progress(name: str) -> None:
     assert plain(shown(console)).count(plain(visible(name))) >= 4 and not set(shown(console)) & ACTING
 
 
-@CASES
-def test_tensorboard(tmp_path: Path, recipe_file: Path, name: str) -> None:
+def test_tensorboard(tmp_path: Path, recipe_file: Path) -> None:
     sinks = Sinks(load_recipe(recipe_file).recipe, tmp_path, resume_step=None, console=terminal())
-    sinks.log(StepMetrics(step=1, values={"loss": 1.0, f"kl_k1/{name}": 0.5}))
-    sinks.log_validation(1, {name: 0.25})
+    sinks.log(StepMetrics(step=1, values={"loss": 1.0, **{f"kl_k1/{name}": 0.5 for name in NAMES.values()}}))
+    sinks.log_validation(1, dict.fromkeys(NAMES.values(), 0.25))
     sinks.close()
     tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
-    assert sorted(tags) == sorted(["loss", f"kl_k1/{visible(name)}", f"reward/{visible(name)}"])
+    rooms = ("kl_k1", "reward")
+    assert sorted(tags) == sorted(["loss", *(f"{room}/{visible(name)}" for room in rooms for name in NAMES.values())])
 
 
 @CASES
