@@ -44,8 +44,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "scheme"), zip(WIDTHS, ("light", "dark"), strict=True))  # colours move nothing
 @pytest.mark.parametrize(("name", "at_least"), [("report", 20), ("compare", 20), ("unfinished", 0), ("streams", 24)])
 def test_nothing_is_cut_and_every_chart_is_drawn(
     chromium: Any, pages: dict[str, Path], name: str, at_least: int, width: int, scheme: Literal["light", "dark"]
