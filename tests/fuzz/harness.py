@@ -19,7 +19,7 @@ from tests.fixtures.effort import MAX_UNITS, peak_bytes, processor_units, reset_
 MAX_SECONDS = 2.0
 """Processor time of one mutation that is measured again, beside a reference: a busy machine slows both."""
 MAX_MIB = 300
-NUM_MUTATIONS = int(os.environ.get("MOPD_FUZZ_MUTATIONS", "150"))
+NUM_MUTATIONS = int(os.environ.get("MOPD_FUZZ_MUTATIONS", "100"))
 ONLY = os.environ.get("MOPD_FUZZ_ONLY")
 
 NASTY = [
