@@ -177,17 +177,6 @@ def test_a_mean_of_the_others_keeps_the_expected_gradient_and_the_own_one_does_n
     assert float((biased - plain[0]).norm() / plain[0].norm()) > 0.1
 
 
-def test_k3_as_advantage_would_be_biased(student: Tensor, log_q: Tensor) -> None:
-    """E[k3 grad log p] = grad reverse KL - grad forward KL: the reason why the advantage is k1."""
-    leaf = student.clone().requires_grad_()
-    log_p = torch.log_softmax(leaf, -1)
-    delta = (log_p - log_q).detach()
-    k3 = torch.exp(-delta) - 1 + delta
-    (gradient,) = torch.autograd.grad((log_p.detach().exp() * k3 * log_p).sum(), leaf)
-    kls = full_kls(student, log_q)
-    torch.testing.assert_close(gradient, kls["reverse"][1] - kls["forward"][1])
-
-
 def test_off_policy_samples_with_importance_weights(student: Tensor, log_q: Tensor) -> None:
     """Sampled by another policy and corrected by untruncated weights, the expectation is unchanged."""
     rollout = torch.log_softmax(student + 0.3 * torch.sin(torch.arange(VOCAB)), -1)
