@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
@@ -41,33 +40,11 @@ def test_unknown_key(world: World, tmp_path: Path) -> None:
     assert_names(line, "run.yaml", "student.parallel.tensor_model_paralel_size", "'tensor_model_parallel_size'")
 
 
-def test_wrong_type(world: World, tmp_path: Path) -> None:
-    assert_names(refused(world, tmp_path, schedule__steps="many"), "run.yaml", "schedule.steps", "many")
-
-
-def test_replica_count_zero(world: World, tmp_path: Path) -> None:
-    line = refused(world, tmp_path, teachers__left__replicas=0)
-    assert_names(line, "run.yaml", "teachers.left", "replicas is 0", "1 or more")
-
-
 def test_domain_without_teacher(world: World, tmp_path: Path) -> None:
     train = tmp_path / "train.parquet"
     write_prompts(train, num_rows=9, start=0, domains=("left", "right", "law"))
     line = refused(world, tmp_path, data__train=[str(train)])
     assert_names(line, "'law'", "3 rows", "teachers.<name>.domains")
-
-
-def test_empty_data_file(world: World, tmp_path: Path) -> None:
-    train = tmp_path / "train.jsonl"
-    train.touch()
-    assert_names(refused(world, tmp_path, data__train=[str(train)]), "train.jsonl", "data.train", "empty")
-
-
-def test_parquet_without_rows(world: World, tmp_path: Path) -> None:
-    train = tmp_path / "train.parquet"
-    write_prompts(train, num_rows=1, start=0)
-    pq.write_table(pq.read_table(train).slice(0, 0), train)
-    assert_names(refused(world, tmp_path, data__train=[str(train)]), "train.parquet", "no rows", "data.train")
 
 
 def test_unreadable_checkpoint(world: World, tmp_path: Path) -> None:
@@ -85,32 +62,8 @@ def test_corrupt_safetensors(world: World, tmp_path: Path, key: str) -> None:
     assert_names(refused(world, tmp_path, **{key: str(model)}), str(weights))
 
 
-def test_prompt_longer_than_the_model(world: World, tmp_path: Path) -> None:
-    line = refused(world, tmp_path, data__max_prompt_length=300)
-    assert_names(line, "data.max_prompt_length 300", "rollout.max_response_length 4", "256", str(world.student))
-
-
-def test_prompt_longer_than_the_limit(world: World, tmp_path: Path) -> None:
-    line = refused(world, tmp_path, data__max_prompt_length=8)
-    assert_names(line, "train.parquet", "row 0", "data.max_prompt_length", "data.overlong_prompts")
-
-
-def test_heads_not_divisible_by_tensor_parallel_size(world: World, tmp_path: Path) -> None:
-    line = refused(world, tmp_path, student__parallel={"tensor_model_parallel_size": 3})
-    assert_names(line, "student.parallel.tensor_model_parallel_size", "3")
-
-
 def test_no_run_to_resume(world: World, tmp_path: Path) -> None:
     assert_names(refused(world, tmp_path, "--resume"), "run_dir", "--resume")
-
-
-def test_used_run_dir(world: World, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "something").touch()
-    done = mopd("train", world.write_recipe(run_dir))
-    assert done.returncode == 2
-    assert_names(done.stderr, "run_dir", "not empty", "--resume")
 
 
 def test_world_size_not_divisible_under_raw_torchrun(world: World, tmp_path: Path) -> None:
