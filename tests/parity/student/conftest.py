@@ -54,7 +54,7 @@ WIDE_PIPELINES = {
     "pp4_vp2": {"tp": 1, "pp": 4, "vp": 2, "dp": 1, "sp": False, "micro_batch_size": 4},
     "tp2_sp_vp2_last": {**FOUR_RANK_LAYOUTS["tp2_pp2"], "sp": True, "vp": 2, "last_stage_layers": 2},
     "vp4_dp2_overlap": {**FOUR_RANK_LAYOUTS["pp2_dp2"], "vp": 4, **OVERLAP},
-    "vp2_cp2": {**TWO_RANK_LAYOUTS["pp2"], "vp": 2, "cp": 2},
+    "vp2_cp2": {**TWO_RANK_LAYOUTS["pp2"], "vp": 2, "cp": 2, "micro_batch_size": 4},
 }
 ENSEMBLES = {"ensemble": "default", "ensemble_k2": "k2"}
 """Cases in which one domain has two teachers, with their losses."""
@@ -63,7 +63,8 @@ HEAD_CASES = {
         *((loss, "tied") for loss in ("default", "k2", "policy_gradient", "task", "ensemble")),
         ("default", "untied"),
     ],
-    **{name: [("policy_gradient", "tied"), ("default", "untied")] for name in TWO_RANK_LAYOUTS},
+    **{name: [("policy_gradient", "tied"), ("default", "untied")] for name in ("tp2", "tp2_sp")},
+    **{name: [("policy_gradient", "tied")] for name in ("pp2", "dp2")},
 }
 """Loss, and whether the embeddings are tied, by layout."""
 PACKING = (True, False)
@@ -87,6 +88,12 @@ OTHER_LOSSES = (
     "largest",
     "sampled_tail",
 )
+TRIED_LOSSES = [
+    *(("tp2", loss) for loss in (*OTHER_LOSSES, *ENSEMBLES)),
+    *(("pp2", loss) for loss in ("task", "domain_mean", "ensemble_k2")),
+    *(("dp2", loss) for loss in ("reverse", "policy_gradient", "domain_budget", "domain_mean", "largest", "ensemble")),
+]
+"""Vocabularies in parts meet every loss; a last stage, and batches in parts, those that look beyond a token."""
 TIMEOUT_S = 3600
 
 
@@ -222,10 +229,11 @@ def two_ranks(
     cases |= {
         f"{name}/packing/{on}": _packing(layout, on) for name, layout in TWO_RANK_LAYOUTS.items() for on in PACKING
     }
+    for name, loss in TRIED_LOSSES:
+        own = _ensemble(loss) if loss in ENSEMBLES else {"loss": loss, "steps": 1}
+        cases[f"{name}/{loss}"] = {**TWO_RANK_LAYOUTS[name], **own}
     for name in ("tp2", "pp2", "dp2"):
         layout = TWO_RANK_LAYOUTS[name]
-        cases |= {f"{name}/{loss}": {**layout, "loss": loss, "steps": 1} for loss in OTHER_LOSSES}
-        cases |= {f"{name}/{case}": {**layout, **_ensemble(case)} for case in ENSEMBLES}
         cases[f"{name}/untied"] = {**layout, "model": str(untied_model), "steps": 1, "logprobs": True}
         cases[f"{name}/logprobs"] = {**layout, "logprobs": True}
         cases[f"{name}/supervised"] = {**layout, **SUPERVISED}

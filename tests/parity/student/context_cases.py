@@ -12,6 +12,12 @@ FOUR_RANK_LAYOUTS: Cases = {
     "cp2_pp2": {**CP2, "pp": 2},
     "cp2_dp2": {**CP2, "dp": 2},
 }
+ON_FOUR_RANKS = {
+    "cp4": ("masked_sequences/packed", "largest_tokens/packed", "sequence_mean/packed", "latent/packed"),
+    "cp2_tp2_sp": ("masked_sequences/packed", "latent/packed"),
+    "cp2_pp2": ("masked_sequences/padded", "latent/padded"),
+    "cp2_dp2": ("largest_tokens/packed", "latent/packed"),
+}
 PACKING = {"packed": True, "padded": False}
 _BALANCE = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}
 
@@ -49,10 +55,10 @@ def on_two_ranks(latent_model: str) -> Cases:
 
 def on_four_ranks(latent_model: str) -> Cases:
     """Beside tensor, pipeline, data and expert parallelism, each in one form or the other."""
-    forms = {"cp4": "packed", "cp2_tp2_sp": "packed", "cp2_pp2": "padded", "cp2_dp2": "packed"}
-    cases: Cases = {}
-    for layout, form in forms.items():
-        own = cases_of(FOUR_RANK_LAYOUTS[layout], latent_model)
-        cases |= {f"context/{layout}/{name}": case for name, case in own.items() if name.endswith(form)}
+    cases = {
+        f"context/{layout}/{name}": cases_of(FOUR_RANK_LAYOUTS[layout], latent_model)[name]
+        for layout, names in ON_FOUR_RANKS.items()
+        for name in names
+    }
     cases["context/cp2_dp2/latent/packed"]["ep"] = 4  # the ranks of a sequence share experts too
     return cases

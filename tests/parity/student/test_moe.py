@@ -46,11 +46,12 @@ DEEP = {"qwen3_moe": "vp2", "deepseek_v3": "vp2", "mixtral": "last"}
 """Families, and the pipeline that each is tried in; DeepSeek's first layer is dense."""
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 TRIED = [
-    *((layout, family) for layout in TWO_RANK_LAYOUTS for family in ("qwen3_moe", "deepseek_v3")),
-    *(("tp2_sp_ep2", "mixtral"), ("pp2", "deepseek_v2")),
+    *((layout, "deepseek_v3") for layout in TWO_RANK_LAYOUTS),
+    *(("tp2_sp", "qwen3_moe"), ("tp2_sp_ep2", "mixtral"), ("pp2", "deepseek_v2")),
     *(("tp2_sp_pp2_ep2", "deepseek_v3"), ("tp2_sp_dp2_ep2", "qwen3_moe")),
 ]
-"""Layouts and families that are held against one rank. ``make parity`` draws others."""
+"""Layouts and families that are held against one rank; Qwen's gradient norm at each layout against the definition
+(``both``). ``make parity`` draws others."""
 BALANCE = {
     "aux_loss": {"moe_aux_loss_coeff": 0.5},
     "seq_aux_loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
