@@ -86,10 +86,6 @@ def other_nodes(models: World, folder: Path, recipe: Path) -> dict[str, tuple[No
     here, same = models.folder, "start every node with one recipe file and the same overrides"
     both = "on node 1 (node-1) and {} on node 0 (node-0)"
     return {
-        "an override": (
-            Node(recipe, "student.optimizer.lr=1e-5", cwd=here),
-            f"(override): student.optimizer.lr is 1e-05 {both.format(0.002)}: {same}",
-        ),
         "a base": (
             Node(based, cwd=here),
             f"based.yaml:3: teachers.left.weight is 2.0 {both.format('null')} (and 1 more differences): {same}",
@@ -106,7 +102,7 @@ def other_nodes(models: World, folder: Path, recipe: Path) -> dict[str, tuple[No
     }
 
 
-@pytest.mark.parametrize("difference", ["an override", "a base", "a variable with a default", "a package", "weights"])
+@pytest.mark.parametrize("difference", ["a base", "a variable with a default", "a package", "weights"])
 def test_another_run_on_another_node_does_not_start(models: World, tmp_path: Path, difference: str) -> None:
     recipe = models.write_recipe(tmp_path / "run", student__model=models.student.name)
     node, told = other_nodes(models, tmp_path, recipe)[difference]

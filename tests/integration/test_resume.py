@@ -164,11 +164,10 @@ def goes_on(recipe: Path, run_dir: Path, uninterrupted: Path) -> None:
     assert_same_run(run_dir, uninterrupted)
 
 
-@pytest.mark.parametrize("flags", [(), ("--resume=auto",)])
-def test_interrupted_before_it_has_begun(world: World, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_interrupted_before_it_has_begun(world: World, tmp_path: Path) -> None:
     """Nothing is left that could be resumed, and the line says so; nor does it count as a start that failed."""
     run_dir = tmp_path / "run"
-    process = start_mopd("train", world.write_recipe(run_dir), *flags)
+    process = start_mopd("train", world.write_recipe(run_dir), "--resume=auto")
     with stopped_clock(wait_for_ranks(process, count=1)):
         family = descendants(process)
         process.send_signal(signal.SIGINT)
@@ -292,16 +291,9 @@ def test_an_older_checkpoint_by_name(world: World, uninterrupted: Path, tmp_path
     assert names == ["step_00000002.bak", "step_00000004", "step_00000006", "step_00000006.aside"]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"tensor_model_parallel_size": 1},
-        {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2},
-        {"tensor_model_parallel_size": 1, "data_parallel_size": 2},
-    ],
-    ids=["tp1", "pp2", "dp2"],
-)
-def test_resume_at_another_layout(world: World, uninterrupted: Path, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_resume_at_another_layout(world: World, uninterrupted: Path, tmp_path: Path) -> None:
+    """One other; ``tests/parity/student/test_checkpoints.py`` tries more."""
+    layout = {"tensor_model_parallel_size": 1, "data_parallel_size": 2}
     run_dir = tmp_path / "run"
     shutil.copytree(uninterrupted, run_dir)
     for path in (run_dir / "checkpoints").glob("step_*"):

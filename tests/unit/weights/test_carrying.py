@@ -213,7 +213,7 @@ def many(num: int = 40) -> list[TensorMeta]:
     return [TensorMeta(f"w{i}", torch.float32, (800,), i % 2) for i in range(num)]
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, 3, 4], ids=["first sender", "sender", "first", "middle", "last"])
+@pytest.mark.parametrize("victim", [0, 1, 2, 4], ids=["first sender", "sender", "first", "last"])
 def test_a_member_that_is_killed_in_the_middle_ends_it_for_all_before_their_deadline(victim: int) -> None:
     metas = many()
     ones = {meta.name: torch.ones(meta.shape) for meta in metas}
@@ -229,10 +229,9 @@ def test_a_member_that_is_killed_in_the_middle_ends_it_for_all_before_their_dead
         assert started[0].exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("is_mapped", [False, True])
-@pytest.mark.parametrize("silent", [0, 1, 2])
+@pytest.mark.parametrize(("silent", "is_mapped"), [(0, False), (2, False), (1, True)])
 def test_one_that_is_silent_costs_the_others_no_more_than_the_deadline(silent: int, is_mapped: bool) -> None:
-    """Each of the three receivers in turn; ``DEADLINE_S`` would be beyond the test's time."""
+    """The first or last of three receivers, or the one between them; ``DEADLINE_S`` would be beyond the test's time."""
     metas = [TensorMeta(meta.name, meta.dtype, meta.shape) for meta in many()]
     with members(metas, 3, is_mapped=is_mapped) as group:
         group.hurry()
