@@ -21,14 +21,12 @@ import torch
 from mopd.cli.main import main
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores, StaleWeights
+from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores
 from mopd.engines.torch.engine import TorchEngine
-from mopd.engines.wire.weights import MIN_PART_BYTES, stage_updates
 from tests.fixtures import warm
 from tests.fixtures.ports import free_port
 from tests.fixtures.servers import engine_file, random_tokens, serve_process
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
-from tests.fixtures.updates import join, load, tell
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 
@@ -169,43 +167,6 @@ def test_a_token_off_loopback(folder: Path, tmp_path: Path) -> None:
         with_engine(url, lambda engine: engine.health(timeout_s=5.0))
 
 
-def test_a_server_killed_during_an_update_and_its_successor(folder: Path, local: TorchEngine, tmp_path: Path) -> None:
-    """The half that was sent is gone with it; the next server on the port answers for no version before a push."""
-    file = written(tmp_path / "rollout.json", folder, "rollout")
-    weights = dict(local.model.named_parameters())
-
-    async def die_half_way(engine: RemoteEngine) -> None:
-        await load(engine, weights.items(), 1)
-        await engine.generate([[5, 6, 7]], SAMPLING, [1])
-        half = {name: tensor * 0 for name, tensor in weights.items()}
-        staged = stage_updates(half.items(), 2, bucket_bytes=MIN_PART_BYTES)
-        await tell(engine, "join", join(staged))
-        for body in staged.bodies[: len(staged.bodies) // 2]:
-            await tell(engine, "part", body)
-        os.kill(first.process.pid, signal.SIGKILL)
-        with pytest.raises(EngineUnavailable):
-            await tell(engine, "part", b"")
-
-    async def go_on(engine: RemoteEngine) -> None:
-        engine.weight_version = 1  # what the run believes
-        with pytest.raises(StaleWeights, match="no weights yet"):
-            await engine.generate([[5, 6, 7]], SAMPLING, [1])
-        await load(engine, weights.items(), 2)
-        (theirs,) = await engine.generate([[5, 6, 7]], SAMPLING, [1])
-        (ours,) = await local.generate([[5, 6, 7]], SAMPLING, [1])
-        assert torch.equal(theirs.tokens, ours.tokens)
-        torch.testing.assert_close(theirs.logprobs, ours.logprobs, atol=1e-5, rtol=0)
-
-    port = str(free_port())
-    with serve_process(file, "--port", port) as first:
-        url = first.wait_ready()["url"]
-        with_engine(url, die_half_way)
-        assert first.end()[0] == -signal.SIGKILL
-    with serve_process(file, "--port", port) as second:
-        assert second.wait_ready()["url"] == url
-        with_engine(url, go_on)
-
-
 def test_a_dead_engine_ends_its_server(folder: Path, tmp_path: Path) -> None:
     """Exit code 1, so that whoever supervises it starts another."""
     from mopd.serving.host import ThreadHost
@@ -266,7 +227,7 @@ def test_a_thousand_concurrent_requests(
         return list(results)
 
     before: list[int] = []
-    with warm.cold(), serve_process(file) as child:  # its memory is measured
+    with serve_process(file) as child:
         ready = child.wait_ready()
         url, server = ready["url"], psutil.Process(ready["pid"])
         start = time.monotonic()

@@ -15,14 +15,12 @@ from typing import Any
 
 import pytest
 from torch import Tensor
-from torch.distributed import TCPStore
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.weights import CollectiveConfig
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.weights.targets import TransferTargets
 from mopd.orchestrator.weights.transfer import CannotJoin, GroupTransfer
-from mopd.weights.group import CONNECT_S, VERDICT_MARGIN_S, GroupOrder, GroupStore
+from mopd.weights.group import CONNECT_S, VERDICT_MARGIN_S, GroupStore
 from tests.fixtures.linked import GroupSender
 from tests.fixtures.networks import (
     called_within,
@@ -123,19 +121,6 @@ def test_a_firewall_that_lets_the_store_through(site: Site, monkeypatch: pytest.
     assert sent(site, cannot_join) < LONGEST_S
 
 
-def test_an_interface_that_nobody_has(site: Site) -> None:
-    async def refused(sender: GroupSender) -> None:
-        with pytest.raises(CannotJoin, match=f"'nowhere0'.*set it to one of.*{site.near}.*weight_sync.type: http"):
-            await sender.transfer.publish(1)
-
-    assert sent(site, refused, interface="nowhere0") < DEADLINE_S
-
-
-def test_an_interface_that_the_servers_do_not_have(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    assert sent(site, cannot_join, interface=site.near) < LONGEST_S
-    assert f"interface '{site.near}' of weight_sync.interface has no IPv4 address" in caplog.text
-
-
 def test_a_server_that_stands_still_costs_one_deadline(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     still = site.servers.living["rollout.1"]
 
@@ -154,32 +139,6 @@ def test_a_server_that_stands_still_costs_one_deadline(site: Site, caplog: pytes
         assert sender.versions == [2, 2]
 
     sent(site, without_it)
-
-
-@pytest.mark.parametrize("how_often", [1, 100])
-def test_a_stranger_in_the_store(
-    site: Site, how_often: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One that comes once costs an attempt; with one in every store nobody can join."""
-    join, spoiled = TransferTargets.join, list[str]()
-
-    async def join_spoiled(self: Any, workers: Any, order: GroupOrder, tensors: bytes) -> Any:
-        if len(spoiled) < how_often:
-            spoiled.append(f"{order.group_id}/verdict")
-
-            def write() -> None:
-                TCPStore(order.host, order.port, is_master=False).set(spoiled[-1], "go")
-
-            await asyncio.to_thread(called_within, site.far, write)
-        return await join(self, workers, order, tensors)
-
-    async def goes_on(sender: GroupSender) -> None:
-        await sender.transfer.publish(3)
-        assert sender.versions == [3, 3]
-
-    monkeypatch.setattr(TransferTargets, "join", join_spoiled)
-    assert sent(site, goes_on if how_often == 1 else cannot_join) < LONGEST_S
-    assert f"{spoiled[0]}' is not signed with this run's secret" in caplog.text and "Traceback" not in caplog.text
 
 
 def trained(site: Site, world: World, run_dir: Path, **weight_sync: Any) -> subprocess.CompletedProcess[str]:
