@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import socket
@@ -13,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from mopd.cli.main import main
 from mopd.report.run_files import RunFiles
-from tests.fixtures import warm
+from tests.fixtures import slurm, warm
 from tests.integration.world import ANSWERS, TIMEOUT_S, World, mopd, read_metrics, read_validation, start_mopd
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
@@ -62,7 +62,8 @@ def run_dir(world: World, slow_start: object, tmp_path_factory: pytest.TempPathF
         student__optimizer={"lr": 5e-3},
         metrics__tensorboard=True,
     )
-    with warm.cold():  # one run as a user starts it, imports and all
+    # as a user starts it, imports and all: where there is Slurm, its job is
+    with warm.cold() if slurm.why_not() else contextlib.nullcontext():
         done = mopd("train", recipe)
     assert done.returncode == 0, done.stderr
     return folder
@@ -163,22 +164,6 @@ def test_exports_on_the_way_are_of_their_steps(run_dir: Path) -> None:
         assert (run_dir / "hf_steps" / f"step_{best:08d}" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_exported_result_answers_like_the_teachers(run_dir: Path, world: World) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf")
-    model = AutoModelForCausalLM.from_pretrained(run_dir / "hf")
-    for domain, expected in ANSWERS.items():
-        inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"{domain} 1000"}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-        with torch.no_grad():
-            output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
-        answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert answer == expected
-
-
 def test_eval_reads_folder_and_checkpoint(run_dir: Path, world: World) -> None:
     recipe = world.write_recipe(run_dir.parent / "again")
     last = read_validation(run_dir)[-1]["rewards"]
@@ -196,20 +181,6 @@ def test_checkpoint_converts_to_hugging_face(run_dir: Path, world: World, tmp_pa
     source = AutoModelForCausalLM.from_pretrained(world.student)
     assert exported.state_dict().keys() == source.state_dict().keys()
     assert any(not torch.equal(a, b) for a, b in zip(exported.parameters(), source.parameters(), strict=True))
-
-
-def test_hugging_face_to_megatron_and_back_is_bit_exact(world: World, tmp_path: Path) -> None:
-    megatron, out = tmp_path / "megatron", tmp_path / "hf"
-    done = mopd("convert", "hf-to-megatron", world.student, megatron, "--tensor-model-parallel-size", "2")
-    assert done.returncode == 0, done.stderr
-    done = mopd("convert", "megatron-to-hf", megatron, out)
-    assert done.returncode == 0, done.stderr
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, world.student))
-    assert ours.keys() == theirs.keys()
-    for name, weight in ours.items():
-        assert torch.equal(weight, theirs[name]), name
-    for name in ("config.json", "generation_config.json", "tokenizer.json"):
-        assert (out / name).read_bytes() == (world.student / name).read_bytes()
 
 
 def test_validation_consumes_no_training_randomness(run_dir: Path, world: World, tmp_path: Path) -> None:
