@@ -33,8 +33,15 @@ warm.install()
 # fails, fails again; others are searched for on purpose (make fuzz).
 settings.register_profile("tests", derandomize="MOPD_FUZZ_MUTATIONS" not in os.environ, deadline=None)
 settings.load_profile("tests")
-SHARING = ("tests/parity/student/",)
-"""Their sessions' fixtures are starts of ranks."""
+SHARING = (
+    ("tests/parity/student/",),
+    (
+        "tests/integration/test_export_serves.py", "tests/integration/test_groups.py",
+        "tests/integration/test_replica_on_two_nodes.py", "tests/integration/test_server_vllm.py",
+        "tests/integration/test_stock_vllm.py", "tests/unit/engines/test_vllm_",
+    ),
+)  # fmt: skip
+"""Beginnings of names: the sessions' fixtures are starts of ranks, and children are forks of vLLM's template."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,11 +68,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker for a file, and for folders whose files share what takes long to make."""
+    """One worker for a file, and for files that share what takes long to make."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return next((folder for folder in SHARING if nodeid.startswith(folder)), super()._split_scope(nodeid))
+            return next((names[0] for names in SHARING if nodeid.startswith(names)), super()._split_scope(nodeid))
 
     return Scheduling(config, log)
