@@ -3,7 +3,7 @@
 Invariant: with 2 and 4 gloo ranks every function returns the loss and metrics of the single rank on every rank, bit for
 bit the same on all of them, and the joined gradients are the single rank's (a known failure elsewhere: gradients TP
 times too large). The batch holds rows whose ids all lie off a shard, shards without any mass, padded columns, several
-teachers that share ids, and a row of weight 0; shards are equal, then unequal. The Triton layer, on 1, 2 and 4 ranks,
+teachers that share ids, and a row of weight 0; shards are equal, then unequal. The Triton layer, on 1 and 4 ranks,
 is held to the float64 single rank in fewer cases; without a GPU it runs in Triton's interpreter. Not exercised: NCCL.
 """
 
@@ -91,9 +91,8 @@ def test_triton_on_a_single_rank(exact: dict[str, Tensor]) -> None:
         assert not name.endswith("/gradient") or torch.count_nonzero(value[0, 2]) == 0 < torch.count_nonzero(value)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_triton_on_ranks(exact: dict[str, Tensor], tmp_path: Path, world_size: int) -> None:
-    parts = spawn(functools.partial(run_rank, on_triton=True), world_size, tmp_path)
+def test_triton_on_ranks(exact: dict[str, Tensor], tmp_path: Path) -> None:
+    parts = spawn(functools.partial(run_rank, on_triton=True), 4, tmp_path)
     assert_equal_to(exact, of_split(parts, "uneven"), rtol=5e-6, atol=3e-6)
     evenly = {name: value for name, value in exact.items() if name.startswith(EVENLY_ON_TRITON)}
     assert_equal_to(evenly, of_split(parts, "even"), rtol=5e-6, atol=3e-6)
