@@ -31,11 +31,7 @@ from tests.integration.world import World
 T = TypeVar("T")
 
 LEFT, RIGHT = "teachers.left", "teachers.right"
-ROUTING = {
-    "request_timeout_s": 20.0,
-    "max_tokens_per_request": 64,
-    "max_inflight_tokens": 256,
-}
+ROUTING = {"request_timeout_s": 20.0, "max_tokens_per_request": 64, "max_inflight_tokens": 256}
 LOCAL = {"type": "local", "startup_timeout_s": 90.0, "num_threads": 1}
 LIMITS = RouterLimits(backoff_s=0.1, breaker_reset_s=2.0)
 """Short, as everything here fails soon; all attempts at a dead replica take longer than its death goes unnoticed."""

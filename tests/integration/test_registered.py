@@ -115,12 +115,7 @@ def test_refusals_are_one_line(world: World, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "open" / "replicas").mkdir(parents=True)
     (tmp_path / "open" / "replicas").chmod(0o777)
     refused = {
-        (
-            "--teacher",
-            "right",
-            "--register",
-            folder,
-        ): "teachers.right.placement: is of type in_process, whose run",
+        ("--teacher", "right", "--register", folder): "teachers.right.placement: is of type in_process, whose run",
         ("--rollout", "--register", folder): "rollout.placement.python: '/none/python' does not exist on ",
         ("--teacher", "none", "--register", folder): "--teacher none: the recipe has no such teacher",
         ("--teacher", "left", "--register", str(run_dir)): "name the folder replicas of a run",

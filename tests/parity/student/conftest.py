@@ -261,11 +261,7 @@ def two_ranks(
 
 @pytest.fixture(scope="session")
 def four_ranks(
-    hf_model: Path,
-    deep_model: str,
-    latent_model: str,
-    student_folder: Path,
-    vision_folder: Path,
+    hf_model: Path, deep_model: str, latent_model: str, student_folder: Path, vision_folder: Path
 ) -> Results:
     cases = _size_cases(FOUR_RANK_LAYOUTS) | vision_cases.on_four_ranks(vision_folder, FOUR_RANK_LAYOUTS)
     cases |= context_cases.on_four_ranks(latent_model)

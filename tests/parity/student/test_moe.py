@@ -37,10 +37,7 @@ FOUR_RANK_LAYOUTS = {
     "tp2_sp_pp2_ep2": {"tp": 2, "pp": 2, "dp": 1, "sp": True, "ep": 2, "etp": 1},
     "tp2_sp_dp2_ep2": {"tp": 2, "pp": 1, "dp": 2, "sp": True, "ep": 2},
 }
-PIPELINES = {
-    "vp2": {**TWO_RANK_LAYOUTS["pp2"], "vp": 2},
-    "last": {**TWO_RANK_LAYOUTS["pp2"], "last_stage_layers": 1},
-}
+PIPELINES = {"vp2": {**TWO_RANK_LAYOUTS["pp2"], "vp": 2}, "last": {**TWO_RANK_LAYOUTS["pp2"], "last_stage_layers": 1}}
 """Of models of 4 layers."""
 DEEP = {"qwen3_moe": "vp2", "deepseek_v3": "vp2", "mixtral": "last"}
 """Families, and the pipeline that each is tried in; DeepSeek's first layer is dense."""

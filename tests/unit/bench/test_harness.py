@@ -90,12 +90,7 @@ def test_a_table_holds_its_figures_and_80_columns(capsys: pytest.CaptureFixture[
         f"column {i}": "a:,.1f" for i in range(5)
     }
     name = "a contender with a name of many words that has to go on"
-    row = {
-        "name": name,
-        "a": 1234.5678,
-        "b": 0.5,
-        "loss": "two words",
-    }
+    row = {"name": name, "a": 1234.5678, "b": 0.5, "loss": "two words"}
     Comparison(title="T", columns=columns, rows=[row, {"name": "two"}], remarks=["why " * 40]).show()
     text = capsys.readouterr().out
     assert "1234.57" in text and "50%" in text and "1,234.6" in text and " goes " not in text

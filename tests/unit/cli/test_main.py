@@ -33,12 +33,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["--help"],
-        ["config", "recipe.yaml"],
-        ["train", "recipe.yaml"],
-        ["serve", "recipe.yaml", "--teacher", "math"],
-    ],
+    [["--help"], ["config", "recipe.yaml"], ["train", "recipe.yaml"], ["serve", "recipe.yaml", "--teacher", "math"]],
 )
 def test_answers_without_heavy_imports(recipe: str, arguments: list[str]) -> None:
     """``train`` and ``serve`` refuse a missing model here, before anything heavy is imported."""
@@ -137,16 +132,10 @@ def test_config_diff(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["eval", "recipe.yaml"], "recipe.yaml:3: student.model: folder"),
         (["serve", "none.json"], "recipe 'none.json' does not exist: check the path"),
         (["serve", "recipe.yaml"], "serve recipe.yaml: a recipe has several engines, an engine file has one: name --t"),
-        (
-            ["serve", "recipe.yaml", "--teacher", "maths"],
-            "--teacher maths: the recipe has no such teacher; it has",
-        ),
+        (["serve", "recipe.yaml", "--teacher", "maths"], "--teacher maths: the recipe has no such teacher; it has"),
         (["serve", "recipe.yaml", "--teacher", "math"], "recipe.yaml:6: teachers.math.model: folder"),
         (["serve", "recipe.yaml", "--rollout"], "recipe.yaml:3: student.model: folder"),
-        (
-            ["serve", "recipe.yaml", "--rollout", "--replica", "1"],
-            "--replica 1: rollout has 1 replicas, numbered",
-        ),
+        (["serve", "recipe.yaml", "--rollout", "--replica", "1"], "--replica 1: rollout has 1 replicas, numbered"),
         (["report", "runs/none"], "'runs/none' holds no run"),
         (["convert", "hf-to-megatron", "none", "out"], "convert: folder 'none' does not exist"),
         (["convert", "megatron-to-hf", "none", "out"], "none: no such folder; give the folder of a Megatron-Core"),

@@ -102,10 +102,7 @@ LAST = {
 
 @pytest.mark.parametrize("prints", LAST)
 def test_80_columns_are_enough(
-    prints: Callable[[Path], None],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    prints: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     prints(tmp_path)

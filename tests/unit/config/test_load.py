@@ -188,16 +188,10 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
             "loss.correction is set, but topk_forward_kl without task_reward_weight and tail: sampled takes",
         ),
         ("rollout.horizon={start: 0}", "rollout.horizon.start is 0: set 1 or more"),
-        (
-            "rollout.horizon={start: 8, end: 16}",
-            "rollout.horizon.end is 16 and steps is absent: set both",
-        ),
+        ("rollout.horizon={start: 8, end: 16}", "rollout.horizon.end is 16 and steps is absent: set both"),
         ("rollout.horizon={start: 8, steps: 4}", "rollout.horizon.steps is 4 and end is absent: set both"),
         ("rollout.horizon={start: 8, end: 4, steps: 2}", "rollout.horizon.end is 4 and start is 8: a horizon grows"),
-        (
-            "rollout={max_response_length: 8, horizon: {start: 9}}",
-            "rollout.horizon ends at 9 tokens, max_response",
-        ),
+        ("rollout={max_response_length: 8, horizon: {start: 9}}", "rollout.horizon ends at 9 tokens, max_response"),
         (
             "rollout={max_response_length: 8, horizon: {start: 2, end: 9, steps: 3}}",
             "rollout.horizon ends at 9 tokens, max_response_length is 8: lower horizon.end or horizon.start, or raise",

@@ -216,12 +216,7 @@ def test_wrong_weights_are_refused_and_leave_no_half_loaded_engine(
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("value", "dtype"),
-    [
-        (float("nan"), "float32"),
-        (float("-inf"), "float32"),
-        (float("inf"), "bfloat16"),
-        (3.4e38, "bfloat16"),
-    ],
+    [(float("nan"), "float32"), (float("-inf"), "float32"), (float("inf"), "bfloat16"), (3.4e38, "bfloat16")],
 )
 def test_nonfinite_weights_are_refused_and_the_old_ones_answer_on(
     engine: TorchEngine, folders: dict[str, Path], value: float, dtype: Any, streamed: bool

@@ -338,11 +338,7 @@ def ks_noise(num_one: int, num_other: int) -> float:
 
 def main() -> None:
     """Print the table of docs/pipeline.md."""
-    worlds = {
-        "balanced": {"train_s": 1.0, "num_places": 80},
-        "trainer": {"train_s": 3.0},
-        "rollout": {"train_s": 0.5},
-    }
+    worlds = {"balanced": {"train_s": 1.0, "num_places": 80}, "trainer": {"train_s": 3.0}, "rollout": {"train_s": 0.5}}
     print("bound by   n  on_expiry  on_new_weights  step, s  age   refused  longest 5 %, trained / drawn  KS / noise")
     for name, times in worlds.items():
         for max_staleness in (1, 2, 4):

@@ -40,11 +40,7 @@ def test_coverage_of_a_row() -> None:
     assert found.mass_R.tolist() == [0.8125, 0.6875]
     assert found.outside_R.tolist() == [True, False] and found.decision_mass_R.tolist() == [0.0625, 0.0]
     values = coverage_metrics({"math": [found]})
-    assert values == {
-        "support_mass_p01/math": 0.6875,
-        "decision_outside/math": 0.5,
-        "decision_mass/math": 0.03125,
-    }
+    assert values == {"support_mass_p01/math": 0.6875, "decision_outside/math": 0.5, "decision_mass/math": 0.03125}
     assert coverage_metrics({"math": [replace(found, has_always=False)]}).keys() == {"support_mass_p01/math"}
 
 

@@ -137,11 +137,7 @@ def test_json_schema_of_the_recipe_and_of_the_row(tmp_path: Path) -> None:
 BAD_TRUTHS: list[tuple[RewardConfig, Any, str]] = [
     (MathConfig(type="math"), [1], "the ground truth is list, the math reward compares text or a number"),
     (MathConfig(type="math"), None, "the row has no ground truth, which the math reward needs: add it"),
-    (
-        ExactMatchConfig(type="exact_match"),
-        {"a": 1},
-        "the ground truth is a structure, the exact_match reward",
-    ),
+    (ExactMatchConfig(type="exact_match"), {"a": 1}, "the ground truth is a structure, the exact_match reward"),
     (RegexConfig(type="regex", pattern="(a)"), True, "the ground truth is bool"),
     (MultipleChoiceConfig(type="multiple_choice"), "a red fox", "'a red fox' is no choice: .* a letter or a whole"),
     (MultipleChoiceConfig(type="multiple_choice"), 26, "the ground truth 26 is no choice"),

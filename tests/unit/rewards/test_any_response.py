@@ -166,10 +166,7 @@ def test_a_long_response_takes_no_longer_for_each_character(name: str) -> None:
     assert seconds(10_000) < 10 * seconds(300)
 
 
-SHOWN = {
-    "commas": "," * 2_500_000,
-    "brackets": "[{" * 1_500_000,
-}
+SHOWN = {"commas": "," * 2_500_000, "brackets": "[{" * 1_500_000}
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -34,11 +34,7 @@ def test_a_secret(tmp_path: Path) -> None:
 def test_files_without_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: str) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    contents = {
-        "short": b"abc",
-        "letters": "é".encode() * 20,
-        "binary": b"\xff" * 20,
-    }
+    contents = {"short": b"abc", "letters": "é".encode() * 20, "binary": b"\xff" * 20}
     for file, content in {**contents, "huge": b"a" * 70_000}.items():
         Path(file).write_bytes(content)
     with pytest.raises(UserError) as caught:

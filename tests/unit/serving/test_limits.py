@@ -25,14 +25,7 @@ from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import ScoreAnswer, decode, encode
 from mopd.placement.engine_loading import server_limits
 from mopd.serving.admission import ServerLimits
-from tests.fixtures.servers import (
-    GatedEngine,
-    RunningServer,
-    engine_file,
-    random_tokens,
-    running_server,
-    wait_until,
-)
+from tests.fixtures.servers import GatedEngine, RunningServer, engine_file, random_tokens, running_server, wait_until
 from tests.unit.engines.wire.test_messages import score_request
 from tests.unit.serving.test_updates import run
 

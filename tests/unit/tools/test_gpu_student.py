@@ -56,10 +56,7 @@ def test_equal_results_pass() -> None:
         (lambda seen: seen["steps"][1].update(grad_norm=3.2), "grad_norm of step 2"),
         (lambda seen: seen["logprobs"].__setitem__(0, -1.2), "log-probs, mean difference"),
         (lambda seen: seen["resumed"][1].update(loss=2.02), "losses after resuming"),
-        (
-            lambda seen: seen["resumed_on_host"][1].update(loss=2.02),
-            "the same with optimizer states in host memory",
-        ),
+        (lambda seen: seen["resumed_on_host"][1].update(loss=2.02), "the same with optimizer states in host memory"),
         (lambda seen: seen.update(saved_equals_loaded=False), "saved_equals_loaded"),
         (lambda seen: seen.update(changed=False), "changed"),
     ],

@@ -144,14 +144,8 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/file")
     ("error", "line"),
     [
         (FULL, "/a/file: cannot be written: No space left on device; free space there or name another place"),
-        (
-            OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), b"/a/b"),
-            "/a/b: cannot be written: Disk quota exceeded",
-        ),
-        (
-            OSError(errno.EROFS, os.strerror(errno.EROFS)),
-            "file: cannot be written: Read-only file system; make",
-        ),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), b"/a/b"), "/a/b: cannot be written: Disk quota exceeded"),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS)), "file: cannot be written: Read-only file system; make"),
         (raised(ValueError("x"), raised(TypeError("y"), FULL)), "/a/file: cannot be written: No space left"),
         (CheckpointException("write", {3: (FULL, traceback.StackSummary())}), "/a/file: cannot be written: No space"),
         (CheckpointException("write", {0: (WriteRefusedError("told"), traceback.StackSummary())}), "told"),

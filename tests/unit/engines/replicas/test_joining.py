@@ -11,14 +11,7 @@ import pytest
 import torch
 
 from mopd.config.groups import RoutingConfig
-from mopd.engines.interface import (
-    EngineLimits,
-    EngineRejected,
-    EngineUnavailable,
-    Generation,
-    SamplingParams,
-    Scores,
-)
+from mopd.engines.interface import EngineLimits, EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores
 from mopd.engines.replicas.interface import Replica, SampleFailed
 from mopd.engines.replicas.members import NO_ROOM
 from mopd.engines.replicas.router import Router

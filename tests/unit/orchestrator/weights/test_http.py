@@ -184,10 +184,7 @@ def test_a_server_that_is_away_is_waited_for(
 
 
 def test_a_server_that_stays_away_is_given_up(
-    servers: list[RunningServer],
-    source: TorchEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    servers: list[RunningServer], source: TorchEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After its patience, with the reason, in a line; the other one answers on."""
     monkeypatch.setattr(syncing, "AWAY_PAUSE_S", 0.01)
