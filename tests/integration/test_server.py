@@ -23,8 +23,6 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores
 from mopd.engines.torch.engine import TorchEngine
-from tests.fixtures import warm
-from tests.fixtures.ports import free_port
 from tests.fixtures.servers import engine_file, random_tokens, serve_process
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 

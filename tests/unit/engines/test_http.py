@@ -174,21 +174,25 @@ REPLIES: dict[str, tuple[Reply, type[EngineError]]] = {
 SLOW = ("nothing", "HTTP/9", "a chunk of 2^80", "a trickle", "a head without end", "wait, and wait", "half a body")
 
 
+KINDS = ("mopd", "openai")
+
+
 @functools.cache
-def slow_talks(kind: str) -> dict[str, tuple[EngineError, list[bytes]]]:
-    """All at a time: their deadline, which passes, leaves time to connect and to ask."""
+def slow_talks() -> dict[tuple[str, str], tuple[EngineError, list[bytes]]]:
+    """By name and kind, all at a time: their deadline, which passes, leaves time to connect and to ask."""
+    talks = [(name, kind) for name in SLOW for kind in KINDS]
 
     async def work() -> list[tuple[EngineError, list[bytes]]]:
-        return await asyncio.gather(*(converse(REPLIES[name][0], kind, 5.0) for name in SLOW))
+        return await asyncio.gather(*(converse(REPLIES[name][0], kind, 5.0) for name, kind in talks))
 
-    return dict(zip(SLOW, asyncio.run(work()), strict=True))
+    return dict(zip(talks, asyncio.run(work()), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["mopd", "openai"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", REPLIES)
 def test_whatever_a_server_says_one_error_comes_of_it(name: str, kind: str) -> None:
     reply, expected = REPLIES[name]
-    error, heads = slow_talks(kind)[name] if name in SLOW else talk(reply, kind)
+    error, heads = slow_talks()[name, kind] if name in SLOW else talk(reply, kind)
     assert type(error) is expected or (type(error) is CorruptAnswer and expected is EngineUnavailable), error
     assert len(heads) == 1 and b"accept-encoding: identity" in heads[0].lower()  # nothing followed, nothing repeated
     if name == "a password":

@@ -228,7 +228,7 @@ def wait_for_store(port: int) -> None:
     ids=["the same rank", "another number"],
 )
 def test_launchers_that_do_not_fit(other: Place, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "JOIN_S", 5.0)
+    monkeypatch.setattr(module, "JOIN_S", 2.5)
     port = free_port()
     first = meet_as(Place(num_nodes=2, node_rank=0, port=port), lambda nodes: None)
     wait_for_store(port)

@@ -282,10 +282,10 @@ def test_requests_wait_for_another_server_and_then_end_in_one_line(place: Place)
         place.leave("b")
         place.start("c")
         async with working(place) as (group, router):
-            group.cfg = replace(group.cfg, startup_timeout_s=6.0)  # longer than a look counts
+            group.cfg = replace(group.cfg, startup_timeout_s=4.0)  # longer than a look counts
             await asyncio.to_thread(place.kill, "c")
             line = (
-                r"^teachers.math.placement.min_replicas: 0 of 1 servers are there after 6 s \(not taken in: .* on c, "
+                r"^teachers.math.placement.min_replicas: 0 of 1 servers are there after 4 s \(not taken in: .* on c, "
                 r"process \d+: .*\): start more with mopd serve RECIPE --teacher math --register .*/run/replicas"
             )
             with pytest.raises(UserError, match=line):

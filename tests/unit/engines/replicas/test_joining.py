@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.config.groups import RoutingConfig
-from mopd.engines.interface import EngineLimits, EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores
-from mopd.engines.replicas.interface import Replica, SampleFailed
+from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores
+from mopd.engines.replicas.interface import SampleFailed
 from mopd.engines.replicas.members import NO_ROOM
-from mopd.engines.replicas.router import Router
 from tests.unit.engines.replicas.stand_in import (
     SAMPLING,
     StandIn,
@@ -241,33 +239,6 @@ def test_a_replica_never_runs_dry_and_gets_few_requests(num_callers: int) -> Non
 
     run(work)
     assert engine.most_running == 36 and len(engine.calls) <= 101
-
-
-def test_long_responses_do_not_take_the_room_of_the_whole_group() -> None:
-    """256 sequences at a time with 16k tokens each, where the old bound by the longest response left 7."""
-    engine = Teller()
-    sampling = SamplingParams(max_new_tokens=16_384)
-    router = Router(
-        "rollout",
-        [Replica(name="rollout.0", engine=engine, limits=EngineLimits(max_sequences=256, max_running_tokens=400_000))],
-        RoutingConfig(),
-        kind="rollout",
-    )
-    router.weight_version = 0
-
-    async def work() -> None:
-        tasks = [
-            asyncio.create_task(router.generate([(i, 5.0, *[1] * 198)] * 4, sampling, [0] * 4))  # type: ignore[list-item]
-            for i in range(100)
-        ]
-        await asyncio.sleep(1)
-        assert engine.running == 288
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await settle(router, [engine])
-
-    run(work)
 
 
 def test_a_version_is_at_least() -> None:
