@@ -37,7 +37,7 @@ from mopd.planning.stages import drawing_time, scoring_time, training_time
 from mopd.planning.traffic import Flow, links
 from mopd.planning.updates import WeightUpdate, sender_ranks, weight_update
 from mopd.planning.vision import TowerPlan, plan_tower
-from mopd.planning.workload import Workload
+from mopd.planning.workload import Workload, student_ids
 
 MAX_BALANCED = 256
 """Replicas of a group beyond which no balance is looked for."""
@@ -235,11 +235,13 @@ def trainer_load(
 
 def group_load(given: PlanInput, rates: Rates, key: str, group: EngineGroupConfig, own: ReplicaPlan) -> GroupLoad:
     """Return the load of one group whose replicas are planned as ``own``."""
-    work, dims = given.work, given.dims_of(key)
+    recipe, work, dims, name = given.recipe, given.work, given.dims_of(key), key.removeprefix("teachers.")
     if key == ROLLOUT:
-        time = partial(drawing_time, group, dims, work, own, rates, given.recipe.schedule.max_staleness)
+        staleness, tells_top = recipe.schedule.max_staleness, student_ids(recipe) > 0
+        time = partial(drawing_time, group, dims, work, own, rates, staleness, tells_top=tells_top)
     else:
-        time = partial(scoring_time, group, dims, work, own, rates, work.teacher_shares[key.removeprefix("teachers.")])
+        share, finds_top = work.teacher_shares[name], recipe.asked[name].own > 0
+        time = partial(scoring_time, group, dims, work, own, rates, share, finds_top=finds_top)
     return GroupLoad(
         name=stage_of(key), gpus=own.gpus, time=lru_cache(maxsize=None)(time), at_most=min(MAX_BALANCED, work.samples)
     )

@@ -183,9 +183,10 @@ def _parts(parts: Mapping[str, int]) -> str:
 
 
 def _links_table(plan: RunPlan) -> Table:
-    table = Table("bytes of a step", "in all", "each")
+    table = Table("bytes of a step", "in all", "each", "a response token")
     for link in plan.links:
-        table.add_row(link.name, _bytes(link.num_bytes), f"{_bytes(link.bytes_each)} a {link.each}")
+        token = _bytes(link.num_bytes / link.rows) if link.rows else ""
+        table.add_row(link.name, _bytes(link.num_bytes), f"{_bytes(link.bytes_each)} a {link.each}", token)
     return table
 
 

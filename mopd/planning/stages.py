@@ -3,9 +3,11 @@
 training     3 x forward (4 x with full recompute) + what is not overlapped: routing and exchange of experts, pipeline
              bubble, data-parallel sums, the optimizer's pass over its states
 forward      2 operations a weight and token, 2 q a token of context and layer for scores and their sums
-scoring      forward, sums of tensor parallelism, and a pass of fp32 log-probs over [rows, vocabulary]
+scoring      forward, sums of tensor parallelism, and passes over fp32 logits [rows, vocabulary], one more for the most
+             probable ids where the payload has them
 drawing      a step of decoding reads the weights once and every sequence's cache; as many steps as the longest
-             response has, or as the tokens need at full room; with staleness n as many sequences as n + 1 steps have
+             response has, or as the tokens need at full room; with staleness n as many sequences as n + 1 steps have;
+             a pass over fp32 logits [sequences, vocabulary] where it tells most probable ids
 
 Updates of the rollout's weights are in ``updates.py``.
 """
@@ -39,8 +41,8 @@ layer."""
 HOST_PASSES = 3
 """Passes over states in host memory: they are read and written, gradients (a third of them) likewise, weights sent
 back."""
-SCORE_PASSES = 3
-"""Passes over the logits, for log-sum-exp, top-k and the look-up of ids."""
+SCORE_PASSES, TOP_PASSES = 2, 1
+"""Passes over fp32 logits: for log-sum-exp and the look-up of ids, and for the most probable ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,9 +142,11 @@ def drawing_time(
     rates: Rates,
     max_staleness: int,
     replicas: int,
+    *,
+    tells_top: bool,
 ) -> StageTime:
     """Return the time of ``replicas`` that share the drawing of a step's samples evenly. ``max_staleness`` steps more
-    may be under way beside it."""
+    may be under way beside it. With ``tells_top`` each token comes with the most probable ids of its place."""
     samples, token_bytes = work.samples / replicas, kv_bytes(dims, own.number_bytes)
     at_once = max(1.0, min(samples * (max_staleness + 1), own.sequences))
     context = work.prompt_tokens + work.response_tokens / 2
@@ -158,6 +162,7 @@ def drawing_time(
         bound = max(times, key=times.__getitem__)
         # An engine with a scheduler of its own prepares a step while nothing else of it runs.
         extra = rates.decode_step_s if isinstance(group.engine, VllmEngineConfig) else 0.0
+        extra += tells_top * TOP_PASSES * 4 * sequences * dims.vocab_size / rates.bandwidth
         return max(times.values()) + extra, bound
 
     full, bound = step_s(at_once)
@@ -189,17 +194,21 @@ def scoring_time(
     rates: Rates,
     share: float,
     replicas: int,
+    *,
+    finds_top: bool,
 ) -> StageTime:
-    """Return the time of scoring one teacher's ``share`` of a step's samples on so many ``replicas``."""
+    """Return the time of scoring one teacher's ``share`` of a step's samples on so many ``replicas``. With
+    ``finds_top`` it is asked for its own most probable ids, not only for log-probs at ids that are given."""
     samples = work.samples * share / replicas
     rows = samples * work.response_tokens
     flops = forward_flops(dims, tokens=samples * work.length, context=work.length / 2, rows=rows)
     flops += samples * tower_flops(dims, work.image_tokens)
     logits = rows * dims.vocab_size * (VLLM_BYTES_PER_LOGIT if isinstance(group.engine, VllmEngineConfig) else 4)
+    passes = SCORE_PASSES + TOP_PASSES * finds_top
     batches = max(1.0, samples * work.length / _tokens_per_batch(group))
     read = batches * _read_weights(dims, samples * work.length) * own.weight_bytes
     times = {
-        "operations": flops / (own.gpus * _forward_rate(dims, rates)) + SCORE_PASSES * logits / rates.bandwidth,
+        "operations": flops / (own.gpus * _forward_rate(dims, rates)) + passes * logits / rates.bandwidth,
         "memory": read / rates.bandwidth / own.gpus,
         "calls": batches * _step_cost(group, dims, own, rates),
     }

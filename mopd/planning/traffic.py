@@ -29,6 +29,8 @@ class Flow:
     name: str
     num_bytes: int
     """Bytes of a step, over all replicas or ranks."""
+    rows: float = 0.0
+    """Response tokens whose samples these are; 0 where no samples travel."""
     each: str
     """Owner of the share ``bytes_each``: ``replica``, ``worker`` of a replica, or ``rank``."""
     bytes_each: int
@@ -75,8 +77,10 @@ def links(
     dp = recipe.student.parallel.data_parallel_size
     first, last = round(TOKEN_BYTES * work.length * work.samples), last_stage_bytes(recipe, work) * work.samples
     if recipe.student.parallel.pipeline_model_parallel_size > 1:
-        found.append(Flow(name="fields to first stage", num_bytes=first, each="rank", bytes_each=first // dp))
-    found.append(Flow(name="fields to last stage", num_bytes=last, each="rank", bytes_each=last // dp))
+        found.append(
+            Flow(name="fields to first stage", num_bytes=first, rows=work.rows, each="rank", bytes_each=first // dp)
+        )
+    found.append(Flow(name="fields to last stage", num_bytes=last, rows=work.rows, each="rank", bytes_each=last // dp))
     return found + _between_ranks(recipe, dims, tokens=tokens)
 
 
@@ -85,7 +89,7 @@ def _flows_of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], w
         if isinstance(group.placement, InProcessConfig):
             continue
         if key == "rollout":
-            what = "prompts and responses"
+            what, samples = "prompts and responses", float(work.samples)
             per_request = max(1.0, group.routing.max_tokens_per_request / work.prompt_tokens)
             tops = student_ids(recipe)
             total = draw_bytes(work.samples, work, samples_per_request=min(per_request, work.samples), num_top_ids=tops)
@@ -98,7 +102,8 @@ def _flows_of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], w
             per_request = min(joined, max(1.0, float(recipe.rollout.samples_per_prompt)))
             asked = recipe.asked[key.removeprefix("teachers.")]
             total = score_bytes(samples, work, asked, samples_per_request=per_request)
-        yield Flow(name=f"{key}: {what}", num_bytes=total, each="replica", bytes_each=total // group.num_replicas)
+        rows, each = samples * work.response_tokens, total // group.num_replicas
+        yield Flow(name=f"{key}: {what}", num_bytes=total, rows=rows, each="replica", bytes_each=each)
 
 
 def _between_ranks(recipe: Recipe, dims: ModelDims, *, tokens: int) -> list[Flow]:

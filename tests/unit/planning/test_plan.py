@@ -11,6 +11,7 @@ import yaml
 
 from mopd.cli.main import main
 from mopd.config.load import load_recipe
+from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT
 
 ROOT = Path(__file__).parents[3]
 RECIPES = Path(__file__).parent / "recipes"
@@ -244,6 +245,36 @@ def test_states_on_the_host_are_less_on_every_gpu_and_more_beside_it(capsys: pyt
     assert "optimizer_on_host" not in before["times"]["trainer"]
     spent = [plan["times"]["trainer"]["optimizer_on_host"] for plan in (half, none)]
     assert spent[1] == pytest.approx(2 * spent[0], rel=1e-6) and spent[0] > before["times"]["trainer"]["optimizer"]
+
+
+def test_payloads_differ_by_what_they_carry_and_by_a_pass_over_the_logits(capsys: pytest.CaptureFixture[str]) -> None:
+    """In bytes of a response token, 4 a number: the ids that a teacher is given, its own, log-probs of both; and the
+    student's ids from the rollout. In seconds: where nobody looks for most probable ids, a pass less."""
+    k, payloads = 64, ("topk", "student_topk", "union", "sampled")
+    tokens: dict[str, dict[str, float]] = {}
+    stages: dict[str, dict[str, float]] = {}
+    for payload in payloads:
+        loss = "loss={type: k2}" if payload == "sampled" else f"loss={{type: topk_reverse_kl, top_k: {k}}}"
+        keys = (loss, f"teacher_defaults.payload={payload}", "schedule.max_staleness=0", "schedule.sync_every_steps=1")
+        found = as_json(capsys, FOUR_NODES, "--nodes", "4", *keys)
+        tokens[payload] = {one["name"]: one["num_bytes"] / one["rows"] for one in found["links"] if one["rows"]}
+        stages[payload] = found["times"]["stages"]
+    work, rates = found["samples"], found["rates"]
+    for link, ids in (
+        ("teachers.math: tokens and scores", {"topk": 2 * k, "student_topk": 2 * k, "union": 4 * k}),
+        ("rollout: prompts and responses", {"student_topk": k, "union": k}),
+        ("fields to last stage", {"topk": 2 * k, "student_topk": 2 * k, "union": 4 * k}),
+    ):
+        for payload in payloads:
+            more = tokens[payload][link] - tokens["sampled"][link]
+            assert more == pytest.approx(4 * ids.get(payload, 0), abs=0.01), (link, payload)
+    rows = work["samples"] * work["response_tokens"]
+    pass_s = rows / 3 * 151_936 * VLLM_BYTES_PER_LOGIT / rates["bandwidth"]
+    math = {payload: seconds["teachers/math"] for payload, seconds in stages.items()}
+    assert math["topk"] == math["union"] and math["student_topk"] == math["sampled"]
+    assert math["topk"] - math["sampled"] == pytest.approx(pass_s, rel=1e-6)
+    drawn = {payload: seconds["rollout"] for payload, seconds in stages.items()}
+    assert drawn["topk"] == drawn["sampled"] < drawn["student_topk"] == drawn["union"]
 
 
 def test_ranks_that_share_sequences_keep_less_of_them_and_share_states(capsys: pytest.CaptureFixture[str]) -> None:

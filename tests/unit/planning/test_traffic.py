@@ -41,38 +41,53 @@ def workload(*, responses: tuple[int, ...] = RESPONSES) -> Workload:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("per_request", [1, 4])
-def test_scores_weigh_what_is_planned(engine: TorchEngine, per_request: int) -> None:
+@pytest.mark.parametrize(
+    ("per_request", "asked"),
+    [
+        (1, Asked(own=TOP_K)),
+        (4, Asked(own=TOP_K)),
+        (4, Asked(student=TOP_K)),
+        (4, Asked(own=TOP_K, student=TOP_K, always=2)),
+        (4, Asked()),
+    ],
+)
+def test_scores_weigh_what_is_planned(engine: TorchEngine, per_request: int, asked: Asked) -> None:
     tokens = [torch.ones(a + b, dtype=torch.int64) for a, b in zip(PROMPTS, RESPONSES, strict=True)]
+    ids = torch.arange(asked.given, dtype=torch.int32)
+    given = [ids.expand(length, -1).contiguous() for length in RESPONSES] if asked.given else None
 
     async def work(url: str) -> int:
         client = RemoteEngine(url, timeout_s=30)
         for low in range(0, len(tokens), per_request):
             part = slice(low, low + per_request)
-            await client.score(tokens[part], PROMPTS[part], top_k=TOP_K, temperature=1.0)
+            own = None if given is None else given[part]
+            await client.score(tokens[part], PROMPTS[part], top_k=asked.own, temperature=1.0, given=own)
         await client.close()
         return client.bytes_sent + client.bytes_received
 
     with running_server(engine) as server:
         payload_bytes = asyncio.run(work(server.url))
-    planned = score_bytes(len(tokens), workload(), Asked(own=TOP_K), samples_per_request=per_request)
+    planned = score_bytes(len(tokens), workload(), asked, samples_per_request=per_request)
     assert planned == pytest.approx(payload_bytes, rel=0.05)
 
 
-def test_responses_weigh_what_is_planned(engine: TorchEngine) -> None:
+@pytest.mark.parametrize("num_top_ids", [0, TOP_K])
+def test_responses_weigh_what_is_planned(engine: TorchEngine, num_top_ids: int) -> None:
     prompts = [[3] * length for length in PROMPTS]
 
     async def work(url: str) -> tuple[int, tuple[int, ...]]:
         client = RemoteEngine(url, timeout_s=30)
         await load(client, [(name, slot.clone()) for name, slot in engine.weight_slots.items()], 0)
         before = client.bytes_sent + client.bytes_received
-        drawn = await client.generate(prompts, SamplingParams(max_new_tokens=60), [1, 2, 3, 4])
+        sampling = SamplingParams(max_new_tokens=60, num_top_ids=num_top_ids)
+        drawn = await client.generate(prompts, sampling, [1, 2, 3, 4])
         await client.close()
         return client.bytes_sent + client.bytes_received - before, tuple(len(one.tokens) for one in drawn)
 
     with running_server(engine, "rollout") as server:
         payload_bytes, lengths = asyncio.run(work(server.url))
-    planned = draw_bytes(len(prompts), workload(responses=lengths), samples_per_request=len(prompts))
+    work, num = workload(responses=lengths), len(prompts)
+    planned = draw_bytes(num, work, samples_per_request=num, num_top_ids=num_top_ids)
     assert planned == pytest.approx(payload_bytes, rel=0.05)
 
 
