@@ -23,7 +23,7 @@ from mopd.launch.failure import STOPPED_CODE
 from mopd.run.checkpointing import complete_steps
 from tests.fixtures.chance import seed_of
 from tests.integration.groups import is_alive
-from tests.integration.under_fire import MAX_STALENESS, PER_PROMPT, Run, check_accounts, recipe_of, trained
+from tests.integration.under_fire import LOCAL, MAX_STALENESS, PER_PROMPT, Run, check_accounts, recipe_of, trained
 from tests.integration.world import World, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
@@ -182,9 +182,11 @@ def check_order(run: Run) -> None:
 
 @pytest.mark.ray
 def test_actors_of_transfer_queue_die(world: World, tmp_path: Path, make_run: Callable[..., Run]) -> None:
-    """One line, nothing of Ray is left; finished samples are read back from a checkpoint, unless its files changed."""
+    """One line, nothing of Ray is left; finished samples are read back from a checkpoint, unless its files changed.
+    They have the student's ids too, also those of responses that went on under new weights."""
     pytest.importorskip("transfer_queue")
-    recipe = recipe_of(world, tmp_path / "run", steps=ENDLESS, data_plane={"type": "transfer_queue"})
+    changes = {"data_plane": {"type": "transfer_queue"}, "teacher_defaults": {"placement": LOCAL, "payload": "union"}}
+    recipe = recipe_of(world, tmp_path / "run", steps=ENDLESS, **changes)
     run = make_run(recipe, own_tmpdir=False)
     actors = ["storage unit", "controller"]
     random.Random(seed_of("MOPD_KILLS_SEED", is_new=IS_LONG)).shuffle(actors)

@@ -15,6 +15,7 @@ from tests.parity.student.samples import make_samples
 
 def samples() -> tuple[list[SampleMeta], dict[str, list[torch.Tensor]]]:
     metas, fields = make_samples(8, vocab_size=50, top_k=4)
+    fields["student_ids"] = [ids.flip(1)[:, ::2] for ids in fields["teacher_ids"]]  # not contiguous
     fields["bf16"] = [(torch.arange(2 * (i + 1)) / 7).bfloat16().view(2, -1).T for i in range(8)]  # not contiguous
     fields["images"] = [torch.arange(8 * (i % 3)).reshape(i % 3, 8) for i in range(8)]  # of some samples none
     fields["same_lengths"] = [torch.full((3,), float("nan") if i == 2 else -0.0) for i in range(8)]
