@@ -1,4 +1,5 @@
-"""``mopd bench teachers``: the whole teacher path beside the bare engine: the same batch, in turns, both engines alive.
+"""``mopd bench teachers``: the whole teacher path beside the bare engine: the same batch, in turns, both engines alive;
+the path once for each payload, all of one server.
 
 ::
 
@@ -32,6 +33,8 @@ from mopd.bench.harness import BenchReport, Comparison, Others, at_least, at_mos
 from mopd.bench.models import DOMAIN, Dtype, make_recipe, make_tokens, qwen3, size_on_gpu, write_model
 from mopd.bench.processes import TIMEOUT_S, TOKEN, family_busy_s, servers
 from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfig
+from mopd.config.losses import TopKLossConfig
+from mopd.config.payloads import Asked, Payload, asked
 from mopd.conversion.hf.pretrained import load_weights
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.replicas.interface import Replica
@@ -49,6 +52,8 @@ LEAST_THROUGHPUT = 0.85
 """Goal of the path's throughput, relative to the bare engine."""
 STOP_TIMEOUT_S = 30.0
 COLUMNS = {"s": "median_s:.3f", "tokens/s": "tokens_per_s:,.0f"}
+BARE = "bare"
+PAYLOADS: tuple[Payload, ...] = ("topk", "student_topk", "union", "sampled")
 SIZED_SEQUENCES, SIZED_LENGTH, SIZED_PROMPT, SIZED_PER_FORWARD, SIZED_ROUNDS = 16, 2048, 512, 4, 5
 
 
@@ -83,42 +88,61 @@ async def measure_path(report: BenchReport, engine: str, num_pairs: int, num_seq
     lengths = torch.randint(64, 193, (num_sequences,), generator=generator).tolist()
     tokens = [torch.randint(3, MODEL["vocab_size"], (length,), generator=generator) for length in lengths]
     num_tokens, num_rows = sum(lengths), sum(lengths) - PROMPT_LENGTH * num_sequences
-    options: dict[str, Any] = {"top_k": top_k, "temperature": 1.0}
-    seconds: dict[str, list[float]] = {"bare": [], "path": []}
+    starts, options = [PROMPT_LENGTH] * num_sequences, {"top_k": top_k, "temperature": 1.0}
     with TemporaryFolder("mopd-bench-") as name:
         model = Path(name) / "model"
         num_weights = write_model(model, MODEL, longest=MAX_LENGTH)
-        teacher = teacher_file(make_recipe(model, longest=MAX_LENGTH, engine=cfg, top_k=top_k), DOMAIN)
+        teacher = teacher_file(make_recipe(model, longest=MAX_LENGTH, engine=cfg, top_k=2 * top_k), DOMAIN)
         say("teachers: starting the server and the bare engine")
         async with servers(Path(name), teacher) as urls, _bare(model, cfg, options) as bare:
             remote = RemoteEngine(next(iter(urls)), token=TOKEN, timeout_s=TIMEOUT_S, name="bench.0")
             router = Router("bench", [Replica(name="bench.0", engine=remote)], RoutingConfig(), kind="teacher")
-            sides: dict[str, Score] = {"bare": bare, "path": functools.partial(router.score, **options)}
-            for score in sides.values():
-                await score(tokens, [PROMPT_LENGTH] * num_sequences)
-            before, others = remote.bytes_received, Others(family_busy_s)
+            sides: dict[str, Score] = {BARE: bare}
+            sides |= {
+                payload: _path(router, asked(payload, TopKLossConfig(top_k=top_k)), lengths) for payload in PAYLOADS
+            }
+            bytes_of = {}
+            for side, score in sides.items():
+                before = remote.bytes_sent, remote.bytes_received
+                await score(tokens, starts)
+                bytes_of[side] = remote.bytes_sent - before[0], remote.bytes_received - before[1]
+            seconds: dict[str, list[float]] = {side: [] for side in sides}
+            others = Others(family_busy_s)
             for order in rounds(sides, num_pairs):
                 for side in order:
                     began = time.perf_counter()
-                    await sides[side](tokens, [PROMPT_LENGTH] * num_sequences)
+                    await sides[side](tokens, starts)
                     seconds[side].append(time.perf_counter() - began)
-                say(f"teachers: bare {seconds['bare'][-1]:.2f} s, path {seconds['path'][-1]:.2f} s")
-            report.others_cores, num_bytes = others.cores(), (remote.bytes_received - before) / num_pairs
+                say("teachers: " + ", ".join(f"{side} {times[-1]:.2f} s" for side, times in seconds.items()))
+            report.others_cores = others.cores()
             await router.close()
             await remote.close()
+
+    def figures(name: str, median_s: float) -> dict[str, float | None]:
+        carried = sum(bytes_of[name]) / num_rows if name != BARE else None
+        return {"tokens_per_s": num_tokens / median_s, "row_bytes": carried}
+
     sizes = {"num_weights": num_weights, "num_sequences": num_sequences, "num_tokens": num_tokens, "num_rows": num_rows}
     part = Comparison(
         title=f"{engine}, {num_tokens:,} tokens",
-        columns={**COLUMNS, "x bare": "ratio:.3f"},
-        rows=rows(seconds, "bare", lambda name, median_s: {"tokens_per_s": num_tokens / median_s}),
+        columns={**COLUMNS, "x bare": "ratio:.3f", "bytes a row": "row_bytes:.1f"},
+        rows=rows(seconds, BARE, figures),
         facts={"engine": engine, "top_k": top_k, **sizes},
         remarks=[
-            f"{num_weights / 1e6:.0f} M weights, {num_sequences} sequences, {num_rows:,} scored rows, K = {top_k}"
+            f"{num_weights / 1e6:.0f} M weights, {num_sequences} sequences, {num_rows:,} scored rows, K = {top_k}; "
+            "bytes of requests and answers, tokens of the prompts included"
         ],
     )
-    goals = {"throughput": at_least(ratio(seconds, "bare", "path"), LEAST_THROUGHPUT)}
-    goals["answer_bytes_per_token"] = at_most(num_bytes / num_rows, 8 * top_k + 32)
+    goals = {"throughput": at_least(ratio(seconds, BARE, "topk"), LEAST_THROUGHPUT)}
+    goals["answer_bytes_per_token"] = at_most(bytes_of["topk"][1] / num_rows, 8 * top_k + 32)
     report.add(part, goals)
+
+
+def _path(router: Router, wants: Asked, lengths: Sequence[int]) -> Score:
+    """Return the score function of the whole path for sequences of these lengths: every row is given the same ids."""
+    ids = torch.arange(wants.given, dtype=torch.int32)
+    given = [ids.expand(length - PROMPT_LENGTH, -1).contiguous() for length in lengths] if wants.given else None
+    return functools.partial(router.score, top_k=wants.own, temperature=1.0, given=given)
 
 
 def _engine_config(engine: str) -> TorchEngineConfig | VllmEngineConfig:

@@ -19,10 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
     text = "time, memory and error of the losses beside others"
     add_losses_arguments(parts.add_parser("losses", help=text, description=text))
-    text = "throughput of the path from teachers to tensors, and bytes of its answers; exit code 1 below a goal"
+    text = "throughput and bytes of the path from teachers to tensors, by payload; exit code 1 below a goal"
     add = parts.add_parser("teachers", help=text, description=text).add_argument
     add("--engine", choices=("vllm", "torch"), default="vllm", help="engine on both sides (default: %(default)s)")
-    add("--pairs", type=int, default=7, metavar="N", help="timed pairs, bare and whole path (default: %(default)s)")
+    add("--pairs", type=int, default=7, metavar="N", help="timed rounds, bare and each payload (default: %(default)s)")
     add("--sequences", type=int, default=64, metavar="N", help="sequences of the batch (default: %(default)s)")
     add("--top-k", type=int, default=64, metavar="K", help="scores per token (default: %(default)s)")
     add("--size", metavar="NAME", help="instead: qwen3-1.7b, random weights, beside a bare forward pass; on a GPU")

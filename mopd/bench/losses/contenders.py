@@ -22,9 +22,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mopd.bench.losses.inputs import HeadInputs, LossInputs
-from mopd.losses import LinearHead, linear_full_distill, linear_loss, parallel_topk_distill
+from mopd.losses import (
+    LinearHead,
+    linear_full_distill,
+    linear_loss,
+    parallel_sampled_kl,
+    parallel_topk_distill,
+)
 from mopd.losses.linear.head import Rows
 
+NO_ID = 2**31 - 1
+"""Id of a place that repeats another, above every vocabulary."""
 CHUNK_ROWS = 1024
 """Number of rows that the NeMo-RL style computes at a time."""
 
@@ -188,10 +196,11 @@ def exact_rows(loss: str, logits: Tensor, ids: Tensor, log_q: Tensor) -> Tensor:
     return rows.clamp_min(0) if loss == "truncated" else rows
 
 
-def error(loss: str, got: Tensor, logits: Tensor, ids: Tensor, logprobs: Tensor, upstream: Tensor) -> float:
-    """Return ||got - exact|| / ||exact|| of a gradient [T, V] of sum upstream x loss; NaN where ``got`` holds one."""
+def error(exact_loss: Callable[[Tensor], Tensor], got: Tensor, logits: Tensor, upstream: Tensor) -> float:
+    """Return ||got - exact|| / ||exact|| of a gradient [T, V] of sum upstream x loss, where ``exact_loss`` makes row
+    losses of float64 logits; NaN where ``got`` holds one."""
     leaf = logits.detach().double().requires_grad_()
-    (exact,) = torch.autograd.grad(exact_rows(loss, leaf, ids, logprobs), leaf, upstream.double())
+    (exact,) = torch.autograd.grad(exact_loss(leaf), leaf, upstream.double())
     return float((got.double() - exact).norm() / exact.norm())
 
 
@@ -249,9 +258,10 @@ def logits_contenders(inputs: LossInputs) -> list[Contender]:
             upstream=inputs.upstream,
             restore=inputs.restore if overwrites else (lambda: None),
             overwrites=overwrites,
-            check=partial(_error, inputs, loss),
+            check=partial(_error, inputs, lambda leaf: exact_rows(loss, leaf, *listed)),
         )
 
+    listed = inputs.ids[_picked(inputs)], inputs.logprobs[_picked(inputs)]
     torch.compiler.reset()
     compiled = torch.compile(eager, dynamic=False)
     second, left_out = "renormalized", "cross entropy"
@@ -263,7 +273,58 @@ def logits_contenders(inputs: LossInputs) -> list[Contender]:
             rows = reason or partial(_our_rows, loss, {"backend": backend, "overwrite_input": overwrites})
             name = backend + (", overwrite_input" if overwrites else "")
             entries.append(add(name, "ours", loss, rows, overwrites=overwrites))
-    return entries + [add(name, "style", loss, rows) for name, loss, rows in STYLES if loss != left_out]
+    entries += [add(name, "style", loss, rows) for name, loss, rows in STYLES if loss != left_out]
+    return entries + [payload_contender(inputs, payload) for payload in PAYLOADS]
+
+
+PAYLOADS = {
+    "topk": "reverse KL",
+    "student_topk": "reverse KL",
+    "union": "reverse KL",
+    "topk, tail sampled": "reverse KL",
+    "sampled": "k2",
+}
+"""Payload -> what is computed of it: the reverse KL with a bucket, or of the sampled token k2."""
+
+
+def payload_contender(inputs: LossInputs, payload: str) -> Contender:
+    """Make the contender of what one payload of a teacher brings, by the layer that ``auto`` takes on this device."""
+    given = ids, logprobs = inputs.ids, inputs.logprobs
+    if payload == "student_topk":
+        given = inputs.student_ids, inputs.student_logprobs
+    elif payload == "union":
+        repeats = _in_rows(inputs.student_ids, ids)
+        given = (
+            torch.cat([ids, inputs.student_ids.masked_fill(repeats, NO_ID)], 1),
+            torch.cat([logprobs, inputs.student_logprobs.masked_fill(repeats, -torch.inf)], 1),
+        )
+    given = (*given, inputs.student_ids[:, -1], inputs.student_logprobs[:, -1])
+
+    def rows(logits: Tensor, parts: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
+        own_ids, own_logprobs, target, target_logprobs = parts
+        if payload == "sampled":
+            return parallel_sampled_kl(logits, target, target_logprobs, "k2", **options)[0]
+        if payload == "topk, tail sampled":
+            options = {**options, "tail": "sampled", "target": target, "target_logprobs": target_logprobs}
+        return parallel_topk_distill(logits, own_ids, own_logprobs, loss="reverse_kl", **options)[0]
+
+    def check(gradients: Sequence[Tensor]) -> float:
+        picked = _picked(inputs)
+        parts = [part[picked] for part in given]
+        return _error(inputs, lambda leaf: rows(leaf, parts, {"backend": "reference"}), gradients)
+
+    options = {"backend": _layer(inputs.logits.device), "overwrite_input": True}
+    return Contender(
+        name=f"payload {payload}",
+        group="ours",
+        loss=PAYLOADS[payload],
+        forward=lambda: rows(inputs.logits, given, options),
+        leaves=(inputs.logits,),
+        upstream=inputs.upstream,
+        restore=inputs.restore,
+        overwrites=True,
+        check=check,
+    )
 
 
 def _lacks_triton(device: torch.device) -> str:
@@ -277,13 +338,16 @@ def _our_rows(loss: str, options: dict[str, Any], logits: Tensor, ids: Tensor, l
     return parallel_topk_distill(logits, ids, teacher, tail=TAILS[loss], **options)[0]
 
 
-def _error(inputs: LossInputs, loss: str, gradients: Sequence[Tensor]) -> float:
+def _picked(inputs: LossInputs) -> Tensor:
+    """Return the rows whose gradient is checked."""
     count = inputs.logits.size(0)
-    picked = torch.arange(0, count, max(1, count // CHECKED_ROWS))[:CHECKED_ROWS]
-    logits = inputs.untouched[picked].to(inputs.logits.device)
-    picked = picked.to(inputs.logits.device)
-    part = (x[picked] for x in (inputs.ids, inputs.logprobs, inputs.upstream))
-    return error(loss, gradients[0].detach()[picked], logits, *part)
+    return torch.arange(0, count, max(1, count // CHECKED_ROWS), device=inputs.logits.device)[:CHECKED_ROWS]
+
+
+def _error(inputs: LossInputs, exact_loss: Callable[[Tensor], Tensor], gradients: Sequence[Tensor]) -> float:
+    picked = _picked(inputs)
+    logits = inputs.untouched[picked.to(inputs.untouched.device)].to(picked.device)
+    return error(exact_loss, gradients[0].detach()[picked], logits, inputs.upstream[picked])
 
 
 def head_baseline(device: torch.device) -> str:

@@ -35,6 +35,10 @@ class LossInputs:
     """int64 [T, K], the teacher's most probable ids of each row, best first."""
     logprobs: Tensor
     """fp32 [T, K], the teacher's log-probs over the whole vocabulary."""
+    student_ids: Tensor
+    """int64 [T, K], the student's most probable ids. The last one is the sampled token: which it is costs nothing."""
+    student_logprobs: Tensor
+    """fp32 [T, K], the teacher's log-probs of these."""
     upstream: Tensor
     """fp32 [T], d(total) / d(row loss); about 1 / T, never equal."""
     untouched: Tensor
@@ -71,17 +75,21 @@ def make_inputs(case: Case, device: torch.device) -> LossInputs:
     logits = torch.empty(case.rows, case.columns, dtype=dtype, device=device)
     ids = torch.empty(case.rows, case.k, dtype=torch.int64, device=device)
     logprobs = torch.empty(case.rows, case.k, device=device)
+    student_ids, student_logprobs = torch.empty_like(ids), torch.empty_like(logprobs)
     step = max(1, CHUNK_ELEMENTS // case.columns)
     for low in range(0, case.rows, step):
         part = slice(low, min(low + step, case.rows))
         teacher = torch.randn(logits[part].shape, generator=generator, device=device).mul_(SPREAD)
-        logprobs[part], ids[part] = teacher.log_softmax(1).topk(case.k, 1)
+        log_q = teacher.log_softmax(1)
+        logprobs[part], ids[part] = log_q.topk(case.k, 1)
         noise = torch.randn(teacher.shape, generator=generator, device=device)
         logits[part] = teacher.add_(noise, alpha=SPREAD * DISTANCE)
+        student_ids[part] = teacher.topk(case.k, 1).indices
+        student_logprobs[part] = log_q.gather(1, student_ids[part])
     room = device.type == "cpu" or logits.nbytes <= SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[1]
     untouched = logits.clone() if room else logits.cpu().pin_memory()
     upstream = (torch.rand(case.rows, generator=generator, device=device) + 0.5) / case.rows
-    return LossInputs(logits.requires_grad_(), ids, logprobs, upstream, untouched)
+    return LossInputs(logits.requires_grad_(), ids, logprobs, student_ids, student_logprobs, upstream, untouched)
 
 
 def make_head_inputs(case: Case, device: torch.device) -> HeadInputs:

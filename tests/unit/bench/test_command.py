@@ -64,6 +64,10 @@ def test_ours_beside_the_others(result: dict[str, Any]) -> None:
     assert triton["status"] == "not available" and "needs a CUDA device" in triton["reason"]
     assert {name for name, _ in by_k} >= {"ghost-token style", "verl style, diagnostics"}
     assert ("NeMo-RL style, over K", "renormalized") in by_k and ("NeMo-RL style, over K", "renormalized") not in one
+    for payload in ("topk", "student_topk", "union", "topk, tail sampled", "sampled"):
+        loss = "k2" if payload == "sampled" else "reverse KL"
+        row = by_k[f"payload {payload}", loss]
+        assert row["status"] == "measured" and row["error"] < 1e-4, row
     assert one["torch cross entropy", "cross entropy"]["status"] == "measured"
     fused = [row for (name, _), row in heads.items() if name == "linear_loss"]
     assert len(fused) == 2 and all(row["status"] == "measured" for row in fused)

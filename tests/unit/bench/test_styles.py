@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -44,6 +45,10 @@ class Problem:
             rows = rows.clamp_min(0)
         return rows, gradient
 
+    def error(self, loss: str, gradient: Tensor) -> float:
+        exact = partial(styles.exact_rows, loss, ids=self.ids, log_q=self.logprobs)
+        return styles.error(exact, gradient, self.logits, self.upstream)
+
 
 @pytest.fixture
 def problem() -> Problem:
@@ -66,14 +71,14 @@ def test_styles_by_definition(
 
 @pytest.mark.parametrize("loss", TAILS)
 def test_errors_are_relative_to_the_definition(problem: Problem, loss: str) -> None:
-    given = (problem.logits, problem.ids, problem.logprobs, problem.upstream)
+    given = (problem.logits, problem.ids, problem.logprobs)
     rows, gradient = problem.expected(loss)
-    torch.testing.assert_close(styles.exact_rows(loss, *given[:3]), rows, rtol=1e-9, atol=1e-12)
-    assert styles.error(loss, gradient, *given) < 1e-12
+    torch.testing.assert_close(styles.exact_rows(loss, *given), rows, rtol=1e-9, atol=1e-12)
+    assert problem.error(loss, gradient) < 1e-12
     gradient[2, problem.ids[2, 0]] += 0.125 * float(gradient.norm())
-    assert styles.error(loss, gradient, *given) == pytest.approx(0.125, rel=0.1)
+    assert problem.error(loss, gradient) == pytest.approx(0.125, rel=0.1)
     gradient[0, 0] = torch.nan
-    assert math.isnan(styles.error(loss, gradient, *given))
+    assert math.isnan(problem.error(loss, gradient))
 
 
 def test_cross_entropy(problem: Problem) -> None:
@@ -85,8 +90,7 @@ def test_cross_entropy(problem: Problem) -> None:
     p[torch.arange(ROWS), problem.ids[:, 0]] -= 1
     expected = p * problem.upstream.double().unsqueeze(1)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-7)
-    given = (problem.logits, problem.ids, problem.logprobs, problem.upstream)
-    assert styles.error("cross entropy", expected, *given) < 1e-12
+    assert problem.error("cross entropy", expected) < 1e-12
 
 
 def test_clamped_entries_pull_no_longer() -> None:

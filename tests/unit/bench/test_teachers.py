@@ -30,12 +30,16 @@ def test_the_whole_path_beside_the_bare_engine(
     code = main(["bench", "teachers", *options])
     told = json.loads(capsys.readouterr().out)
     (part,), goals = told["parts"], told["goals"]
-    assert {row["name"]: len(row["seconds"]) for row in part["rows"]} == {"bare": 2, "path": 2}
+    payloads = ("topk", "sampled", "student_topk", "union")
+    assert {row["name"]: len(row["seconds"]) for row in part["rows"]} == dict.fromkeys(("bare", *payloads), 2)
+    carried = {row["name"]: row["row_bytes"] for row in part["rows"]}
+    for payload, numbers in (("topk", 16), ("student_topk", 16), ("union", 32)):  # k = 8: ids and log-probs
+        assert carried[payload] - carried["sampled"] == pytest.approx(4 * numbers, rel=0.02)
     assert part["num_rows"] == part["num_tokens"] - 6 * teachers.PROMPT_LENGTH
     answer = goals["answer_bytes_per_token"]
     assert 8 * 8 + 4 < answer["value"] < 8 * 8 + 4 + 400 / part["num_rows"]  # nothing of it belongs to prompts
     assert answer["at_most"] == 8 * 8 + 32 and answer["is_met"]
-    bare, path = part["rows"]
+    bare, path, *_ = part["rows"]
     assert bare["ratio"] == 1 and goals["throughput"]["at_least"] == 0.85
     assert 0 <= told["others_cores"] <= (os.cpu_count() or 1)
     assert code == (0 if goals["throughput"]["value"] >= 0.85 else 1) and path["tokens_per_s"] > 0
