@@ -165,30 +165,20 @@ def _log_softmax(z: Tensor) -> Tensor:
     return shifted.sub_(shifted.exp().sum(1, keepdim=True).log())
 
 
-def torch_cross_entropy(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """PyTorch's cross entropy of the first id, in fp32."""
-    return torch.nn.functional.cross_entropy(logits.float(), ids[:, 0], reduction="none")
-
-
-TAILS = {
-    "bucket": "bucket", "cross entropy": "none", "truncated": "none", "renormalized": "renormalize",
-    "renormalized teacher": "none",
-}  # fmt: skip
+TAILS = {"bucket": "bucket", "truncated": "none", "renormalized": "renormalize", "renormalized teacher": "none"}
 """What is computed -> the tail of ``parallel_topk_distill`` that defines it."""
 
 
 def exact_rows(loss: str, logits: Tensor, ids: Tensor, log_q: Tensor) -> Tensor:
     """Return row losses [T] in float64 under autograd, by the ``reference`` layer; meant for a few rows.
 
-    ``cross entropy``: -log p of the first id. The others are KL(teacher || student) over the listed ids: ``bucket``
-    with one outcome more for every id that is not listed; ``truncated`` with both log-probs held at -10 and above and
-    the row at [0, 10]; ``renormalized`` of the distributions conditional on the ids; ``renormalized teacher`` of the
-    conditional teacher and the student over the whole vocabulary.
+    All are KL(teacher || student) over the listed ids: ``bucket`` with one outcome more for every id that is not
+    listed; ``truncated`` with both log-probs held at -10 and above and the row at [0, 10]; ``renormalized`` of the
+    distributions conditional on the ids; ``renormalized teacher`` of the conditional teacher and the student over the
+    whole vocabulary.
     """
     log_q, options = log_q.double(), dict[str, Any](tail=TAILS[loss])
-    if loss == "cross entropy":
-        ids, log_q = ids[:, :1], torch.zeros_like(log_q[:, :1])
-    elif loss == "renormalized teacher":
+    if loss == "renormalized teacher":
         log_q = log_q.log_softmax(1)
     elif loss == "truncated":
         options |= {"logprob_min_clamp": VerlTopK.MIN_LOGPROB, "loss_max_clamp": 10.0}
@@ -219,7 +209,6 @@ STYLES: tuple[tuple[str, str, RowLoss], ...] = (
     ("verl style, diagnostics", "truncated", verl),
     ("NeMo-RL style, full normalisation", "renormalized teacher", nemo_rl),
     ("NeMo-RL style, over K", "renormalized", eager_renormalized),
-    ("torch cross entropy", "cross entropy", torch_cross_entropy),
 )
 
 
@@ -247,84 +236,71 @@ class Contender:
 
 def logits_contenders(inputs: LossInputs) -> list[Contender]:
     """Make all contenders that take logits, the plain baseline first."""
+    picked, own = _picked(inputs), (inputs.ids, inputs.logprobs)
 
-    def add(name: str, group: Any, loss: str, rows: RowLoss | str, *, overwrites: bool = False) -> Contender:
+    def add(
+        name: str,
+        group: Any,
+        loss: str,
+        rows: RowLoss | str,
+        *,
+        overwrites: bool = False,
+        lists: Sequence[Tensor] = own,
+        exact: RowLoss | None = None,
+    ) -> Contender:
+        exact, listed = exact or partial(exact_rows, loss), [part[picked] for part in lists]
         return Contender(
             name=name,
             group=group,
             loss=loss,
-            forward=rows if isinstance(rows, str) else partial(rows, inputs.logits, inputs.ids, inputs.logprobs),
+            forward=rows if isinstance(rows, str) else partial(rows, inputs.logits, *lists),
             leaves=(inputs.logits,),
             upstream=inputs.upstream,
             restore=inputs.restore if overwrites else (lambda: None),
             overwrites=overwrites,
-            check=partial(_error, inputs, lambda leaf: exact_rows(loss, leaf, *listed)),
+            check=partial(_error, inputs, lambda leaf: exact(leaf, *listed)),
         )
 
-    listed = inputs.ids[_picked(inputs)], inputs.logprobs[_picked(inputs)]
     torch.compiler.reset()
     compiled = torch.compile(eager, dynamic=False)
-    second, left_out = "renormalized", "cross entropy"
-    if inputs.ids.size(1) == 1:  # then the renormalised loss is constant
-        second, left_out = left_out, second
+    left_out = "renormalized" if inputs.ids.size(1) == 1 else ""  # it would be constant
     entries = [add(BASELINE, "plain", "bucket", eager), add(COMPILED, "plain", "bucket", compiled)]
     for backend, reason in (("chunked", ""), ("triton", _lacks_triton(inputs.logits.device))):
-        for loss, overwrites in (("bucket", False), ("bucket", True), (second, True)):
+        for loss, overwrites in (("bucket", False), ("bucket", True), ("renormalized", True)):
             rows = reason or partial(_our_rows, loss, {"backend": backend, "overwrite_input": overwrites})
             name = backend + (", overwrite_input" if overwrites else "")
             entries.append(add(name, "ours", loss, rows, overwrites=overwrites))
-    entries += [add(name, "style", loss, rows) for name, loss, rows in STYLES if loss != left_out]
-    return entries + [payload_contender(inputs, payload) for payload in PAYLOADS]
+    fast = {"backend": _layer(inputs.logits.device), "overwrite_input": True}
+    for payload, lists in payload_lists(inputs).items():
+        rows, exact = (partial(payload_rows, payload, options) for options in (fast, {"backend": "reference"}))
+        loss = "k2" if payload == "sampled" else "reverse KL"
+        entries.append(add(f"payload {payload}", "ours", loss, rows, overwrites=True, lists=lists, exact=exact))
+    entries += [add(name, "style", loss, rows) for name, loss, rows in STYLES]
+    return [entry for entry in entries if entry.loss != left_out]
 
 
-PAYLOADS = {
-    "topk": "reverse KL",
-    "student_topk": "reverse KL",
-    "union": "reverse KL",
-    "topk, tail sampled": "reverse KL",
-    "sampled": "k2",
-}
-"""Payload -> what is computed of it: the reverse KL with a bucket, or of the sampled token k2."""
+def payload_lists(inputs: LossInputs) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return ids and teacher's log-probs of each payload's rows; where the loss needs the sampled token it is last."""
+    own, student = (inputs.ids, inputs.logprobs), (inputs.student_ids, inputs.student_logprobs)
+    token, repeats = (student[0][:, -1:], student[1][:, -1:]), _in_rows(student[0], own[0])
+    others = student[0].masked_fill(repeats, NO_ID), student[1].masked_fill(repeats, -torch.inf)
+
+    def join(more: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return torch.cat([own[0], more[0]], 1), torch.cat([own[1], more[1]], 1)
+
+    joined = {"union": join(others), "topk, tail sampled": join(token)}
+    return {"topk": own, "student_topk": student, "sampled": token, **joined}
 
 
-def payload_contender(inputs: LossInputs, payload: str) -> Contender:
-    """Make the contender of what one payload of a teacher brings, by the layer that ``auto`` takes on this device."""
-    given = ids, logprobs = inputs.ids, inputs.logprobs
-    if payload == "student_topk":
-        given = inputs.student_ids, inputs.student_logprobs
-    elif payload == "union":
-        repeats = _in_rows(inputs.student_ids, ids)
-        given = (
-            torch.cat([ids, inputs.student_ids.masked_fill(repeats, NO_ID)], 1),
-            torch.cat([logprobs, inputs.student_logprobs.masked_fill(repeats, -torch.inf)], 1),
-        )
-    given = (*given, inputs.student_ids[:, -1], inputs.student_logprobs[:, -1])
-
-    def rows(logits: Tensor, parts: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
-        own_ids, own_logprobs, target, target_logprobs = parts
-        if payload == "sampled":
-            return parallel_sampled_kl(logits, target, target_logprobs, "k2", **options)[0]
-        if payload == "topk, tail sampled":
-            options = {**options, "tail": "sampled", "target": target, "target_logprobs": target_logprobs}
-        return parallel_topk_distill(logits, own_ids, own_logprobs, loss="reverse_kl", **options)[0]
-
-    def check(gradients: Sequence[Tensor]) -> float:
-        picked = _picked(inputs)
-        parts = [part[picked] for part in given]
-        return _error(inputs, lambda leaf: rows(leaf, parts, {"backend": "reference"}), gradients)
-
-    options = {"backend": _layer(inputs.logits.device), "overwrite_input": True}
-    return Contender(
-        name=f"payload {payload}",
-        group="ours",
-        loss=PAYLOADS[payload],
-        forward=lambda: rows(inputs.logits, given, options),
-        leaves=(inputs.logits,),
-        upstream=inputs.upstream,
-        restore=inputs.restore,
-        overwrites=True,
-        check=check,
-    )
+def payload_rows(payload: str, options: dict[str, Any], logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
+    """Compute what a payload's rows are for: the reverse KL with a bucket, or k2 of the sampled token."""
+    target, at_target = ids[:, -1], logprobs[:, -1]
+    if payload == "sampled":
+        return parallel_sampled_kl(logits, target, at_target, "k2", **options)[0]
+    if payload == "topk, tail sampled":
+        ids, logprobs = ids[:, :-1], logprobs[:, :-1]
+        options = {**options, "tail": "sampled", "target": target, "target_logprobs": at_target}
+    return parallel_topk_distill(logits, ids, logprobs, loss="reverse_kl", **options)[0]
 
 
 def _lacks_triton(device: torch.device) -> str:
@@ -334,8 +310,7 @@ def _lacks_triton(device: torch.device) -> str:
 
 
 def _our_rows(loss: str, options: dict[str, Any], logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
-    teacher = torch.zeros_like(logprobs) if loss == "cross entropy" else logprobs
-    return parallel_topk_distill(logits, ids, teacher, tail=TAILS[loss], **options)[0]
+    return parallel_topk_distill(logits, ids, logprobs, tail=TAILS[loss], **options)[0]
 
 
 def _picked(inputs: LossInputs) -> Tensor:
@@ -388,24 +363,21 @@ def head_contenders(inputs: HeadInputs) -> list[Contender]:
     upstream = torch.randn(len(inputs.hidden), len(inputs.weight), dtype=inputs.hidden.dtype, device=device)
     both, first = (*leaves, inputs.teacher_hidden, inputs.teacher_weight), inputs.ids[:, 0]
     weights = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
-    entropy = liger("transformers.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyLoss", *leaves[::-1], first)
     jsd = liger("transformers.fused_linear_jsd", "LigerFusedLinearJSD", *both, None)
     chunked = liger("chunked_loss.jsd_loss", "LigerFusedLinearJSDLoss", *both, first, needs_cuda=False, **weights)
     return [
         add(FLOOR, "floor", "none", logits, upstream=upstream),
         add(head_baseline(device), "ours", "bucket", materialised),
         add("GEMMs + eager fp32 loss", "plain", "bucket", unfused),
-        _fused(inputs, "bucket"),
-        _fused(inputs, "cross entropy"),
+        _fused(inputs),
         add("GEMMs of both + eager fp32 KL", "plain", "full KL", lambda: eager_full(inputs)),
         _fused_full(inputs),
-        add("Liger fused-linear cross entropy", "released", "cross entropy", entropy),
         add("Liger fused-linear JSD", "released", "dense JSD", jsd),
         add("Liger chunked distillation", "released", "dense JSD", chunked),
     ]
 
 
-def _fused(inputs: HeadInputs, loss: str) -> Contender:
+def _fused(inputs: HeadInputs) -> Contender:
     """Make the contender ``linear_loss`` within a small budget; the weight gradient goes to an fp32 ``main_grad``, as
     in Megatron."""
     logits_bytes = inputs.hidden.size(0) * inputs.weight.size(0) * inputs.hidden.element_size()
@@ -413,14 +385,11 @@ def _fused(inputs: HeadInputs, loss: str) -> Contender:
     weight = inputs.weight.detach().requires_grad_()
     main_grad = torch.zeros_like(weight, dtype=torch.float32)
     weight.main_grad = main_grad  # type: ignore[attr-defined]
-    ids, logprobs, tail = inputs.ids, inputs.logprobs, "bucket"
-    if loss == "cross entropy":
-        ids, logprobs, tail = ids[:, :1], torch.zeros_like(logprobs[:, :1]), "none"
 
     def row_loss(logits: Tensor, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-        teacher = rows.of(ids), rows.of(logprobs)
+        teacher = rows.of(inputs.ids), rows.of(inputs.logprobs)
         weights, overwrite = rows.of(inputs.weights), logits.requires_grad
-        return parallel_topk_distill(logits, *teacher, tail=tail, loss_weight=weights, overwrite_input=overwrite)
+        return parallel_topk_distill(logits, *teacher, loss_weight=weights, overwrite_input=overwrite)
 
     def total() -> Tensor:
         head = LinearHead()
@@ -428,7 +397,7 @@ def _fused(inputs: HeadInputs, loss: str) -> Contender:
 
     made: dict[str, Any] = {"leaves": (inputs.hidden,), "restore": main_grad.zero_}
     made["note"] = _budget_note(budget, logits_bytes)
-    return Contender(name="linear_loss", group="ours", loss=loss, forward=total, **made)
+    return Contender(name="linear_loss", group="ours", loss="bucket", forward=total, **made)
 
 
 def _budget_note(budget: int, logits_bytes: int) -> str:
