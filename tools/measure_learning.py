@@ -1,8 +1,9 @@
-"""Measure what each loss, schedule and baseline learns on each toy, three seeds each: tables of ``docs/learning.md``.
+"""Measure what each loss, schedule and baseline learns on each toy, three seeds each: tables of
+``docs/learning.md``, and by payload of ``docs/losses.md``.
 
     python tools/measure_learning.py                              # all; two CPU cores: see docs/learning.md
     python tools/measure_learning.py --only forward_kl stochastic # contenders and toys by name
-    python tools/measure_learning.py --table                      # write the tables of what is there into the page
+    python tools/measure_learning.py --table                      # write the tables of what is there into the pages
 
 Each run that ended is kept under a hash of its recipe and its toy, so that the tool goes on where it stopped, and
 measures anew where a recipe or a toy has changed. A run that failed, by its own line, is a result too; ``--retry``
@@ -33,12 +34,13 @@ from mopd.base.types import UserError
 from mopd.config.load import Loaded, flatten, load_recipe
 from mopd.report.build import headroom_recovery
 from tools import make_toys
-from tools.learning.contenders import CONTENDERS, TOYS, Contender
+from tools.learning.contenders import CONTENDERS, DECISION, PAYLOADS, TOYS, Contender
 from tools.learning.tables import fill
 from tools.quickstart.cache import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs/learning.md"
+PAGES = {ROOT / "docs/learning.md": False, ROOT / "docs/losses.md": True}
+"""Page -> whether its tables are those of payloads, or the others."""
 RECORD = ROOT / "benchmarks/learning.jsonl"
 """Results behind the page's tables, a line each: they count as done in every checkout."""
 RUN_TIMEOUT_S = 1800.0
@@ -99,11 +101,14 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override keys of every recipe")
     parser.add_argument("--retry", action="store_true", help="run again what failed")
     parser.add_argument("--list", action="store_true", help="print what would run, and whether its recipe is accepted")
-    parser.add_argument("--table", action="store_true", help="only write the tables into docs/learning.md")
+    parser.add_argument("--table", action="store_true", help="only write the tables into their pages")
     args = parser.parse_args()
     if args.table:
         results = read_results(args.out)
-        PAGE.write_text(fill(PAGE.read_text(), results))
+        questions = dict.fromkeys(one.question for one in CONTENDERS)
+        for page, of_payloads in PAGES.items():
+            own = [question for question in questions if (question in (PAYLOADS, DECISION)) == of_payloads]
+            page.write_text(fill(page.read_text(), results, own))
         RECORD.parent.mkdir(exist_ok=True)
         RECORD.write_text("".join(json.dumps(one, sort_keys=True) + "\n" for one in results))
         return 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-TOYS = ("quickstart", "stochastic", "long", "conflict", "foreign")
+GENERAL = ("quickstart", "stochastic", "long", "conflict", "foreign")
+TOYS = (*GENERAL, "decision")
 REFERENCE = "forward_kl"
-"""The contender that every table begins with: the recipes as they are, the quickstart's with equal shares."""
+"""The contender that tables begin with: the recipes as they are, the quickstart's with equal shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Contender:
     question: str
     """Heading of its table."""
     overrides: tuple[str, ...] = ()
-    toys: tuple[str, ...] = TOYS
+    toys: tuple[str, ...] = GENERAL
     untrained: Literal["", "merge", "best teacher"] = ""
     """A model that no run makes: the mean of the teachers' weights, or the teacher that is best over all domains."""
 
@@ -26,14 +27,16 @@ class Contender:
 LOSSES, TAILS, BASELINES = "Which loss", "Do tails matter", "Against the cheap alternatives"
 STALE, TOKENS, CONFLICT = "What old samples and kept scores cost", "What fewer tokens cost", "Who starves"
 WARM, REWARD = "What a warm-up gives", "Distillation and reward in one loss"
+PAYLOADS, DECISION = "Which ids, by loss", "A token that decides"
 KEPT = "runs/learning/kept/{toy}-{seed}"
 """Run folder of the earlier run, that of the recipe as it is: its samples and scores."""
+REVERSE = ("loss.type=topk_reverse_kl", "loss.tail=bucket")
 BESIDE = ("rollout.placement.type=local", "teacher_defaults.placement.type=local")
 """Engines beside the trainer, which staleness above 0 needs."""
 
 CONTENDERS = (
     Contender(REFERENCE, LOSSES),
-    Contender("reverse_kl", LOSSES, ("loss.type=topk_reverse_kl", "loss.tail=bucket")),
+    Contender("reverse_kl", LOSSES, REVERSE),
     Contender("reverse_kl, generalized", LOSSES, ("loss.type=topk_reverse_kl", "loss.tail=generalized")),
     Contender("jsd", LOSSES, ("loss.type=topk_jsd",)),
     *(Contender(kind, LOSSES, (f"loss={{type: {kind}}}",)) for kind in ("k2", "k3", "k3_reverse")),
@@ -97,4 +100,26 @@ CONTENDERS = (
         ("loss.task_reward_weight=0.1", "rollout.samples_per_prompt=4", "schedule.prompts_per_step=24"),
         ("quickstart",),
     ),
+    *(
+        Contender(f"{name}, {payload}", PAYLOADS, (*keys, f"teacher_defaults.payload={payload}"), ("stochastic",))
+        for name, keys, payloads in (
+            ("forward_kl", (), ("student_topk", "union")),
+            ("reverse_kl", REVERSE, ("student_topk", "union")),
+            ("reverse_kl, sampled tail", (*REVERSE[:1], "loss.tail=sampled"), ("topk", "student_topk", "union")),
+            ("jsd", ("loss.type=topk_jsd",), ("student_topk", "union")),
+        )
+        for payload in payloads
+    ),
+    *(
+        Contender(f"decision: {name}, {ids}", DECISION, (*keys, own), ("decision",))
+        for name, keys in (("forward_kl", ()), ("reverse_kl", REVERSE))
+        for ids, own in (
+            ("topk", "teacher_defaults.payload=topk"),
+            ("student_topk", "teacher_defaults.payload=student_topk"),
+            ("union", "teacher_defaults.payload=union"),
+            ("always_ids", "loss.always_ids=[<call>]"),
+        )
+    ),
 )  # fmt: skip
+FIRST = {PAYLOADS: (REFERENCE, "reverse_kl", "jsd"), DECISION: ()}
+"""Table -> contenders of other tables that it begins with, where they are not ``REFERENCE`` alone."""

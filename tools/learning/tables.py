@@ -1,4 +1,4 @@
-"""The tables of ``docs/learning.md``, from the results that are there."""
+"""The tables of ``docs/learning.md`` and ``docs/losses.md``, from the results that are there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mopd.report.build import headroom_recovery
-from tools.learning.contenders import BASELINES, CONTENDERS, REFERENCE, TOYS, Contender
+from tools.learning.contenders import BASELINES, CONTENDERS, FIRST, REFERENCE, TOYS, Contender
 
 BEGIN, END = "<!-- tables of tools/measure_learning.py: begin -->", "<!-- end -->"
 Result = Mapping[str, Any]
@@ -15,21 +15,23 @@ ABSENT = "–"
 DISTANCES = ("reverse_kl", "forward_kl", "never_drawn")
 
 
-def fill(page: str, results: Sequence[Result]) -> str:
-    """Return the page with the tables between its marks. ``ValueError`` for a page without marks."""
+def fill(page: str, results: Sequence[Result], questions: Sequence[str]) -> str:
+    """Return the page with the tables of these questions between its marks. ``ValueError`` for a page without
+    marks."""
     before, found, rest = page.partition(BEGIN)
     _, closed, after = rest.partition(END)
     if not found or not closed:
         raise ValueError(f"the page lacks the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n\n{tables(results)}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{tables(results, questions)}\n{END}{after}"
 
 
-def tables(results: Sequence[Result]) -> str:
+def tables(results: Sequence[Result], questions: Sequence[str]) -> str:
     """Return a table for each question, a line for each contender, a column for each toy."""
     parts = []
-    for question in dict.fromkeys(contender.question for contender in CONTENDERS):
-        own = [one for one in CONTENDERS if one.question == question or one.name == REFERENCE]
-        toys = [toy for toy in TOYS if any(toy in one.toys for one in own if one.name != REFERENCE)]
+    for question in questions:
+        first = FIRST.get(question, (REFERENCE,))
+        own = [one for one in CONTENDERS if one.question == question or one.name in first]
+        toys = [toy for toy in TOYS if any(toy in one.toys for one in own if one.question == question)]
         rows = [[one.name, *(_cell(_of(results, one.name, toy), toy) for toy in toys)] for one in own]
         asked = [row for one, row in zip(own, rows, strict=True) if one.question == question]
         if any(set(row[1:]) != {ABSENT} for row in asked):

@@ -11,12 +11,15 @@ toy             domains              what it can tell
 ``long``        walk, hop            whether mistakes are followed by others: 60 words, each from the one before it
 ``conflict``    short, middle, wide  who starves: what follows a word depends on the prompt's first one
 ``foreign``     near, far            what another origin costs: the base is mostly right about near, never about far
+``decision``    talk                 what a token outside the top k decides: the base ends a tenth of its words with a
+                                     call that its teacher never makes
 ==============  ===================  ==================================================================================
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +32,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tools.toys.rewards import CALL
+
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 EOS = 1
 HIDDEN = 96
@@ -40,6 +45,8 @@ CHAIN = 60
 """Words of an answer of ``long``."""
 OUTSIDE = -8.0
 """Logit of words of other domains."""
+CALLED = 0.1
+"""The base's probability of ``CALL``, the token that decides, after each word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +64,8 @@ class Domain:
     """Words of an answer that no ``EOS`` ends."""
     mark: int | None = None
     """Word that begins every prompt."""
+    call: int | None = None
+    """Id of ``CALL``, which ends an answer and stands in none of its teacher's."""
 
 
 def domains_of(toy: str) -> list[Domain]:
@@ -73,9 +82,9 @@ def domains_of(toy: str) -> list[Domain]:
             made.append(Domain(name=name, words=words, next_word=follows, starts=starts, length=size, mark=mark))
             continue
         words = range(first, first := first + size)
-        table = None if toy == "stochastic" else {word: rng.choice(words) for word in words}
-        length = {"stochastic": 16, "long": CHAIN, "foreign": 12}[toy]
-        made.append(Domain(name=name, words=words, next_word=table, starts=words, length=length))
+        table = None if name in SPREADS else {word: rng.choice(words) for word in words}
+        length, call = {"long": CHAIN, "foreign": 12}.get(toy, 16), words.stop if toy == "decision" else None
+        made.append(Domain(name=name, words=words, next_word=table, starts=words, length=length, call=call))
     return made
 
 
@@ -84,10 +93,11 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "long": {"walk": 45, "hop": 45},
     "conflict": {"short": 2, "middle": 10, "wide": 30},
     "foreign": {"near": 40, "far": 40},
+    "decision": {"talk": 64},
 }
 """Toy -> domain -> its words, or, of ``conflict``, those of its longest answers."""
-SPREADS = {"calm": 4.0, "plain": 3.2, "wild": 2.5}
-"""Standard deviation of a stochastic teacher's logits: the smaller, the more words share the mass."""
+SPREADS = {"calm": 4.0, "plain": 3.2, "wild": 2.5, "talk": 1.5}
+"""Standard deviation of the logits of a teacher without right answers: the smaller, the more words share the mass."""
 KNOWN = {"long": 0.5, "near": 0.7, "far": 0.0}
 """Share of the words after which the base is right."""
 
@@ -96,8 +106,8 @@ def make(toy: str, out: Path) -> dict[str, Any]:
     """Write base, teachers and prompts. Returns each teacher's entropy in nats and the mass of its top 16 words."""
     transformers.logging.disable_progress_bar()
     domains, rng = domains_of(toy), torch.Generator().manual_seed(0)
-    size = max(max(domain.words) for domain in domains) + 1
-    tokenizer = build_tokenizer(size)
+    size = max(domain.call or max(domain.words) for domain in domains) + 1
+    tokenizer = build_tokenizer(size, has_call=toy == "decision")
     embeddings_VH = torch.randn(size, HIDDEN, generator=rng)
     if toy == "stochastic":  # a word's domain has a direction of its own, so that one head can hold all tables
         for number, domain in enumerate(domains):
@@ -121,9 +131,10 @@ def make(toy: str, out: Path) -> dict[str, Any]:
     return facts
 
 
-def build_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """One token per word, words apart by spaces."""
-    words = {word: i for i, word in enumerate((*SPECIAL, *(f"w{i}" for i in range(size - len(SPECIAL)))))}
+def build_tokenizer(size: int, *, has_call: bool = False) -> PreTrainedTokenizerFast:
+    """One token per word, words apart by spaces; with ``has_call`` the last one is ``CALL``."""
+    names = [*SPECIAL, *(f"w{i}" for i in range(size - len(SPECIAL)))]
+    words = {word: i for i, word in enumerate((*names[:-1], CALL) if has_call else names)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -132,8 +143,9 @@ def build_tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 
 def _rows_of(domains: Sequence[Domain], size: int) -> Tensor:
-    """Return 1 for each domain's own words, [domains, V]."""
-    return torch.tensor([[float(word in domain.words) for word in range(size)] for domain in domains])
+    """Return 1 for each domain's own words and call, [domains, V]."""
+    own = [{*domain.words, domain.call} for domain in domains]
+    return torch.tensor([[float(word in words) for word in range(size)] for words in own])
 
 
 def _table(domain: Domain, embeddings_VH: Tensor, rng: torch.Generator) -> Tensor:
@@ -143,6 +155,9 @@ def _table(domain: Domain, embeddings_VH: Tensor, rng: torch.Generator) -> Tenso
     if domain.next_word is None:
         logits = embeddings_VH @ torch.randn(HIDDEN, len(domain.words), generator=rng)
         table[:, own] = logits / logits.std() * SPREADS[domain.name]
+        if domain.call is not None:
+            table[domain.call] = OUTSIDE
+            table[domain.call, EOS] = SURE
         return table
     table[:, own] = 0.0
     for word in domain.words:
@@ -153,7 +168,11 @@ def _table(domain: Domain, embeddings_VH: Tensor, rng: torch.Generator) -> Tenso
 def _base_table(toy: str, domain: Domain, table: Tensor, rng: torch.Generator) -> Tensor:
     """Return what the base believes: a blurred table of the teacher, or another word after those it does not know."""
     if domain.next_word is None:
-        return torch.where(table == OUTSIDE, table, 0.6 * table)
+        blurred = torch.where(table == OUTSIDE, table, 0.6 * table)
+        if domain.call is not None:
+            words = list(domain.words)
+            blurred[words, domain.call] = blurred[words].logsumexp(1) + math.log(CALLED / (1 - CALLED))
+        return blurred
     size, blurred = len(table), table * (1.0 if toy == "foreign" else UNSURE / SURE)
     is_known = torch.rand(size, generator=rng) < KNOWN.get(domain.name, KNOWN.get(toy, 1.0))
     others = torch.randint(domain.words.start, domain.words.stop, (size,), generator=rng)

@@ -11,12 +11,16 @@ from tools.toys import rewards
 from tools.toys.grammars import domains_of
 
 ROOT = Path(__file__).parents[2]
-CHAIN_REWARD = {"type": "custom", "path": rewards.__file__, "function": rewards.prefix_share.__name__}
+CHAIN_REWARD, NO_CALL = (
+    {"type": "custom", "path": rewards.__file__, "function": function.__name__}
+    for function in (rewards.prefix_share, rewards.no_call)
+)
 SETTINGS: dict[str, tuple[int, int, int, dict[str, Any], dict[str, float]]] = {
     "stochastic": (100, 48, 16, {}, {}),
     "long": (60, 8, 60, CHAIN_REWARD, {}),
     "conflict": (120, 40, 36, {"type": "exact_match"}, {"short": 1.0, "middle": 2.0, "wide": 2.0}),
     "foreign": (80, 24, 12, CHAIN_REWARD, {}),
+    "decision": (80, 24, 16, NO_CALL, {}),
 }
 """Toy -> steps, prompts a step, longest response, reward (none: no answer is right), shares of the prompts."""
 
@@ -42,5 +46,6 @@ def write_recipe(toy: str, root: Path) -> None:
         "preflight": {"require_better_teacher": bool(reward)},
         "metrics": {"tensorboard": False},
     }
-    recipe["validation"] = {"every_steps": 20} if reward else None
+    drawn = {"temperature": 1.0} if toy == "decision" else {}  # greedy answers would never hold the call
+    recipe["validation"] = {"every_steps": 20, **drawn} if reward else None
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))

@@ -1,8 +1,11 @@
-"""Reward of the toys whose answers are chains of words."""
+"""Rewards of the toys: of answers that are chains of words, and of answers without a call."""
 
 from __future__ import annotations
 
 import itertools
+
+CALL = "<call>"
+"""Token of the toy ``decision`` that ends an answer."""
 
 
 def prefix_share(response: str, ground_truth: str, **_: object) -> float:
@@ -10,3 +13,8 @@ def prefix_share(response: str, ground_truth: str, **_: object) -> float:
     said, right = response.split(), ground_truth.split()
     pairs = zip(said, right, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(right)
+
+
+def no_call(response: str, **_: object) -> float:
+    """Return 1 for a response without the call that no teacher makes, else 0."""
+    return float(CALL not in response.split())

@@ -15,12 +15,13 @@ import torch
 
 from mopd.base.types import UserError
 from tools import measure_learning
-from tools.learning.contenders import CONTENDERS, REFERENCE, TOYS, Contender
+from tools.learning.contenders import CONTENDERS, DECISION, PAYLOADS, REFERENCE, TOYS, Contender
 from tools.learning.distance import _along_own_text
 from tools.learning.tables import BEGIN, END, fill
 from tools.toys.grammars import _model
 
 ONLY = [REFERENCE, "reverse_kl", "foreign"]
+QUESTIONS = list(dict.fromkeys(one.question for one in CONTENDERS))
 
 
 def test_a_plan_has_every_seed_of_the_named_ones_and_a_key_that_follows_the_recipe() -> None:
@@ -118,14 +119,19 @@ def test_tables_hold_mean_spread_worst_domain_and_failures() -> None:
         result("k2", "stochastic", 0, distance={"calm": {"reverse_kl": 0.5, "forward_kl": 0.25}}),
         result("jsd", "stochastic", 0, distance={"calm": {"reverse_kl": 1, "forward_kl": 1, "never_drawn": 0.125}}),
     ]
-    page = fill(f"before\n{BEGIN}\noutdated\n{END}\nafter\n", results)
+    page = fill(f"before\n{BEGIN}\noutdated\n{END}\nafter\n", results, QUESTIONS)
     assert page.startswith(f"before\n{BEGIN}\n") and page.endswith(f"{END}\nafter\n") and "outdated" not in page
     assert "| forward_kl | – | – | 0.850 ± 0.071, worst 0.75 (2 × 20 s) | – | – |" in page
     assert "| k3 | – | – | failed: the loss is not finite | – | – |" in page
     assert "| k2 | – | 0.500 / 0.250 / – (1 × 20 s) | – | – | – |" in page
     assert "| jsd | – | 1.000 / 1.000 / 0.125 (1 × 20 s) | – | – | – |" in page
+    by_payload = [*results[:1], result("reverse_kl", "stochastic", 0, distance=results[3]["distance"])]
+    by_payload += [result("decision: reverse_kl, union", "decision", 0, recovery={"talk": 0.75})]
+    page = fill(f"{BEGIN}{END}", by_payload, [PAYLOADS, DECISION])
+    assert "| reverse_kl | 0.500 / 0.250 / – (1 × 20 s) |" not in page  # no line of the table itself is measured
+    assert "| decision: reverse_kl, union | 0.750, worst 0.75 (1 × 20 s) |" in page
     with pytest.raises(ValueError, match="lacks the lines"):
-        fill("no marks", results)
+        fill("no marks", results, QUESTIONS)
 
 
 def test_at_equal_processor_seconds_each_shows_what_it_had_when_the_fastest_ended() -> None:
@@ -147,7 +153,7 @@ def test_at_equal_processor_seconds_each_shows_what_it_had_when_the_fastest_ende
         result("off_policy_scores", "long", 0, recovery={"walk": 0.5, "hop": 0.7}, domains=domains, curve=[[0, {}]]),
         result("merge", "long", 0, recovery={"walk": 0.5, "hop": 0.7}),
     ]
-    table = fill(f"{BEGIN}{END}", results).partition("at equal processor seconds\n\n")[2].splitlines()
+    table = fill(f"{BEGIN}{END}", results, QUESTIONS).partition("at equal processor seconds\n\n")[2].splitlines()
     assert table[:6] == [
         "|  | long, 5 s |",
         "| --- | --- |",
@@ -157,7 +163,7 @@ def test_at_equal_processor_seconds_each_shows_what_it_had_when_the_fastest_ende
         "| best single teacher | – |",
     ]
     assert table[6] == "| merge | 0.600 (1 × 0 s) |"
-    assert "processor seconds" not in fill(f"{BEGIN}{END}", results[2:])
+    assert "processor seconds" not in fill(f"{BEGIN}{END}", results[2:], QUESTIONS)
 
 
 def test_processor_seconds_are_those_of_one_command_and_of_what_it_starts() -> None:
@@ -175,8 +181,8 @@ def test_the_record_counts_in_every_checkout_and_newer_results_replace_its_lines
     page, record, out = tmp_path / "page.md", tmp_path / "record.jsonl", tmp_path / "out"
     page.write_text("<!-- tables of tools/measure_learning.py: begin --><!-- end -->")
     out.mkdir()
-    for name, path in (("PAGE", page), ("RECORD", record)):
-        monkeypatch.setattr(measure_learning, name, path)
+    monkeypatch.setattr(measure_learning, "PAGES", {page: False})
+    monkeypatch.setattr(measure_learning, "RECORD", record)
     first, second = (cell for cell in measure_learning.planned(ONLY, 1, []))
     old = {"key": "of another recipe", "contender": first.contender.name, "toy": first.toy, "seed": 0, "failed": "old"}
     other = {**old, "key": second.key, "toy": second.toy, "contender": second.contender.name, "failed": "new"}
