@@ -27,7 +27,7 @@ and the place that it comes from.
   other recipe file, relative to the file that names it. Sections merge key by key, so teachers merge by name; lists and
   scalars are replaced. A section of another `type`, with other keys, replaces the one below it, but adds to one of
   `type: auto`: `loss.type=topk_jsd` leaves `loss.top_k` as it was, `loss.type=k2` does not. `null` takes an optional
-  section away.
+  section away, `{}` what a mapping of names (of domains, say) holds below: `data.domain_weights={}`.
 - **`mopd train my.yaml seed=1 data.train='[a.parquet, b.parquet]'`**: an override's value is YAML. A key part that
   holds a dot or `=` goes in double quotes: `'data.domain_weights."a.b"=2'`. `--set key=value` is the same as an option.
 - **Strict:** an unknown key, a wrong type, a repeated key or a key that is not text stops the command with one line

@@ -170,7 +170,7 @@ def _depth(node: Any) -> int:
 
 def merge(base: Section, overlay: Section, annotation: Any, default: Any = None) -> Section:
     """``overlay`` over ``base``: sections merge, leaves replace, and a section of another ``type`` with other keys
-    replaces (but adds to one of type ``auto``).
+    replaces (but adds to one of type ``auto``). An empty mapping of free names empties the one below it.
 
     ``annotation`` is the schema's type for this section (None: unknown) and ``default`` the schema's default object:
     a section without a ``type`` key is of the default's type.
@@ -184,7 +184,8 @@ def merge(base: Section, overlay: Section, annotation: Any, default: Any = None)
         below = items.get(key)
         if isinstance(below, Section) and isinstance(node, Section):
             inner, inner_default = _child(annotation, base, overlay, key, default)
-            items[key] = merge(below, node, inner, inner_default)
+            is_emptied = not node.items and any(typing.get_origin(m) is Mapping for m in union_members(inner))
+            items[key] = node if is_emptied else merge(below, node, inner, inner_default)
         else:
             items[key] = node
     return Section(items, overlay.origin)

@@ -63,6 +63,14 @@ def test_teachers_merge_by_name_and_lists_are_replaced(write: Write) -> None:
     assert recipe.data.validation == ("validation.jsonl",)
 
 
+def test_an_empty_mapping_of_names_empties_the_one_below_and_an_empty_section_says_nothing(write: Write) -> None:
+    write(RECIPE + "loss: {top_k: 8}\n", "base.yaml")
+    top = write("base: base.yaml\ndata: {domain_weights: {math: 2, code: 1}}\nloss: {}\n")
+    recipe = load_recipe(top).recipe
+    assert (recipe.data.fixed_weights, recipe.loss.top_k) == ({"math": 2, "code": 1}, 8)
+    assert load_recipe(top, ["data.domain_weights={}"]).recipe.data.fixed_weights == {}
+
+
 def test_section_of_another_type_replaces_unless_it_has_the_same_keys(write: Write) -> None:
     write(RECIPE + "loss: {type: topk_reverse_kl, top_k: 8, tail: none}\n", "base.yaml")
     merged = load_recipe(write("base: base.yaml\nloss: {top_k: 9}\n")).recipe.loss
