@@ -1,5 +1,5 @@
 """Weight updates by a collective in whole runs, struck in every phase: killed, stopped, late and doubled peers,
-strangers in the store, a firewall; on one network, on two, and on a Ray cluster's two nodes.
+strangers in the store, a firewall; on one network, on two, and on nodes of a Ray and of a Slurm cluster.
 
 Invariant: whatever befalls a replica, the run goes on within its deadlines and the replica gets the weights of the
 moment when it is back; whatever befalls a rank or the orchestrator, the run ends in one line, and goes on with
@@ -21,16 +21,18 @@ from typing import Any
 import pytest
 
 from mopd.run.checkpointing import complete_steps
+from tests.fixtures import slurm
 from tests.fixtures.chance import seed_of
 from tests.fixtures.networks import can_make_networks, two_networks
 from tests.integration.under_fire import check_accounts
 from tests.integration.weight_faults import (
-    RAY,
+    NODES,
     VLLM,
     WALL,
     Case,
     FarRun,
     RayRun,
+    SlurmRun,
     StruckRun,
     Witness,
     draw,
@@ -40,8 +42,10 @@ from tests.integration.weight_faults import (
 from tests.integration.world import World
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+ELSEWHERE = {"far": FarRun, "ray": RayRun, "slurm": SlurmRun}
+"""Runs whose replicas are in another network."""
 NUM_CASES = int(os.environ.get("MOPD_WEIGHT_KILLS", "0"))
-PARTS = os.environ.get("MOPD_WEIGHT_KILLS_PARTS", "one two far ray vllm").split()
+PARTS = os.environ.get("MOPD_WEIGHT_KILLS_PARTS", "one two far ray slurm vllm").split()
 FEW = [Case(does="kill", phase="flight"), Case(does="flip", phase="bucket"), Case(does="term", phase="bucket")]
 """Of a run with one rank, in ``make test``: it starts once."""
 ENDING_STEPS = 4
@@ -102,8 +106,11 @@ def shared_out(cases: list[Case], chance: random.Random) -> dict[str, tuple[list
     if not can_make_networks():
         print("needs root, ip and iptables, to make networks: no replica is in another one", flush=True)
         shares["one"][0].extend(case for case in shares.pop("far")[0] if case != WALL)
-    elif importlib.util.find_spec("ray"):
-        shares["ray"] = (list(RAY), {})
+    else:
+        if importlib.util.find_spec("ray"):
+            shares["ray"] = (list(NODES), {})
+        if not slurm.why_not():
+            shares["slurm"] = (list(NODES), {})
     if importlib.util.find_spec("vllm"):
         one = {"num_replicas": 1, "patience": 4.0, "rollout__engine": {**ENGINE, "tensor_parallel_size": 2}}
         shares["vllm"] = (list(VLLM), one)
@@ -115,9 +122,10 @@ def test_struck_updates(small_world: World, tmp_path: Path) -> None:
     shares = shared_out(draw(NUM_CASES, chance), chance) if NUM_CASES else {"one": (FEW, {})}
     for name, (cases, options) in shares.items():
         with contextlib.ExitStack() as stack:
-            if name in ("far", "ray"):
-                kind = FarRun if name == "far" else RayRun
-                run: StruckRun = kind(small_world, tmp_path / name, stack.enter_context(two_networks()), **options)
+            if name in ELSEWHERE:
+                run: StruckRun = ELSEWHERE[name](
+                    small_world, tmp_path / name, stack.enter_context(two_networks()), **options
+                )
             else:
                 run = StruckRun(small_world, tmp_path / name, **options)
             stack.callback(run.close)

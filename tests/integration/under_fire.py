@@ -89,7 +89,7 @@ class Run:
         self._errors = self.recipe.with_suffix(".stderr").open("w+", encoding="utf-8")
         with self.recipe.with_suffix(".stdout").open("w", encoding="utf-8") as output:
             self.process = subprocess.Popen(
-                [*self.within, sys.executable, "-m", self.program, "train", str(self.recipe), *flags],
+                [*self.within, *self.command(*flags)],
                 cwd=REPOSITORY,
                 env={**environment(), JOURNAL: str(self.journal), **self._tmpdir},
                 stdout=output,
@@ -97,6 +97,10 @@ class Run:
                 text=True,
             )
         self.is_alive, self._num_repairs, self._seen = True, 0, {}
+
+    def command(self, *flags: str) -> list[str]:
+        """What ``start`` runs."""
+        return [sys.executable, "-m", self.program, "train", str(self.recipe), *flags]
 
     @property
     def flags(self) -> list[str]:

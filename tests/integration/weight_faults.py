@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mopd.launch.failure import STOPPED_CODE
+from tests.fixtures import slurm
 from tests.fixtures.networks import within
 from tests.fixtures.servers import engine_file
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
@@ -28,7 +29,7 @@ from tests.integration.far_servers import FarServers
 from tests.integration.ray_nodes import ray_nodes
 from tests.integration.struck import GO, PHASES, Act, Fault
 from tests.integration.under_fire import LOCAL, MAX_STALENESS, TOY, Run, recipe_of, role_of
-from tests.integration.world import World, write_prompts
+from tests.integration.world import World, mopd, write_prompts
 
 TIMEOUT_S = 4.0
 """``weight_sync.timeout_s``."""
@@ -89,7 +90,7 @@ ALL = [
 
 WALL = Case(does="wall", phase="join")
 """Between two networks alone."""
-RAY = [
+NODES = [
     Case(does="kill", phase="flight"),
     Case(does="stop_short", phase="join"),
     Case(does="stop_long", phase="bucket"),
@@ -98,7 +99,7 @@ RAY = [
     WALL,
     Case(does="term", phase="bucket"),
 ]
-"""Of replicas on another node of a Ray cluster."""
+"""Of replicas on other nodes of a Ray or Slurm cluster."""
 SAYS = {"flip": "changed on", "forge": "is not signed with this run's secret", "wall": "processes met at"}
 """What stands in the log of a run that was struck so."""
 VLLM = [
@@ -277,6 +278,73 @@ class RayRun(StruckRun):
                     self._seen[process.pid] = process
                     found[role_of(process) or "reaper"] = process
         return found
+
+    def close(self) -> None:
+        """See ``StruckRun.close``."""
+        super().close()
+        self._stack.close()
+
+
+class SlurmRun(StruckRun):
+    """One that is a job of Slurm: the rank on a node of its own, each replica, which registers, on another, in another
+    network. The job starts replicas again."""
+
+    def __init__(self, world: World, folder: Path, networks: Sequence[str], **options: Any) -> None:
+        self._stack = contextlib.ExitStack()
+        self._cluster = self._stack.enter_context(slurm.running(folder.with_suffix(".slurm"), networks))
+        options |= {
+            "rollout__replicas": NUM_REPLICAS,
+            "teacher_defaults": {"placement": {"type": "in_process"}},
+            "slurm": {"partition": "wide", "nodes": 1 + NUM_REPLICAS, "gpus_per_node": 1, "time": "60"},
+        }
+        placement = {"type": "registered", "startup_timeout_s": 240.0}
+        super().__init__(world, folder, placement=placement, request_timeout_s=FAR_S, patience=2.0, **options)
+        self.within = within(networks[0])
+
+    def command(self, *flags: str) -> list[str]:
+        """Submit the job's own script, whose trainer is the ``program``; it resumes by itself."""
+        assert set(flags) <= {"--resume"}, flags
+        written = mopd("slurm", self.recipe, "--dry-run")
+        assert written.returncode == 0, written.stderr
+        text = written.stdout.replace(str(self.path / "job" / "recipe.yaml"), str(self.recipe))
+        trainer = f'{sys.executable} -m {self.program} train "$recipe"'
+        assert text.count('"${mopd[@]}" train "$recipe"') == 1, text
+        script = self.recipe.with_suffix(".sh")
+        script.write_text(text.replace('"${mopd[@]}" train "$recipe"', trainer), encoding="utf-8")
+        (self.path / "logs" / "job").mkdir(parents=True, exist_ok=True)
+        return ["env", f"SLURM_CONF={self._cluster.configuration}", "sbatch", "--wait", str(script)]
+
+    @property
+    def stderr(self) -> str:
+        """See ``Run.stderr``: what sbatch says, and the job."""
+        logs = sorted((self.path / "logs" / "job").glob("*.log"), key=lambda path: path.stat().st_mtime)
+        return super().stderr + (logs[-1].read_text(encoding="utf-8") if logs else "")
+
+    def family(self) -> dict[str, psutil.Process]:
+        """See ``Run.family``; the launcher is a child of the job's script, a replica of its step's daemon."""
+        found: dict[str, psutil.Process] = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it has ended
+                words, above = process.cmdline(), psutil.Process(process.ppid())
+                if "serve" in words and str(self.path / "replicas") in words and above.name() == "slurmstepd":
+                    found[f"rollout.{words[words.index('--replica') + 1]}"] = process
+                elif words[2:3] == [self.program] and "slurm_script" in " ".join(above.cmdline()):
+                    found["launcher"] = process
+                    for child in process.children(recursive=True):
+                        self._seen[child.pid] = child
+                        found[role_of(child) or "other"] = child
+        self._seen |= {process.pid: process for process in found.values()}
+        return super().family() | found
+
+    def is_repaired(self) -> bool:
+        """Wait until every replica's server is one that lives (true)."""
+
+        def is_whole() -> bool:
+            files = (self.path / "replicas").glob("rollout.*.json")
+            return sum(psutil.pid_exists(json.loads(file.read_text())["pid"]) for file in files) == NUM_REPLICAS
+
+        wait_until(is_whole, self.start_s, "as many servers as replicas are registered", self)
+        return True
 
     def close(self) -> None:
         """See ``StruckRun.close``."""
