@@ -264,7 +264,8 @@ def test_what_interrupts_a_job_queues_it_again(
 @long
 def test_stop_from_another_node(nodes: slurm.Cluster, world: World, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    keys = {**ON_NODES, "schedule__steps": 1000, "checkpoint__every_steps": 1000}
+    never = {"checkpoint__every_steps": 1000, "validation__every_steps": 1000}  # which may save a best step, too
+    keys = {**ON_NODES, "schedule__steps": 1000, **never}
     recipe = world.write_recipe(run_dir, **keys, slurm={"nodes": 2, "time": "10", "stop_before_s": 30})
     process = command(nodes, "slurm", recipe, "--wait")
     until(lambda: num_steps(run_dir) >= 3)
