@@ -46,17 +46,19 @@ from mopd.bench.weights import write_student
 from mopd.config.schema import Recipe
 from mopd.data_plane.reading import open_reader
 from mopd.launch.link import LinkEnded, RankLink
-from mopd.launch.ranks import CommandChannel, follow, run_commands, student_facts
+from mopd.launch.ranks import CommandChannel, follow, run_commands
 from mopd.orchestrator.controller import Controller
 from mopd.orchestrator.leading import collect_rarely
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.student import StudentGroup
 from mopd.orchestrator.training import fresh_ledger
+from mopd.student.sending import LARGE_BYTES
+from mopd.weights.parts import TensorMeta, to_json
 
 GOAL = 2000.0
 """Samples a second through one orchestrator."""
 NUM_CALLS = 100
-NUM_WEIGHTS = 1_000_000
+WEIGHT, NUM_WEIGHTS = "layers.0.weight", 1_000_000
 TIMEOUT_S = 300.0
 
 
@@ -64,11 +66,11 @@ class StubWorker:
     """What commands need of a ``StudentWorker``: reads its rows, agrees with the other ranks, and learns nothing."""
 
     constants: frozenset[str] = frozenset()
-    layout = SimpleNamespace(device=torch.device("cpu"), is_first_rank=True)
     saving = SimpleNamespace(is_busy=False)
 
     def __init__(self, recipe: Recipe, address: dict[str, Any], rank: int) -> None:
         self.recipe, self.weight_version, self._rank = recipe, 0, rank
+        self.layout = SimpleNamespace(device=torch.device("cpu"), copy=rank, tp_rank=0, pp_rank=0)
         self._reader = open_reader(address, timeout_s=TIMEOUT_S)
 
     def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]:
@@ -90,8 +92,8 @@ class StubWorker:
     def memory(self) -> dict[str, float]:
         return {}
 
-    def weights(self, **_: Any) -> Iterator[tuple[str, Tensor]]:
-        yield "layers.0.weight", torch.zeros(NUM_WEIGHTS)
+    def weights(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+        yield WEIGHT, torch.zeros(NUM_WEIGHTS)
 
 
 def rank_life(rank: int, num_ranks: int, store: str, recipe: Recipe, end: Any) -> None:
@@ -107,7 +109,9 @@ def rank_life(rank: int, num_ranks: int, store: str, recipe: Recipe, end: Any) -
         joining = link.next_command()["kwargs"]
         channel.send(joining)
         worker = stub(recipe, joining, rank)
-        link.answer(student_facts(recipe, worker))
+        weights = to_json([TensorMeta(WEIGHT, torch.float32, (NUM_WEIGHTS,), 0)]).decode()
+        announced = {"tensors": weights, "num_senders": 1, "large_bytes": LARGE_BYTES, "num_constants": 0}
+        link.answer({"is_on_gpu": False, "announced": {**announced, "checks_values": False}})
         run_commands(worker, channel, link)
     channel.send({"call": "stop", "kwargs": {"is_asked": False}})
 

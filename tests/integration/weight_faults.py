@@ -294,12 +294,11 @@ class SlurmRun(StruckRun):
         self._cluster = self._stack.enter_context(slurm.running(folder.with_suffix(".slurm"), networks))
         options |= {
             "rollout__replicas": NUM_REPLICAS,
-            "teacher_defaults": {"placement": {"type": "in_process"}},
-            "slurm": {"partition": "wide", "nodes": 1 + NUM_REPLICAS, "gpus_per_node": 1, "time": "60"},
+            "slurm": {"partition": "wide", "nodes": 3, "gpus_per_node": 2, "time": "60", "interface": slurm.INTERFACE},
         }
         placement = {"type": "registered", "startup_timeout_s": 240.0}
         super().__init__(world, folder, placement=placement, request_timeout_s=FAR_S, patience=2.0, **options)
-        self.within = within(networks[0])
+        self.within = self._cluster.words_before("slurmctld")
 
     def command(self, *flags: str) -> list[str]:
         """Submit the job's own script, whose trainer is the ``program``; it resumes by itself."""
