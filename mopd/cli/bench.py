@@ -11,12 +11,23 @@ from mopd.bench.losses.cases import add_arguments as add_losses_arguments
 from mopd.launch.failure import ignore_library_warnings
 
 ABOUT = "measure a part of mopd"
-EXAMPLES = None
+EXAMPLES = """\
+examples:
+  mopd bench                           the benches, with a line each
+  mopd bench losses --quick            a few telling shapes
+  mopd bench teachers --engine torch   without vLLM
+  mopd bench data_plane --quick        some seconds
+  mopd bench pipeline                  four scenarios, at several values of max_staleness: some minutes
+  mopd bench pipeline --quick          one of them, shorter, at 0 and 2: some ten seconds
+  mopd bench student --quick           fewer samples and rounds
+  mopd bench weights --mb 500 --replicas 1
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Light to import, as all of this file; ``args.what`` names the chosen part."""
-    parts = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
+    """Light to import, as all of this file; ``args.what`` names the chosen part, None for a list of all."""
+    parts = parser.add_subparsers(metavar="WHAT", dest="what")
+    parser.set_defaults(list_parts=parser.print_help)
     text = "time, memory and error of the losses beside others"
     add_losses_arguments(parts.add_parser("losses", help=text, description=text))
     text = "throughput and bytes of the path from teachers to tensors, by payload; exit code 1 below a goal"
@@ -34,18 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of tables")
 
     text = "step times of the controller beside what bounds them, with stages that sleep; exit code 1 below a goal"
-    pipeline = parts.add_parser(
-        "pipeline",
-        help=text,
-        description=text,
-        epilog="examples:\n"
-        "  mopd bench pipeline              four scenarios, at several values of max_staleness: some minutes\n"
-        "  mopd bench pipeline --quick      one of them, shorter, at 0 and 2: some ten seconds\n"
-        "  mopd bench pipeline --json       every number",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    pipeline.add_argument("--quick", action="store_true", help="shorter stages and fewer steps: noisier")
-    pipeline.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add = parts.add_parser("pipeline", help=text, description=text).add_argument
+    add("--quick", action="store_true", help="shorter stages and fewer steps: noisier")
+    add("--json", action="store_true", help="print JSON instead of tables")
 
     text = "a student step beside plain PyTorch, packed sequences beside padded ones; exit code 1 below a goal"
     add = parts.add_parser("student", help=text, description=text).add_argument
@@ -68,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Measure; the exit code."""
+    if args.what is None:
+        args.list_parts()
+        return 0
     ignore_library_warnings()
     if args.what == "losses":
         from mopd.bench.losses.command import run as measure

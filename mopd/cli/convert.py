@@ -13,7 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Spelled as in ``mopd.conversion.mapped.WEIGHT_DTYPES``, which is heavy to import."""
 LAYOUT_OPTIONS = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor")
 UNEVEN_OPTIONS = ("--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage")
-ABOUT = "Convert, check and combine checkpoints. Every command writes a new folder, whole or not at all."
+ABOUT = "convert, check and combine checkpoints; each writes a new folder, whole or not at all"
 EXAMPLES = """\
 examples:
   mopd convert hf-to-megatron models/qwen3 out/megatron --tensor-model-parallel-size 2
@@ -21,8 +21,13 @@ examples:
   torchrun --nproc-per-node 8 -m mopd convert hf-to-megatron models/large out/megatron --resume
   mopd convert verify models/qwen3 out/megatron
   mopd convert inspect out/megatron --json
+  mopd convert reshard out/megatron out/pp2 --pipeline-model-parallel-size 2
   mopd convert merge out/average models/math models/code
   mopd convert merge out/arithmetic models/math models/code --base models/base --weights 0.5 0.5
+  mopd convert merge-lora models/base adapters/math out/math
+  mopd convert pad-vocab models/qwen3 out/padded --multiple 128
+  mopd convert unpad-vocab out/padded out/plain --vocab-size 151669
+  mopd convert extract-head models/large out/head
 """
 MISMATCH_CODE = 1
 """Exit code of ``verify`` when it found a difference."""
@@ -61,7 +66,9 @@ def _add_conversions(parser: argparse.ArgumentParser, *, has_layout: bool) -> No
             option = f"--{name.replace('_', '-')}-parallel-size"
             is_expert_tensor = name == "expert_tensor"
             default, shown = (None, "the tensor degree") if is_expert_tensor else (1, "1")
-            parser.add_argument(option, type=int, default=default, metavar="N", help=f"degree of the cut ({shown})")
+            parser.add_argument(
+                option, type=int, default=default, metavar="N", help=f"degree of the cut (default: {shown})"
+            )
         for option in UNEVEN_OPTIONS:
             parser.add_argument(option, type=int, metavar="N", help="where it has another number than the others")
     if "reshard" not in parser.prog:
@@ -78,7 +85,9 @@ def _add_reading(verify: argparse.ArgumentParser, inspect: argparse.ArgumentPars
     verify.add_argument(
         "--text", default=None, help="probe text of the logits; default: a paragraph of several scripts"
     )
-    verify.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="largest logit difference (1e-4)")
+    verify.add_argument(
+        "--tolerance", type=float, default=1e-4, metavar="X", help="largest logit difference (default: 1e-4)"
+    )
     inspect.add_argument("path", type=Path, metavar="PATH", help="Hugging Face folder or distributed checkpoint")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     for parser in (verify, inspect):
@@ -115,7 +124,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted conversion")
     parser.add_argument(
-        "--max-file-bytes", type=int, default=2**30, metavar="N", help="size at which a file of weights ends (1 GiB)"
+        "--max-file-bytes",
+        type=int,
+        default=2**30,
+        metavar="N",
+        help="size at which a file of weights ends (default: 1 GiB)",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -13,44 +14,46 @@ from mopd import __version__
 from mopd.base.files.writing import refusal
 from mopd.base.text import one_line, visible
 from mopd.base.types import UserError
-from mopd.cli import bench, check, config, convert, eval, generate, init, plan, replay, score, serve, slurm, train
+from mopd.cli import (
+    bench,
+    check,
+    completion,
+    config,
+    convert,
+    eval,
+    generate,
+    init,
+    plan,
+    replay,
+    score,
+    serve,
+    slurm,
+    train,
+)
+from mopd.cli.completion import parts_of
 from mopd.cli.watching import compare, logs, report, status, stop
 from mopd.launch import failure
 
 DESCRIPTION = "Distil several domain teachers into one student, on-policy, on Megatron-Core."
 EXAMPLES = """\
 examples:
-  mopd init --student MODEL --teacher NAME=MODEL --train FILE   a first recipe, with the domains of the data
-  mopd config recipes/quickstart.yaml                       every value of a recipe and where it comes from
-  mopd plan my.yaml --gpu h100                              what goes where, whether it fits, how long a step takes
-  mopd check recipes/quickstart.yaml                        the checks before a run, without the run
-  mopd train recipes/quickstart.yaml                        start the ranks that the recipe needs, and train
-  mopd train recipes/quickstart.yaml --resume               go on from the newest complete checkpoint
-  mopd train recipes/quickstart.yaml --resume --from step_150   go back to an older one
-  mopd status runs/quickstart                               how a run does; mopd logs: what its processes wrote
-  mopd stop runs/quickstart                                 end a run after its step, with a checkpoint
-  mopd train my.yaml schedule.steps=10 run_dir=runs/short   with other values than the recipe's
-  torchrun --nproc-per-node 8 -m mopd train my.yaml         the same under your own torchrun
-  mopd eval my.yaml --model runs/mine/hf                    validation rewards of any Hugging Face folder
-  mopd replay runs/mine loss.type=topk_reverse_kl           another loss on the very samples of a run
-  mopd score my.yaml                                        the teachers' scores of stored responses
-  mopd serve my.yaml --teacher math --port 8000             one teacher behind HTTP (see placement: external)
-  mopd slurm my.yaml --wait                                 the run as a job of a Slurm cluster
-  mopd report runs/quickstart                               one HTML page and report.json
-  mopd compare runs/quickstart runs/mine --html compare.html   tables, recipe differences and curves side by side
-  mopd generate runs/quickstart "a prompt" --samples 4       what the student answers now
-  mopd convert megatron-to-hf runs/mine/checkpoints/step_00000100 out/hf
-  mopd bench losses --quick                                 time, memory and error of the losses beside others
-  mopd bench teachers                                       the path from teachers to tensors beside the bare engine
+  mopd init --student MODEL --teacher NAME=MODEL --train FILE --output my.yaml
+  mopd check my.yaml                                what is missing or wrong, before anything trains
+  mopd train my.yaml schedule.steps=10              with another value than the recipe's
+  mopd report runs/mine                             one HTML page and report.json
+  mopd COMMAND --help                               options, defaults and examples of a command
 
 exit codes: 0 done, 1 failure, 2 an error that one line explains, 69 a process or machine was lost and 75 asked to
   stop (go on with --resume), 130 interrupted
 """
-COMMANDS = (
-    init, train, check, config, plan, eval, replay, score, serve, slurm, status, logs, stop, report, compare, generate,
-    convert, bench,
-)  # fmt: skip
-"""Each by the name of its file."""
+GROUPS = {
+    "prepare": (init, config, check, plan),
+    "run": (train, slurm, replay, score, serve),
+    "inspect": (status, logs, stop, report, compare),
+    "models": (generate, eval, convert),
+    "develop": (bench, completion),
+}
+"""Kind of work -> its commands, each by the name of its file, as ``mopd --help`` lists them."""
 FREE_TEXTS = ("set", "prompts", "by")
 """Arguments that are no paths and no names."""
 ON_RANKS = (train, check, eval, convert)
@@ -109,7 +112,7 @@ def _open_standard_streams() -> None:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, overrides behind an option included: ``train my.yaml --resume seed=1``."""
     parser = _parser()
-    args, rest = parser.parse_known_args(arguments)
+    args, rest = parser.parse_known_args(_with_auto_joined(arguments))
     unknown = [word for word in rest if word.startswith("-") or "=" not in word]
     if rest and (unknown or "set" not in args):
         parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
@@ -118,16 +121,44 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _with_auto_joined(arguments: Sequence[str]) -> list[str]:
+    """Return the command line with ``--resume auto`` of ``train`` as one word. To argparse the value would be optional,
+    and then it takes whatever comes next for it: ``--resume seed=1``."""
+    words = list(arguments)
+    for place in range(1, len(words) - 1):
+        if words[0] == "train" and words[place : place + 2] == ["--resume", "auto"]:
+            words[place : place + 2] = ["--resume=auto"]
+    return words
+
+
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="mopd", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw)
+    usage = "mopd [-h] [--version] COMMAND ..."
+    parser = argparse.ArgumentParser(
+        prog="mopd", usage=usage, description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw
+    )
     parser.add_argument("--version", action="version", version=f"mopd {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        name, about, examples = command.__name__.rpartition(".")[2], command.ABOUT, command.EXAMPLES
-        made = commands.add_parser(name, help=about, description=about, epilog=examples, formatter_class=raw)
+    named = {group: [(it.__name__.rpartition(".")[2], it) for it in members] for group, members in GROUPS.items()}
+    # The groups stand in the description: argparse can only list all commands as one.
+    lines = [
+        line
+        for group, members in named.items()
+        for line in (f"{group}:", *(f"  {name:<12}{command.ABOUT}" for name, command in members))
+    ]
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", prog="mopd", title="commands", description="\n".join(lines),
+        help=argparse.SUPPRESS,
+    )  # fmt: skip
+    for name, command in itertools.chain.from_iterable(named.values()):
+        about, examples = command.ABOUT, command.EXAMPLES
+        made = commands.add_parser(name, description=about, epilog=examples, formatter_class=raw)
         command.add_arguments(made)
         made.set_defaults(command=command)
+        for part, nested in parts_of(made).items():
+            nested.formatter_class = raw
+            shown = [line for line in examples.splitlines() if f" {name} {part} " in f"{line} "]
+            nested.epilog = "\n".join(["examples:", *shown])
+    parser.set_defaults(parser=parser)
     return parser
 
 

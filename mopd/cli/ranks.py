@@ -24,7 +24,7 @@ def add_recipe(parser: argparse.ArgumentParser, default: str | None = None) -> N
     about = "recipe file; docs/recipes.md lists every key" + ("" if default is None else " (default: standard input)")
     add("recipe", metavar="RECIPE", help=about, **optional)
     add("set", metavar="KEY=VALUE", nargs="*", action="extend", default=[], help="override keys (YAML values)")
-    add("--set", metavar="KEY=VALUE", dest="set", action="append", default=[], help="the same, as an option")
+    add("--set", metavar="KEY=VALUE", dest="set", action="append", default=[], help=argparse.SUPPRESS)
 
 
 def on_students_ranks(

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="folder of a run with metrics.keep_samples: true")
     add("set", metavar="KEY=VALUE", nargs="*", action="extend", default=[], help="keys of the run's recipe to change")
-    add("--set", metavar="KEY=VALUE", dest="set", action="append", default=[], help="the same, as an option")
+    add("--set", metavar="KEY=VALUE", dest="set", action="append", default=[], help=argparse.SUPPRESS)
     add("--steps", type=int, metavar="N", help="optimizer steps (default: those of the run)")
     add("--resume", action="store_true", help="go on with a replay that was begun")
     add("--json", action="store_true", help="print the result as JSON")

@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--teacher", metavar="NAME", help="serve this teacher's scores")
     which.add_argument("--rollout", action="store_true", help="serve the student's sampler")
-    parser.add_argument("--replica", type=int, default=0, metavar="N", help="number of this replica, for the logs")
+    parser.add_argument(
+        "--replica", type=int, default=0, metavar="N", help="number of this replica, for the logs (default: 0)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 (default) takes a free one")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="secret that clients must send")

@@ -27,7 +27,11 @@ USERS_SIGNALS = (128 + signal.SIGINT, 128 + signal.SIGHUP)
 ABOUT = "train a student"
 EXAMPLES = """\
 examples:
-  mopd train recipes/quickstart.yaml --resume
+  mopd train recipes/quickstart.yaml schedule.steps=10 run_dir=runs/short   with other values than the recipe's
+  mopd train recipes/quickstart.yaml --resume                     go on from the newest complete checkpoint
+  mopd train recipes/quickstart.yaml --resume --from step_150     go back to an older one
+  mopd train my.yaml --resume auto                                begin, or go on: the same command every time
+  torchrun --nproc-per-node 8 -m mopd train my.yaml               the same under your own torchrun
   mopd train my.yaml --nnodes 4 --node-rank 1 --rdzv-endpoint 10.0.0.1:29500   on the second of four nodes
 """
 
@@ -37,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument("--resume", action="store_true", help="go on with the run in run_dir")
     auto_help = "the same if there is a run in run_dir, else start it: for a job that is started again and again"
-    # A word of its own: an option with an optional value would take the next KEY=VALUE for it.
+    # A word of its own, which cli.main also makes of two (--resume auto).
     parser.add_argument("--resume=auto", dest="resume_auto", action="store_true", help=auto_help)
     from_help = "with --resume: this checkpoint instead of the newest; later ones are set aside"
     parser.add_argument("--from", dest="from_step", metavar="STEP_N", help=from_help)

@@ -29,7 +29,7 @@ and the place that it comes from.
   `type: auto`: `loss.type=topk_jsd` leaves `loss.top_k` as it was, `loss.type=k2` does not. `null` takes an optional
   section away, `{}` what a mapping of names (of domains, say) holds below: `data.domain_weights={}`.
 - **`mopd train my.yaml seed=1 data.train='[a.parquet, b.parquet]'`**: an override's value is YAML. A key part that
-  holds a dot or `=` goes in double quotes: `'data.domain_weights."a.b"=2'`. `--set key=value` is the same as an option.
+  holds a dot or `=` goes in double quotes: `'data.domain_weights."a.b"=2'`.
 - **Strict:** an unknown key, a wrong type, a repeated key or a key that is not text stops the command with one line
   that names file, line and dotted path. Two kindnesses: a whole number is taken where a number is expected, and `1e-6`
   (which YAML 1.1 reads as text) is a number wherever one fits.

@@ -68,8 +68,14 @@ class Place:
 def add_node_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that place this launcher, with torchrun's names and meaning."""
     add = parser.add_argument
-    add("--nnodes", type=int, default=1, metavar="N", help="start this command once on each of N nodes")
-    add("--node-rank", type=int, default=0, metavar="R", help="with --nnodes: which of them this is, 0 to N-1")
+    add("--nnodes", type=int, default=1, metavar="N", help="start this command once on each of N nodes (default: 1)")
+    add(
+        "--node-rank",
+        type=int,
+        default=0,
+        metavar="R",
+        help="with --nnodes: which of them this is, from 0 (default) to N-1",
+    )
     add("--rdzv-endpoint", metavar="HOST:PORT", help="with --nnodes: an address and a free port of node 0")
 
 

@@ -62,7 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--shapes", nargs="+", metavar="T,V,K", help="rows, vocabulary, ids a row; default: a grid, headline first")
     add("--heads", nargs="+", metavar="T,V,K,H", help="shapes with an LM head of width H before the loss")
-    add("--tp-shard", nargs="+", type=int, default=[1], metavar="N", help="measure one of N vocabulary shards")
+    add(
+        "--tp-shard",
+        nargs="+",
+        type=int,
+        default=[1],
+        metavar="N",
+        help="measure one of N vocabulary shards (default: 1)",
+    )
     add("--quick", action="store_true", help="a few telling shapes instead of the grid")
     add("--repeats", type=int, metavar="N", help="timed rounds; default: 20 on cuda, 5 on cpu")
     add("--time-limit", type=float, metavar="SECONDS", help="stop after this time and keep what is measured")

@@ -24,9 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="the run's folder")
     add("--follow", action="store_true", help="go on with what is written from now on, until Ctrl-C")
-    add("--node", default="*", metavar="N", help="only of this node, or of those that match a pattern")
+    add("--node", default="*", metavar="N", help="only of this node, or of those that match a pattern (default: all)")
     add(
-        "--role", default="*", metavar="R", help="only of this role: launcher, rank_3, orchestrator, teachers.math.0, …"
+        "--role",
+        default="*",
+        metavar="R",
+        help="only of this role: launcher, rank_3, orchestrator, teachers.math.0, … (default: all)",
     )
     add("--lines", type=int, default=20, metavar="L", help="last lines of each log (default: %(default)s)")
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mopd.base.hardware import this_hardware
-from mopd.cli.main import main
+from mopd.cli.completion import parts_of
+from mopd.cli.main import _parse, _parser, main
 from mopd.config.load import load_recipe
 from mopd.launch.preparing import settled
 from tests.fixtures.recipe import RECIPE
@@ -63,13 +67,82 @@ def test_the_package_is_the_program_and_nothing_runs_where_it_is_only_imported(
     assert ended.value.code == 0 and "usage: mopd" in capsys.readouterr().out
 
 
-def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def parsers(parser: argparse.ArgumentParser, *path: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every command with its parts, by the words that call it."""
+    for name, nested in parts_of(parser).items():
+        yield " ".join(("mopd", *path, name)), nested
+        yield from parsers(nested, *path, name)
+
+
+ALL = dict(parsers(_parser()))
+
+
+def test_help_lists_every_command_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    for command in ("train", "check", "config", "eval", "serve", "report", "convert"):
-        assert f"  mopd {command} " in out
+    listed = [line.split()[0] for line in out.splitlines() if re.match(r"    [a-z]+  ", line)]
+    assert listed == list(parts_of(_parser())) and {"train", "convert", "bench"} < set(listed)
+    assert re.findall(r"^  ([a-z]+):$", out, re.M) == ["prepare", "run", "inspect", "models", "develop"]
+
+
+@pytest.mark.parametrize("call", ALL)
+def test_every_help_has_an_example_and_its_defaults(call: str) -> None:
+    """An option with a value tells its default; the override as an option is not shown."""
+    parser = ALL[call]
+    assert re.search(rf"^(examples?:)?\s*(torchrun .* -m )?{call}\b", parser.epilog or "", re.M)
+    assert "--set" not in parser.format_help()
+    valued = [action for action in parser._actions if action.nargs != 0 and action.option_strings]
+    told = [action for action in valued if action.default not in (None, [], argparse.SUPPRESS)]
+    assert [action.option_strings for action in told if "default" not in (action.help or "")] == []
+
+
+def test_bench_without_a_name_lists_the_benches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    out = capsys.readouterr().out
+    for name in ("losses", "teachers", "data_plane", "pipeline", "student", "weights"):
+        assert re.search(rf"^    {name}\s+\w+\W+\w+", out, re.M)
+
+
+def test_resume_auto_is_one_word_or_two() -> None:
+    """Of `--resume` alone the next word is no value."""
+    assert parse("train", "r.yaml", "--resume=auto", "seed=1") == parse("train", "r.yaml", "--resume", "auto", "seed=1")
+    assert parse("train", "--resume", "auto", "r.yaml", "seed=1").resume_auto
+    plain = parse("train", "r.yaml", "--resume", "seed=1")
+    assert plain.resume and not plain.resume_auto and plain.set == ["seed=1"]
+
+
+def parse(*words: str) -> argparse.Namespace:
+    args = _parse(words)
+    del args.parser
+    return args
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["tr"], ["train"]),
+        (["train", "--res"], ["--resume"]),
+        (["train", "my.yaml", "--no"], ["--node-rank"]),
+        (["train", ""], []),
+        (["bench", "te"], ["teachers"]),
+        (["bench", "teachers", "--pa"], ["--pairs"]),
+        (["convert", "merge"], ["merge", "merge-lora"]),
+        (["completion", "--"], ["--help"]),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_bash_completes(typed: list[str], offered: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    words = " ".join(f"'{word}'" for word in ["mopd", *typed])
+    asked = f"COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _mopd; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    command = ["bash", "--norc", "-c", script + asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert (done.stdout.split(), done.stderr) == (offered, "")
+    assert main(["completion", "zsh"]) == 0
+    assert capsys.readouterr().out == f"autoload -U +X bashcompinit && bashcompinit\n{script}"
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
