@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         report.add(measure_size(args.size, size_on_gpu(args.size), lengths, dtype="bfloat16", top_k=args.top_k))
         return report.finish()
     if args.engine == "vllm" and find_spec("vllm") is None:
-        raise UserError("bench teachers: vllm is not installed: install it (README.md, Install) or set --engine torch")
+        raise UserError("bench teachers: vllm is not installed: pip install 'mopd[vllm]', or set --engine torch")
     asyncio.run(measure_path(report, args.engine, args.pairs, args.sequences, args.top_k))
     return report.finish()
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from mopd.cli.main import main
+from mopd.cli.completion import parts_of
+from mopd.cli.main import _parser, main
 from tests.architecture.source import ROOT, trees
 
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
@@ -128,6 +129,13 @@ def test_commands(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert text, f"{page.name}: mopd {' '.join(words[:depth])} is no command"
         options = [word.split("=")[0] for word in words if word.startswith("--")]
         assert [option for option in options if not re.search(rf"{option}\b", text)] == [], f"{page.name}: {words}"
+
+
+def test_the_page_of_commands_has_all() -> None:
+    calls = commands_in(ROOT / "docs" / "commands.md")
+    commands = parts_of(_parser())
+    assert set(commands) == {words[0] for words in calls}
+    assert set(parts_of(commands["bench"])) == {words[1] for words in calls if words[0] == "bench" and words[1:]}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

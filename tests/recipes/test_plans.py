@@ -148,9 +148,9 @@ def test_a_real_recipe_passes_the_static_checks_and_is_submitted_dry(
         assert "#SBATCH" in capsys.readouterr().out
 
 
-def test_the_readme_shows_a_plan() -> None:
+def test_the_page_shows_a_plan() -> None:
     """The page shows the plan as it is printed: a change of what a plan prints changes the page."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```text\n(┏.*?)```", text, re.S)
     path = next(path for path in REAL if path.stem == "qwen3_8b_math_code_h100")
     command = [sys.executable, "-m", "mopd", *command_of(path)]

@@ -116,7 +116,7 @@ def _check_wandb(cfg: WandBConfig) -> None:
     """Refuse Weights & Biases without its package, or without a key for its server."""
     if importlib.util.find_spec("wandb") is None:
         raise UserError(
-            "metrics.wandb is set but the wandb package is not installed: run pip install wandb, or remove the section"
+            "metrics.wandb is set, but the package is not installed: pip install 'mopd[wandb]', or remove the section"
         )
     if cfg.mode == "online" and os.environ.get("WANDB_MODE", "online") == "online" and not _has_wandb_key():
         raise UserError(

@@ -84,7 +84,7 @@ def test_gpus_that_this_torch_cannot_use_are_no_silent_cpu(hardware: Hardware, l
 
 def test_a_missing_wandb_is_one_line(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
-    with pytest.raises(UserError, match=r"metrics\.wandb .* pip install wandb"):
+    with pytest.raises(UserError, match=r"metrics\.wandb .* pip install 'mopd\[wandb\]'"):
         check_inputs(load("metrics.wandb.project=mine"))
     check_inputs(load())
 
