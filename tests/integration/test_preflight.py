@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
+from tests.fixtures.tiny_models import CHARACTERS, make_hf_model, make_tokenizer
 from tests.integration.world import World, mopd, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
@@ -45,6 +45,14 @@ def test_swapped_teachers(world: World, tmp_path: Path) -> None:
 def test_teacher_is_the_student(world: World, tmp_path: Path) -> None:
     error = refused(world, tmp_path / "run", teachers__left__model=str(world.student))
     assert "preflight.allow_same_weights" in error
+
+
+def test_other_tokenizer(world: World, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(world.teachers["left"], teacher)
+    make_tokenizer(teacher, characters=CHARACTERS[::-1])
+    error = refused(world, tmp_path / "run", teachers__left__model=str(teacher))
+    assert "do not share a tokenizer" in error
 
 
 def test_larger_teacher_vocabulary_is_fine(world: World, tmp_path: Path) -> None:

@@ -62,6 +62,11 @@ def test_corrupt_safetensors(world: World, tmp_path: Path, key: str) -> None:
     assert_names(refused(world, tmp_path, **{key: str(model)}), str(weights))
 
 
+def test_prompt_longer_than_the_model(world: World, tmp_path: Path) -> None:
+    line = refused(world, tmp_path, data__max_prompt_length=300)
+    assert_names(line, "data.max_prompt_length 300", "rollout.max_response_length 4", "256", str(world.student))
+
+
 def test_no_run_to_resume(world: World, tmp_path: Path) -> None:
     assert_names(refused(world, tmp_path, "--resume"), "run_dir", "--resume")
 
