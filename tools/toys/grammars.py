@@ -11,8 +11,8 @@ toy             domains              what it can tell
 ``long``        walk, hop            whether mistakes are followed by others: 60 words, each from the one before it
 ``conflict``    short, middle, wide  who starves: what follows a word depends on the prompt's first one
 ``foreign``     near, far            what another origin costs: the base is mostly right about near, never about far
-``decision``    talk                 what a token outside the top k decides: the base ends a tenth of its words with a
-                                     call that its teacher never makes
+``decision``    talk                 what a token outside the top k decides: the base is its teacher, but for a call
+                                     that has a part of the mass outside
 ==============  ===================  ==================================================================================
 """
 
@@ -45,8 +45,9 @@ CHAIN = 60
 """Words of an answer of ``long``."""
 OUTSIDE = -8.0
 """Logit of words of other domains."""
-CALLED = 0.1
-"""The base's probability of ``CALL``, the token that decides, after each word."""
+TOP_K, CALLED = 16, 0.3
+"""The recipes' ``loss.top_k``, and the base's share of ``CALL``, the token that decides, in the mass outside the
+teacher's top k."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,8 @@ def domains_of(toy: str) -> list[Domain]:
             continue
         words = range(first, first := first + size)
         table = None if name in SPREADS else {word: rng.choice(words) for word in words}
-        length, call = {"long": CHAIN, "foreign": 12}.get(toy, 16), words.stop if toy == "decision" else None
+        length = {"stochastic": 16, "long": CHAIN, "foreign": 12, "decision": 32}[toy]
+        call = words.stop if toy == "decision" else None
         made.append(Domain(name=name, words=words, next_word=table, starts=words, length=length, call=call))
     return made
 
@@ -126,7 +128,8 @@ def make(toy: str, out: Path) -> dict[str, Any]:
     known = torch.stack([_base_table(toy, domain, tables[domain.name], rng) for domain in domains])
     # Each word has one table, its domain's; but for `conflict`, whose words have three, and the base knows their mean.
     known = known.mean(0) if toy == "conflict" else sum(known * _rows_of(domains, size)[:, :, None])
-    _save(_model(embeddings_VH, _head(embeddings_VH, known), seed=0), tokenizer, out / "base")
+    seed = None if toy == "decision" else 0  # without a layer that draws it away from its teacher
+    _save(_model(embeddings_VH, _head(embeddings_VH, known), seed), tokenizer, out / "base")
     _write_prompts(toy, domains, out)
     return facts
 
@@ -168,11 +171,14 @@ def _table(domain: Domain, embeddings_VH: Tensor, rng: torch.Generator) -> Tenso
 def _base_table(toy: str, domain: Domain, table: Tensor, rng: torch.Generator) -> Tensor:
     """Return what the base believes: a blurred table of the teacher, or another word after those it does not know."""
     if domain.next_word is None:
-        blurred = torch.where(table == OUTSIDE, table, 0.6 * table)
-        if domain.call is not None:
-            words = list(domain.words)
-            blurred[words, domain.call] = blurred[words].logsumexp(1) + math.log(CALLED / (1 - CALLED))
-        return blurred
+        if domain.call is None:
+            return torch.where(table == OUTSIDE, table, 0.6 * table)
+        base, words = table.clone(), list(domain.words)
+        top = table[words].log_softmax(1).topk(TOP_K)
+        base[words] = table[words].log_softmax(1) + math.log(1 - CALLED)
+        base[words, domain.call] = math.log(CALLED) + (1 - top.values.exp().sum(1)).log()
+        base[words] = base[words].scatter(1, top.indices, top.values)
+        return base
     size, blurred = len(table), table * (1.0 if toy == "foreign" else UNSURE / SURE)
     is_known = torch.rand(size, generator=rng) < KNOWN.get(domain.name, KNOWN.get(toy, 1.0))
     others = torch.randint(domain.words.start, domain.words.stop, (size,), generator=rng)

@@ -20,7 +20,7 @@ SETTINGS: dict[str, tuple[int, int, int, dict[str, Any], dict[str, float]]] = {
     "long": (60, 8, 60, CHAIN_REWARD, {}),
     "conflict": (120, 40, 36, {"type": "exact_match"}, {"short": 1.0, "middle": 2.0, "wide": 2.0}),
     "foreign": (80, 24, 12, CHAIN_REWARD, {}),
-    "decision": (80, 24, 16, NO_CALL, {}),
+    "decision": (80, 16, 32, NO_CALL, {}),
 }
 """Toy -> steps, prompts a step, longest response, reward (none: no answer is right), shares of the prompts."""
 
