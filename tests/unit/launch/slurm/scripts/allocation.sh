@@ -85,6 +85,7 @@ await() {  # PROCESS: its exit code; a signal's trap runs meanwhile
 }
 
 finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
+  jobs -p | xargs -r kill 2>/dev/null  # no replica is started again; Slurm ends those that run
   case $1 in
     0 | 2) exit "$1" ;;                   # done, or a line has said what to change: it would come again
     75) [ -n "$stopping" ] || exit 75 ;;  # `mopd stop` ends the job for good
