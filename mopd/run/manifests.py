@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from typing import Any
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import open_regular, shown_path
-from mopd.base.files.writing import write_json
+from mopd.base.files.writing import WriteRefusedError, write_json, writing
 from mopd.base.types import UserError
 from mopd.config.groups import TeacherConfig, VllmEngineConfig
 from mopd.config.machine.places import engine_groups
@@ -25,12 +26,15 @@ from mopd.conversion.models.config_keys import CONFIG_FILE
 from mopd.engines.replicas.identity import PROBE_TOKENS
 from mopd.report.run_files import CURE
 
+logger = logging.getLogger(__name__)
+
 NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
 """Number and size of the samples of a weight file that nodes compare besides both ends of each of its tensors."""
 SAMPLE_THREADS = 16
 """Threads that read samples: a network file system answers many small reads at a time, and a model of experts has a
 hundred thousand tensors."""
-CACHE_FILE = Path("~/.cache/mopd/weight_hashes.json")
+CACHE = "XDG_CACHE_HOME"
+"""Environment variable that names the folder of caches; ``~/.cache`` without it."""
 FINGERPRINTS = "fingerprints"
 """Key of ``manifest.json`` for scores on a fixed probe, by ``teachers.NAME``."""
 COMMITS = "commits"
@@ -48,11 +52,15 @@ def has_own_weights(teacher: TeacherConfig) -> bool:
 
 def hash_cache() -> Path | None:
     """Return the file of digests by (path, size, modification time), so that a start does not read hundreds of
-    gigabytes again. ``None`` for a user without a home folder."""
+    gigabytes again. ``None``, after a warning, where there is no folder for it: a container's home is often closed."""
     try:
-        return CACHE_FILE.expanduser()
-    except RuntimeError:
+        folder = Path(os.environ.get(CACHE) or Path("~/.cache").expanduser()) / "mopd"
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+    except (RuntimeError, WriteRefusedError) as error:  # pathlib's, of a user without a home
+        logger.warning("the next start reads all weights again: %s (%s names the place)", error, CACHE)
         return None
+    return folder / "weight_hashes.json"
 
 
 def make_manifests(recipe: Recipe) -> dict[str, Manifest]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import shown_path
-from mopd.base.files.writing import WriteRefusedError, write_text, writing
+from mopd.base.files.writing import WriteRefusedError, write_text
 from mopd.base.types import UserError
 from mopd.conversion.hf.header import TensorInfo, read_header
 from mopd.conversion.hf.reader import PROCESSOR_PATTERNS, TOKENIZER_PATTERNS, matching_files, weight_files
@@ -153,8 +153,6 @@ def _read_cache(cache_file: Path) -> dict[str, dict[str, str]]:
 def _write_cache(cache_file: Path, cache: dict[str, dict[str, str]]) -> None:
     """Write the cache. Two runs may share the file: the last writer wins, and a reader never sees half of it."""
     try:
-        with writing(cache_file.parent):
-            cache_file.parent.mkdir(parents=True, exist_ok=True)
         write_text(cache_file, json.dumps(cache))
     except WriteRefusedError as error:
         logger.warning("the next start reads all weights again: %s", error)

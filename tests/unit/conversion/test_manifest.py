@@ -26,7 +26,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    return tmp_path / "caches" / "hashes.json"
+    return tmp_path / "hashes.json"
 
 
 def changed(old: Manifest, new: Manifest) -> list[str]:
@@ -103,7 +103,6 @@ def test_unchanged_files_come_from_the_cache(model: Path, cache: Path):
 def test_a_damaged_cache_is_warned_of_and_replaced(
     model: Path, cache: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ):
-    cache.parent.mkdir()
     cache.write_bytes(content)
     assert make_manifest(model, cache_file=cache) == make_manifest(model, cache_file=None)
     assert "hashes.json" in caplog.text and "delete it" in caplog.text

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from mopd.base.types import UserError
 from mopd.conversion.hf.manifest import make_manifest
-from mopd.run.manifests import NUM_SAMPLES, SAMPLE_BYTES, check_unchanged, glimpse, write_manifests
+from mopd.run.manifests import NUM_SAMPLES, SAMPLE_BYTES, check_unchanged, glimpse, hash_cache, write_manifests
 from tests.fixtures.tiny_models import make_hf_model
 
 
@@ -30,6 +30,17 @@ def test_another_model_or_another_set_of_them_is_refused(tmp_path: Path) -> None
     other = replace(one, weights_sha256="0" * 64)
     with pytest.raises(UserError, match=r"^teachers\.math\.model '.*' is not what the run began with"):
         check_unchanged(path, {"student": one, "teachers.math": other})
+
+
+def test_a_closed_folder_of_caches_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert hash_cache() == tmp_path / "caches" / "mopd" / "weight_hashes.json" and not caplog.records
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    assert hash_cache() is None
+    (record,) = caplog.records
+    assert "/proc/mopd: cannot be written" in record.getMessage() and "XDG_CACHE_HOME" in record.getMessage()
 
 
 MATRIX, NORM = 2**20, 2048
