@@ -14,15 +14,19 @@ import pytest
 import torch
 
 from mopd.base.types import UserError
+from mopd.config.groups import TorchEngineConfig
+from mopd.engines.torch.engine import TorchEngine
+from mopd.orchestrator.weights import sync as syncing
 from mopd.placement.groups import Groups
 from mopd.placement.interface import ROLLOUT
 from tests.fixtures import warm
 from tests.fixtures.ports import free_port
-from tests.fixtures.servers import engine_file, serve_process, wait_until
+from tests.fixtures.servers import engine_file, running_server, serve_process, wait_until
 from tests.integration.groups import (
     LEFT,
     LOCAL,
     RIGHT,
+    ROUTING,
     SAMPLING,
     Student,
     assert_same_scores,
@@ -33,6 +37,7 @@ from tests.integration.groups import (
     run,
     score_here,
     started,
+    until,
 )
 from tests.integration.world import REPOSITORY, World, environment
 
@@ -174,6 +179,36 @@ def test_an_external_server_that_is_not_there(models: World, tmp_path: Path) -> 
     recipe = make_recipe(models, tmp_path, teacher_defaults={"placement": placement})
     message = start_error(recipe_groups(recipe, LEFT))
     assert message.startswith(f"{LEFT}.placement.urls: {url} is not healthy after 1 s")
+
+
+def test_an_external_rollout_server_that_stays_away_is_given_up_by_name(
+    models: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It lacks the student's weights, and nothing here starts it again: the run says that it goes on without it."""
+    monkeypatch.setattr(syncing, "AWAY_PAUSE_S", 0.05)
+    ports = [free_port(), free_port()]
+    placement = {"type": "external", "urls": [f"http://127.0.0.1:{port}" for port in ports]}
+    routing = {**ROUTING, "request_timeout_s": 1.0}
+    rollout = {"max_response_length": 4, "placement": placement, "routing": routing}
+    recipe = make_recipe(models, tmp_path, rollout=rollout)
+
+    def serving(port: int) -> contextlib.AbstractContextManager[object]:
+        engine = TorchEngine.from_pretrained(models.student, TorchEngineConfig(dtype="float32"))
+        return running_server(engine, ROLLOUT, port=port)
+
+    async def work() -> None:
+        student, away = Student(models.student), contextlib.ExitStack()
+        away.enter_context(serving(ports[1]))
+        with serving(ports[0]), away:
+            async with started(recipe, None, [ROLLOUT], student) as (_, routers):
+                away.close()
+                await student.publish(1)
+                await until(lambda: len(routers[ROLLOUT].replicas) == 1)
+                (told,) = (line for line in caplog.messages if "given up" in line)
+                assert told.startswith("rollout.1 is given up: rollout.1: ") and told.endswith(", for 1 s")
+                assert len(await routers[ROLLOUT].generate([[3, 4, 5]], SAMPLING, [11])) == 1
+
+    run(work())
 
 
 @pytest.mark.parametrize("moment", ["while starting", "while ready"])
