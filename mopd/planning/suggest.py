@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from mopd.base.types import UserError
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.config.machine.places import NodePool, engine_groups, place
-from mopd.config.placements import ExternalConfig, LocalConfig, RegisteredConfig
+from mopd.config.placements import ExternalConfig, LocalConfig, RayConfig, RegisteredConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.config.weights import CollectiveConfig, HttpConfig, IpcConfig, WeightSync
@@ -25,7 +25,7 @@ from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT, ReplicaPlan, sco
 from mopd.planning.memory.shards import shard, tensor_bytes
 from mopd.planning.models import STUDENT
 from mopd.planning.plan import PlanInput, group_load, replica_of, stage_of, trainer_load
-from mopd.planning.stages import head_layers
+from mopd.planning.stages import StageTime, head_layers
 from mopd.planning.workload import Workload
 
 T = TypeVar("T")
@@ -37,6 +37,8 @@ OFFLOAD_STEP = 0.05
 """Step in which the share of optimizer states in host memory is tried."""
 LAST = "num_layers_in_last_pipeline_stage"
 CHUNKS = "virtual_pipeline_model_parallel_size"
+POOL = "teachers"
+"""Name of the pool of teachers that take turns."""
 MIN_SHARE = 0.05
 """Least share of a GPU's memory that a rollout which shares it may take."""
 HELPFUL = 0.95
@@ -75,11 +77,11 @@ def suggest(given: PlanInput, rates: Rates) -> list[Suggestion]:
         least = {key: own[0].gpus_per_replica for key, own in fitting.items()}
         beside = f"{sum(least.values())} ({', '.join(f'{key} {gpus}' for key, gpus in least.items())})"
         all_gpus = f"{cluster.num_gpus} GPUs ({cluster.nodes} x {cluster.gpus_per_node} {cluster.name})"
+        tried = "teachers by turns on GPUs (tried on one node)"
         raise UserError(
             f"--suggest: of {all_gpus} the engines take {beside} at least, and no layout of the student fits the "
-            "others, with full recompute and its optimizer's states in host memory either: give more --nodes, lower "
-            "student.max_tokens_per_micro_batch, or let teachers take turns on GPUs (placement.shared_pool of Ray), "
-            "which no search tries"
+            f"others, with full recompute, its optimizer's states in host memory, or {tried} either: give more "
+            "--nodes, or lower student.max_tokens_per_micro_batch"
         )
     return found
 
@@ -94,18 +96,26 @@ def _fitting_groups(given: PlanInput) -> dict[str, list[EngineGroupConfig]]:
 
 
 def _search(given: PlanInput, rates: Rates, fitting: Mapping[str, Sequence[EngineGroupConfig]]) -> list[Suggestion]:
-    recipe, cluster = given.recipe, given.cluster
     lowest = {key: own[0] for key, own in fitting.items()}
+    rollouts = fitting.get(ROLLOUT, [])
+    found = _splits(given, rates, lowest, rollouts)
+    pooled = {} if found else _in_a_pool(given, lowest)  # a turn costs what no rate tells
+    return _splits(given, rates, pooled, rollouts) if pooled else found
+
+
+def _splits(
+    given: PlanInput, rates: Rates, lowest: Mapping[str, EngineGroupConfig], rollouts: Sequence[EngineGroupConfig]
+) -> list[Suggestion]:
+    """Return the best splits with each of the ``rollouts`` in the place of the one of ``lowest``."""
+    recipe, cluster = given.recipe, given.cluster
     # Teachers take as few GPUs as hold them; a rollout that shares its weights over more has more room for sequences.
-    choices = [{**lowest, ROLLOUT: rollout} for rollout in fitting.get(ROLLOUT, [])]
-    least = sum(group.gpus_per_replica for group in lowest.values())
-    splits = [*_by_turns(given, rates, lowest, fitting.get(ROLLOUT, []))]
+    choices = [{**lowest, ROLLOUT: rollout} for rollout in rollouts]
+    least = sum(load.gpus for load in _loads(given, rates, lowest)[0])
+    splits = [*_by_turns(given, rates, lowest, rollouts)]
     layouts = list(trainers(given, rates, at_most=cluster.num_gpus - least))
     for groups in choices or [lowest]:
-        plans = {key: replica_of(given, key, group, samples=given.work.samples) for key, group in groups.items()}
-        loads = [group_load(given, rates, key, group, plans[key]) for key, group in groups.items()]
+        loads, fullest = _loads(given, rates, groups)
         best = ranked(cluster.num_gpus, layouts, loads, max_staleness=recipe.schedule.max_staleness)
-        fullest = max((plan.num_bytes for plan in plans.values()), default=0)
         splits += [(split, groups, max(fullest, split.trainer.num_bytes)) for split in best]
     splits.sort(key=lambda one: (float(f"{one[0].times.step_s:.3g}"), *_plainness(one[0], one[2], cluster)))
     placed = (one for one in splits if _has_places(one[0], one[1], cluster))
@@ -117,6 +127,44 @@ def _search(given: PlanInput, rates: Rates, fitting: Mapping[str, Sequence[Engin
         if len(found) == SHOWN:
             break
     return [*found.values()]
+
+
+def _loads(given: PlanInput, rates: Rates, groups: Mapping[str, EngineGroupConfig]) -> tuple[list[GroupLoad], int]:
+    """Return the groups' loads and the bytes of their fullest GPU. Groups of a pool have the first one's GPUs, and each
+    is done when all are."""
+    plans = {key: replica_of(given, key, group, samples=given.work.samples) for key, group in groups.items()}
+    loads = {key: group_load(given, rates, key, group, plans[key]) for key, group in groups.items()}
+    sizes = {key: group.placement.num_gpus for key, group in groups.items() if isinstance(group.placement, RayConfig)}
+    together = partial(_one_after_another, [loads[key].time for key in sizes])
+    for number, (key, gpus) in enumerate(sizes.items()):
+        loads[key] = replace(loads[key], gpus=0 if number else gpus, time=together, at_most=1)
+    return [*loads.values()], max((plan.num_bytes for plan in plans.values()), default=0)
+
+
+def _one_after_another(times: Sequence[Callable[[int], StageTime]], replicas: int) -> StageTime:
+    each = [time(replicas) for time in times]
+    longest = max(each, key=lambda one: one.step_s)
+    seconds = sum(one.capacity_s for one in each), sum(one.step_s for one in each)
+    return StageTime(capacity_s=seconds[0], step_s=seconds[1], bound=longest.bound)
+
+
+def _in_a_pool(given: PlanInput, groups: Mapping[str, EngineGroupConfig]) -> dict[str, EngineGroupConfig]:
+    """Return the groups with all teachers by turns on the same GPUs of one node, where those that sleep keep what a
+    process has there beside its engine; empty where they do not fit, or there is nothing to share."""
+    cluster, teachers = given.cluster, [key for key in groups if key != ROLLOUT]
+    if cluster.nodes > 1 or len(teachers) < 2:
+        return {}
+    asleep = (len(teachers) - 1) * SHARES["rank_reserve_bytes"].value / cluster.memory_bytes
+    num_gpus, found = max(groups[key].gpus_per_replica for key in teachers), dict(groups)
+    for key in teachers:
+        engine = groups[key].engine
+        assert isinstance(engine, VllmEngineConfig)
+        share = math.floor(100 * (engine.gpu_memory_utilization - asleep)) / 100
+        engine = replace(engine, gpu_memory_utilization=max(0.01, share))
+        placement = RayConfig(type="ray", num_gpus=num_gpus, shared_pool=POOL)
+        found[key] = replace(groups[key], engine=engine, placement=placement)
+    plans = (replica_of(given, key, found[key], samples=given.work.samples) for key in teachers)
+    return {} if any(plan.problems for plan in plans) else found
 
 
 def helps(given: PlanInput, rates: Rates, best: Suggestion) -> list[Help]:
@@ -205,9 +253,7 @@ def _by_turns(
     if cluster.nodes > 1 or recipe.schedule.max_staleness:
         return
     teachers = {key: group for key, group in lowest.items() if key != ROLLOUT}
-    plans = {key: replica_of(given, key, group, samples=given.work.samples) for key, group in teachers.items()}
-    loads = [group_load(given, rates, key, group, plans[key]) for key, group in teachers.items()]
-    others = max((plan.num_bytes for plan in plans.values()), default=0)
+    loads, others = _loads(given, rates, teachers)
     free = cluster.num_gpus - sum(load.gpus for load in loads)
     shared = LocalConfig(type="local", share_gpus_with="student")
     for group, parallel in itertools.product(rollouts, _layouts(given, free)):
@@ -402,6 +448,8 @@ def _keys(split: Split, groups: Mapping[str, EngineGroupConfig], recipe: Recipe)
         if group.engine.max_scoring_tokens > VllmEngineConfig(type="vllm").max_scoring_tokens:
             own["engine"]["max_scoring_tokens"] = group.engine.max_scoring_tokens
         own |= {"placement": {"type": group.placement.type}, "replicas": split.replicas[stage_of(key)]}
+        if isinstance(group.placement, RayConfig):
+            own["placement"] |= {"num_gpus": group.placement.num_gpus, "shared_pool": POOL}
         if group.shares_gpus:
             own["engine"]["gpu_memory_utilization"] = group.engine.gpu_memory_utilization
             own["placement"]["share_gpus_with"] = STUDENT

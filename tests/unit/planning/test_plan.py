@@ -149,6 +149,29 @@ def test_the_search_tries_turns_on_the_students_gpus(
     assert yaml.safe_load(capsys.readouterr().out.partition("set for the first:")[2])["rollout"] == keys["rollout"]
 
 
+def test_teachers_that_fit_by_turns_alone_share_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Student and rollout have the first of two GPUs of 24 GB, both teachers the second; the step takes as long as one
+    after the other, and what is suggested is planned and fits. On three GPUs each has its own."""
+    teacher = {"model": "Qwen/Qwen3-4B"}
+    tree = {
+        "run_dir": "runs/one",
+        "student": {"model": "Qwen/Qwen3-1.7B", "max_tokens_per_micro_batch": 4096},
+        "teachers": {"math": {**teacher, "default": True}, "code": {**teacher, "domains": ["code"]}},
+        "data": {"train": ["train.jsonl"], "max_prompt_length": 1024},
+        "schedule": {"steps": 3, "prompts_per_step": 64},
+    }
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(tree))
+    placements = []
+    for gpus in ("2", "3"):
+        assert plan(str(tmp_path / "base.yaml"), "--gpus-per-node", gpus, "--suggest", gpu="4090") == 0
+        keys = yaml.safe_load(capsys.readouterr().out.partition("set for the first:")[2])
+        placements.append([own["placement"] for own in keys["teachers"].values()])
+        (tmp_path / "found.yaml").write_text(yaml.safe_dump({"base": "base.yaml", **keys}))
+        assert plan(str(tmp_path / "found.yaml"), "--gpus-per-node", gpus, gpu="4090") == 0
+        capsys.readouterr()
+    assert placements == [[{"type": "ray", "num_gpus": 1, "shared_pool": "teachers"}] * 2, [{"type": "local"}] * 2]
+
+
 def test_an_engine_without_graphs_draws_a_few_sequences_slower(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["schedule.prompts_per_step=2", "rollout.samples_per_prompt=1", "student.model=Qwen/Qwen3-1.7B"]
     times = [as_json(capsys, ONE_NODE, *few, f"rollout.engine.enforce_eager={value}") for value in ("false", "true")]
