@@ -41,7 +41,7 @@ def on_students_ranks(
     """Do the work, in a rank (``cli.main`` relays its errors and its code). Elsewhere: check the student's layout, the
     recipe's inputs, the GPUs of ``groups`` (all) and what ``checks`` adds, then start this command as ranks, here or on
     all ``nodes``. ``cure()`` ends the line of a rank's sudden end, ``ask`` is what the first SIGTERM does."""
-    from mopd.launch.checks.inputs import check_cuda, check_inputs, check_machine, check_world_size
+    from mopd.launch.checks.inputs import check_cuda, check_inputs, check_interface, check_machine, check_world_size
     from mopd.launch.heartbeat import beating
 
     if failure.is_rank():
@@ -57,6 +57,7 @@ def on_students_ranks(
         raise UserError("recipe: the ranks cannot read standard input again: write it to a file and name that")
     check_machine(loaded, nodes.place.num_nodes)
     check_cuda(this_hardware())
+    check_interface(loaded, "weight_sync")
     _raise_open_files(loaded, is_first=nodes.place.is_first)
     check_inputs(loaded, is_first=nodes.place.is_first)
     from mopd.placement.gpus import check_gpus

@@ -23,8 +23,8 @@ def address_towards(host: str, port: int) -> str:
         return own
 
 
-def interface_address(name: str) -> str:
-    """Return the IPv4 address of a network interface.
+def interface_address(name: str, key: str = "weight_sync.interface") -> str:
+    """Return the IPv4 address of a network interface, which ``key`` of the recipe names.
 
     Raises:
         OSError: this machine has no such interface, or it has no address; the message names those that exist.
@@ -35,7 +35,6 @@ def interface_address(name: str) -> str:
         except OSError as error:
             names = ", ".join(known for _, known in socket.if_nameindex())
             raise OSError(
-                f"the network interface {name!r} of weight_sync.interface has no IPv4 address on "
-                f"{socket.gethostname()}: set it to one of {names}"
+                f"{key} is {name!r}, which has no IPv4 address on {socket.gethostname()}: set it to one of {names}"
             ) from error
     return socket.inet_ntoa(found[20:24])

@@ -148,6 +148,11 @@ MISTAKES = {
         command=("train", "RECIPE", "--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "127.0.0.1:PORT"),
         says=("--rdzv-endpoint", "cannot be listened on here (", "Address already in use", ""),
     ),
+    "a network interface that is not there": Mistake(
+        keys={"weight_sync": {"type": "collective", "interface": "nope0"}, "rollout__placement": {"type": "local"}},
+        command=("train", "RECIPE"),
+        says=("weight_sync.interface is 'nope0'", "has no IPv4 address", "set it to one of "),
+    ),
     "a vLLM that is too old": Mistake(
         keys={"teacher_defaults": {"engine": {"type": "vllm"}, **WITHOUT_RANKS}},
         command=("serve", "RECIPE", "--teacher", "left", "--port", "0"),

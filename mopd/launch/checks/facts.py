@@ -23,7 +23,7 @@ from mopd.config.machine.places import engine_groups, path_of, place_on_machine
 from mopd.config.placements import RayConfig, RegisteredConfig
 from mopd.conversion.hf.manifest import make_manifest
 from mopd.data.hub.names import hub_model
-from mopd.launch.checks.inputs import check_cuda, check_inputs, check_machine, check_model_folder
+from mopd.launch.checks.inputs import check_cuda, check_inputs, check_interface, check_machine, check_model_folder
 from mopd.launch.node import compared_environment, gpus_of_step
 from mopd.launch.preparing import rank_facts, settled, shown, weights_bytes
 from mopd.launch.slurm.layout import JobComponent, JobLayout, lay_out, of_job, slurm_of
@@ -117,6 +117,10 @@ def facts_of_this_node(load: Callable[[], Loaded], *, num_nodes: int, node: int)
         with _noted(problems):
             if len(local) == len(folders):
                 check_inputs(loaded)
+        with _noted(problems):
+            check_interface(loaded, "weight_sync")
+        with _noted(problems):
+            check_interface(loaded, "slurm")
         with _noted(problems):
             _check_gpus(loaded, num_nodes, node)
         for key, group in engine_groups(recipe).items() if loaded.recipe.slurm is not None else ():

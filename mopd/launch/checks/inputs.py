@@ -24,6 +24,7 @@ from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
 from mopd.config.student import ParallelConfig
 from mopd.data.image_processing import sees_images
 from mopd.placement.process import check_interpreter
+from mopd.weights.addresses import interface_address
 
 MIN_RANKS, RANKS_PER_CORE = 64, 8
 """Ranks that may start on any machine, or for each of its cores: each is a process of several hundred MiB."""
@@ -155,6 +156,16 @@ def check_machine(loaded: Loaded, num_nodes: int = 1) -> None:
             f"{loaded.where('student', 'parallel')}: {num_ranks} ranks on this machine of {num_cores} cores, where "
             f"{most} are possible: lower the sizes, or start on several nodes (--nnodes)"
         )
+
+
+def check_interface(loaded: Loaded, section: Literal["weight_sync", "slurm"]) -> None:
+    """Check that this machine has the network interface that the key ``interface`` of a section names, if any: else the
+    first update of weights would be the first to miss it."""
+    name = getattr(getattr(loaded.recipe, section), "interface", None)
+    try:
+        name is None or interface_address(name, loaded.where(section, "interface"))
+    except OSError as error:
+        raise UserError(str(error)) from error
 
 
 def check_cuda(hardware: Hardware) -> None:

@@ -154,7 +154,7 @@ def test_an_address_is_that_of_the_way_there() -> None:
 
 def test_an_interface_is_known_by_its_name() -> None:
     assert interface_address("lo") == LOOPBACK
-    with pytest.raises(OSError, match=r"'nope0' of weight_sync\.interface has no IPv4 .*: set it to one of .*\blo\b"):
+    with pytest.raises(OSError, match=r"^weight_sync\.interface is 'nope0', .* no IPv4 .*: set it to one of .*\blo\b"):
         interface_address("nope0")
 
 
@@ -165,7 +165,7 @@ def test_an_interface_that_a_receiver_lacks_is_told_and_nobody_waits_for_it(stor
         entering = enters(store, order, 0, pool)
         fails(
             lambda: TransferGroup(dataclasses.replace(order, interface="nope0"), 1),
-            rf"met at {LOOPBACK}:{store.port}: the network interface 'nope0' of weight_sync\.interface has no IPv4",
+            rf"met at {LOOPBACK}:{store.port}: weight_sync\.interface is 'nope0', which has no IPv4",
         )
         given_up.set()  # as the orchestrator does, which hears of it
         assert not deciding.result(DEADLINE_S)

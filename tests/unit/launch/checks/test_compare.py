@@ -132,6 +132,10 @@ def test_an_account_holds_what_a_start_compares(tmp_path: Path, monkeypatch: pyt
     lacks, _ = facts_of_this_node(partial(load_recipe, recipe, registered), num_nodes=2, node=1)
     said = "teachers.one.placement.python: '/opt/vllm/bin/python' does not exist on "
     assert [said in line for line in (*facts.problems, *lacks.problems)].count(True) == 1
+    unplugged = "slurm.interface=nope0", "weight_sync={type: collective, interface: nope1}"
+    lacks, _ = facts_of_this_node(partial(load_recipe, recipe, unplugged), num_nodes=2, node=1)
+    said = [line for line in lacks.problems if "no IPv4 address" in line]
+    assert ["'nope1'" in said[0], "'nope0'" in said[1], len(said)] == [True, True, 2]
     (tmp_path / "student" / "model.safetensors").write_bytes(b"")
     damaged, _ = facts_of_this_node(load, num_nodes=2, node=1)
     assert "student" in damaged.problems[-1] and "not a sound safetensors file" in damaged.problems[-1]

@@ -14,7 +14,7 @@ import pytest
 from mopd.base.hardware import Hardware
 from mopd.base.types import UserError
 from mopd.config.load import Loaded, load_recipe
-from mopd.launch.checks.inputs import check_cuda, check_inputs, check_machine, check_world_size
+from mopd.launch.checks.inputs import check_cuda, check_inputs, check_interface, check_machine, check_world_size
 from tests.fixtures.recipe import RECIPE
 
 Load = Callable[..., Loaded]
@@ -122,6 +122,16 @@ def test_missing_inputs_are_named(load: Load, override: str, line: str) -> None:
         check_inputs(load(override))
     assert str(caught.value).startswith(f"recipe.yaml (override): {line}")
     assert "\n" not in str(caught.value)
+
+
+def test_an_interface_that_is_not_there_is_one_line(load: Load) -> None:
+    check_interface(load(), "weight_sync")
+    check_interface(load("weight_sync={type: collective, interface: lo}", "slurm.interface=lo"), "slurm")
+    loaded = load("weight_sync={type: collective, interface: nope0}", "slurm.interface=nope1")
+    for section, name in (("weight_sync", "nope0"), ("slurm", "nope1")):
+        line = rf"^recipe\.yaml \(override\): {section}\.interface is '{name}', which has no IPv4 .* one of .*\blo\b"
+        with pytest.raises(UserError, match=line):
+            check_interface(loaded, section)
 
 
 def test_ranks_that_one_machine_cannot_hold(load: Load) -> None:

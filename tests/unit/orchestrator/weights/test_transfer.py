@@ -216,7 +216,7 @@ def test_where_nobody_can_join_two_attempts_end_in_one_line(
         assert len(tried) == 2 and "\n" not in str(caught.value)
 
     run(servers, weights, action)
-    assert "the network interface 'nope0' of weight_sync.interface has no IPv4 address" in caplog.text
+    assert "weight_sync.interface is 'nope0', which has no IPv4 address" in caplog.text
     assert "Traceback" not in caplog.text
 
 
@@ -305,7 +305,7 @@ def test_the_store_is_where_the_way_to_others_begins(
 def test_no_address_is_one_line(servers: list[RunningServer], weights: Weights) -> None:
     async def action(sender: GroupSender) -> None:
         with pytest.raises(
-            UserError, match=r"no address for the weights' way .*'nope0' .* set it to one of .*lo"
+            UserError, match=r"no address for the weights' way .*'nope0'.* set it to one of .*lo"
         ) as told:
             await sender.publish(weights, 1)
         assert "\n" not in str(told.value)
