@@ -124,7 +124,8 @@ def _note_end(run_dir: RunDir, line: str, *, is_users: bool) -> None:
 
 
 def _check_folder(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> None:
-    """Refuse what a rank would refuse, before ranks start."""
+    """Refuse what a rank would refuse, before ranks start, and credentials that Weights & Biases refuses."""
+    from mopd.report.sinks import verify_wandb
     from mopd.run import resuming
     from mopd.run.manifests import check_commits
 
@@ -134,6 +135,8 @@ def _check_folder(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> 
     if resume and resuming.choose(run_dir, loaded.recipe, wanted=args.from_step) is not None:
         resuming.check_files(run_dir)
         check_commits(run_dir.manifest, loaded.commits)
+    if loaded.recipe.metrics.wandb is not None:
+        verify_wandb(loaded.recipe.metrics.wandb)
     if args.resume_auto:
         resuming.count_start(run_dir)
 

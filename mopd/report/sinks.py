@@ -9,8 +9,8 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,31 @@ class TensorBoardSink(Sink):
             self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
+def verify_wandb(cfg: WandBConfig) -> None:
+    """Ask the server of Weights & Biases whether it takes this machine's credentials: before ranks start, as its run is
+    only opened after the preflight.
+
+    Raises:
+        UserError: it refuses them, or does not answer within W&B's own deadline.
+    """
+    if cfg.mode == "online":
+        import wandb
+
+        with _refused_by(wandb.Error):
+            wandb.login(verify=True)
+
+
+@contextmanager
+def _refused_by(kind: type[Exception]) -> Iterator[None]:
+    """Turn W&B's errors into one line."""
+    try:
+        yield
+    except kind as error:
+        raise UserError(
+            f"metrics.wandb: {one_line(error)}: run wandb login, or set metrics.wandb.mode: offline"
+        ) from error
+
+
 class WandBSink(Sink):
     """Sink to a Weights & Biases run, found again at resume by the id kept in ``wandb_id`` of the run folder."""
 
@@ -152,7 +177,7 @@ class WandBSink(Sink):
         id_file = run_dir / "wandb_id"
         if not id_file.exists():
             write_text(id_file, uuid.uuid4().hex)
-        try:
+        with _refused_by(wandb.Error):
             self._run = wandb.init(
                 project=cfg.project,
                 name=cfg.name or run_dir.resolve().name,
@@ -165,10 +190,6 @@ class WandBSink(Sink):
                 resume="allow",
                 config=dict(recipe_tree),
             )
-        except wandb.Error as error:
-            raise UserError(
-                f"metrics.wandb: {one_line(error)}: run wandb login, or set metrics.wandb.mode: offline"
-            ) from error
         # Our own axis: W&B's refuses steps below the last one it saw, and a resume repeats some.
         self._run.define_metric("*", step_metric="step")
 

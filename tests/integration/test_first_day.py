@@ -69,6 +69,17 @@ def no_wandb_key(world: World, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {}
 
 
+def unreachable_wandb(world: World, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The package's own error and call, of a stand-in: no server of Weights & Biases is near a test."""
+    (world.folder / "site" / "wandb").mkdir(parents=True)
+    words = "class Error(Exception): pass\ndef login(*, verify): raise Error('Failed to verify credentials')\n"
+    (world.folder / "site" / "wandb" / "__init__.py").write_text(words)
+    patch.setenv("PYTHONPATH", f"{world.folder / 'site'}:{REPOSITORY}")
+    patch.setenv("WANDB_API_KEY", "0" * 40)
+    patch.delenv("WANDB_MODE", raising=False)
+    return {}
+
+
 def no_hub_token(_: World, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     patch.delenv("HF_TOKEN", raising=False)
     return {}
@@ -152,6 +163,12 @@ MISTAKES = {
         keys={"weight_sync": {"type": "collective", "interface": "nope0"}, "rollout__placement": {"type": "local"}},
         command=("train", "RECIPE"),
         says=("weight_sync.interface is 'nope0'", "has no IPv4 address", "set it to one of "),
+    ),
+    "Weights & Biases without network, or with a key that its server refuses": Mistake(
+        keys={"metrics__wandb": {"project": "mine"}},
+        command=("train", "RECIPE"),
+        prepare=unreachable_wandb,
+        says=("metrics.wandb: Failed to verify credentials: ", "wandb login", "metrics.wandb.mode: offline"),
     ),
     "a vLLM that is too old": Mistake(
         keys={"teacher_defaults": {"engine": {"type": "vllm"}, **WITHOUT_RANKS}},

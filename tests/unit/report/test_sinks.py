@@ -11,8 +11,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mopd.base.metrics import StepMetrics, read_jsonl
+from mopd.base.types import UserError
 from mopd.config.load import load_recipe
-from mopd.report.sinks import LINE_EVERY_S, PlainProgress, Sinks, WandBSink, make_progress
+from mopd.config.output import WandBConfig
+from mopd.report.sinks import LINE_EVERY_S, PlainProgress, Sinks, WandBSink, make_progress, verify_wandb
 from tests.unit.report.conftest import shown, terminal
 
 
@@ -60,6 +62,17 @@ def test_weights_and_biases_gets_what_the_recipe_names(
         "project": "p", "entity": "team", "group": "seeds", "tags": ("a", "b"), "name": tmp_path.name,
     }  # fmt: skip
     assert second["id"] == first["id"] and second["resume"] == "allow"
+
+
+def test_credentials_are_tried_where_numbers_go_online(monkeypatch: pytest.MonkeyPatch) -> None:
+    def login(*, verify: bool) -> None:
+        raise RuntimeError(f"Failed to verify credentials\nverify {verify}")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=login, Error=RuntimeError))
+    verify_wandb(WandBConfig(project="p", mode="offline"))
+    with pytest.raises(UserError, match=r"^metrics\.wandb: Failed to verify .*True: run wandb login, or set") as told:
+        verify_wandb(WandBConfig(project="p"))
+    assert "\n" not in str(told.value)
 
 
 def test_a_resumed_run_writes_the_steps_after_its_checkpoint_anew(tmp_path: Path, recipe_file: Path) -> None:
