@@ -63,8 +63,8 @@ def test_one_file_reads_parallel_state() -> None:
 
 def test_the_environment_is_read_where_processes_start() -> None:
     """vLLM reads its settings from the environment: the module that starts it has to set them; so do groups of NCCL.
-    Which GPUs a process may use stands there too, and the keys of services that a start checks and uploads need, which
-    are in no file of a run."""
+    Which GPUs a process may use stands there too, the keys of services that a start checks and uploads need, which are
+    in no file of a run, and where the user's caches are, which changes no run."""
     readers = {
         path.relative_to(ROOT) for path in (ROOT / "mopd").rglob("*.py") if names_in(path) & {"environ", "getenv"}
     }
@@ -73,6 +73,7 @@ def test_the_environment_is_read_where_processes_start() -> None:
         "mopd/engines/vllm/start.py",
         "mopd/base/hardware.py",
         "mopd/data/hub/push.py",
+        "mopd/run/manifests.py",
         "mopd/weights/backends.py",
     }
 
