@@ -109,7 +109,7 @@ def _splits(
     """Return the best splits with each of the ``rollouts`` in the place of the one of ``lowest``."""
     recipe, cluster = given.recipe, given.cluster
     # Teachers take as few GPUs as hold them; a rollout that shares its weights over more has more room for sequences.
-    choices = [{**lowest, ROLLOUT: rollout} for rollout in rollouts]
+    choices: list[Mapping[str, EngineGroupConfig]] = [{**lowest, ROLLOUT: rollout} for rollout in rollouts]
     least = sum(load.gpus for load in _loads(given, rates, lowest)[0])
     splits = [*_by_turns(given, rates, lowest, rollouts)]
     layouts = list(trainers(given, rates, at_most=cluster.num_gpus - least))
