@@ -9,6 +9,8 @@ One sample's life, with small numbers::
         tokens [L] int64 · loss_mask [R] bool · rollout_logprobs [R] fp32 · token_versions [R] int32
         teacher_ids [R, K] int32 · teacher_logprobs [R, K] fp32 · teacher_token_logprobs [R] fp32
         student_ids [R, top_k] int32, the student's most probable ids, where a teacher's payload asks for them
+        teacher_hidden [R, H] bf16, hidden states that the teacher's output matrix reads, with ``payload: hidden``;
+            H is the hidden size of the sample's own teacher
         task_advantage [R] fp32, of losses with a task reward · baseline [R] fp32, of ``loss.baseline: domain``
 
 K is the largest number of ids that a teacher is asked for (``config/payloads.py``). Places of ``teacher_ids`` that hold
@@ -30,7 +32,9 @@ ROLLOUT_FIELDS = ("tokens", "loss_mask", "rollout_logprobs")
 TOKEN_FIELD = "teacher_token_logprobs"
 """The one field that the teacher worker writes whatever the payload: log-probs of the sampled tokens."""
 TEACHER_FIELDS = ("teacher_ids", "teacher_logprobs", TOKEN_FIELD)
-"""Fields that the teacher worker writes; without the first two where every teacher's payload is ``sampled``."""
+"""Fields that the teacher worker writes; without the first two where no teacher's payload has ids."""
+HIDDEN_FIELD = "teacher_hidden"
+"""Field that the teacher worker writes with ``payload: hidden``."""
 LOSS_FIELDS = ROLLOUT_FIELDS + TEACHER_FIELDS
 """Fields that must exist before a sample can be trained on (``task_advantage`` joins them if a loss needs it)."""
 FIRST_STORED = 2**40

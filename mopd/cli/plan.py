@@ -123,6 +123,9 @@ def given_of(
             response_tokens=args.response_length,
             image_tokens=args.image_length,
         )
+    if loaded.recipe.sends_hidden:
+        sizes = {name: models[f"teachers.{name}"].hidden_size for name in loaded.recipe.teachers}
+        work = replace(work, hidden_sizes=sizes)
     _check_images(work, sees_images=models[STUDENT].vision is not None)
     rates = _rates(args, loaded.recipe, models[STUDENT], work)
     given = PlanInput(recipe=loaded.recipe, models=models, work=work, cluster=cluster, stored=read.stored)

@@ -55,8 +55,6 @@ def _overrides(files: RunFiles, args: argparse.Namespace) -> list[str]:
     """Return what a replay changes of the run's recipe, the user's own keys last."""
     recipe = load_recipe(files.recipe).recipe
     changes: dict[str, Any] = {
-        # a loss of another type would begin with its own defaults, and ask for other scores than those that are kept
-        "loss.top_k": recipe.loss.top_k,
         "loss.temperature": recipe.loss.temperature,
         "data.scored": [str(files.samples_kept)],
         "data.scores_cache": recipe.data.scores_cache or str(files.path / "scores"),
@@ -69,6 +67,8 @@ def _overrides(files: RunFiles, args: argparse.Namespace) -> list[str]:
         "data.domain_weights": {},
         "metrics.keep_samples": False,
     }
+    # a loss of another type would begin with its own defaults, and ask for other scores than those that are kept
+    changes |= {"loss.top_k": recipe.loss.top_k} if recipe.loss.top_k else {}
     changes |= {} if args.steps is None else {"schedule.steps": args.steps}
     overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()] + args.set
     replayed = load_recipe(files.recipe, overrides).recipe

@@ -240,7 +240,8 @@ class TeacherConfig(EngineGroupConfig):
     payload: Payload = "topk"
     """Ids at which it gives log-probs at each response token, beside that token itself. topk: its own
     ``loss.top_k`` most probable; student_topk: the student's, which the rollout tells; union: both, without repeats;
-    sampled: none (docs/losses.md)."""
+    sampled: none; hidden: none, but the hidden states that its output matrix reads, in bfloat16, for a loss over the
+    whole vocabulary (docs/losses.md)."""
 
     def check(self) -> None:
         EngineGroupConfig.check(self)  # ``super()`` does not work in dataclasses with slots

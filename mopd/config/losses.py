@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from mopd.config.values import (
     MAX_NUMBER,
@@ -236,7 +236,40 @@ class PolicyGradientConfig(Checked):
             raise ValueError(f"dual_clip is {self.dual_clip}: set a number above 1")
 
 
-Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FullLossConfig(Checked):
+    """Divergence between teacher and student over the whole vocabulary, from the teacher's hidden states and output
+    matrix (``payload: hidden``)."""
+
+    type: Literal["full_forward_kl", "full_reverse_kl", "full_jsd"]
+    """KL(teacher||student), KL(student||teacher), or the Jensen-Shannon divergence between them."""
+    beta: Fraction = 0.5
+    """Weight of the teacher in the mixture of ``full_jsd``; 0 is forward KL and 1 is reverse KL."""
+    skew: NotNegative = 0.0
+    """Below 1: weight of the averaged side in the mixture that it is compared with, KL(teacher||skew teacher +
+    (1 - skew) student) and, for ``full_reverse_kl``, KL(student||skew student + (1 - skew) teacher)."""
+    temperature: Positive = 1.0
+    """Divides the logits of both sides."""
+    aggregation: Aggregation = "token_mean"
+    """How token losses become one number; denominators are global."""
+    domain_budget: Mapping[str, float] = field(default_factory=dict)
+    """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
+    sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
+    budget with equal shares."""
+    top_k: ClassVar[int] = 0
+    """No ids travel, and what other losses may have is absent."""
+    tokens: ClassVar[Literal["all"]] = "all"
+    correction: ClassVar[None] = None
+    task_reward_weight: ClassVar[float] = 0.0
+
+    def check(self) -> None:
+        if self.skew >= 1:
+            raise ValueError(f"skew is {self.skew:g}: set at least 0 and less than 1")
+        if self.skew and self.type == "full_jsd":
+            raise ValueError(f"skew is {self.skew:g} and type 'full_jsd', whose mixture is beta's: set skew: 0")
+
+
+Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig | FullLossConfig
 
 
 def has_domain_baseline(loss: Loss) -> bool:
@@ -271,8 +304,10 @@ def require_own_samples(
     loss: Loss, *, top_p: float, top_k: int, temperature: float, max_staleness: int, stored_share: float = 0.0
 ) -> None:
     """Check that the rollout draws what a loss of the sampled token needs: samples of the student itself, or a
-    correction for old ones. ``ValueError`` otherwise. Divergences over a top k take samples of any policy."""
+    correction for old ones. ``ValueError`` otherwise. Divergences over ids of a row take samples of any policy."""
     what = f"loss.type {loss.type!r}"
+    if isinstance(loss, FullLossConfig):
+        return
     if isinstance(loss, TopKLossConfig):
         if not loss.is_sampled:
             return
@@ -300,6 +335,8 @@ def require_own_samples(
 
 def require_dense_loss(loss: Loss, key: str) -> None:
     """``ValueError`` for a loss that cannot train on the teachers' own answers; ``key`` is what asks for that."""
+    if isinstance(loss, FullLossConfig):
+        return
     if not isinstance(loss, TopKLossConfig):
         raise ValueError(
             f"{key} is 'off_policy_scores', which trains on the teachers' answers, but loss.type {loss.type!r} "

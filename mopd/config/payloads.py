@@ -1,7 +1,8 @@
 """What a teacher is asked for at each response token, and pairs of keys from which nothing can be learnt.
 
 A row's *support* is the ids at which the teacher's log-probs are known: some that the teacher itself finds most
-probable, and some that it is given. Every payload is a number of each.
+probable, and some that it is given. Every payload is a number of each; ``hidden`` has no ids, but the teacher's hidden
+states, of which its output matrix makes the logits of all ids.
 """
 
 from __future__ import annotations
@@ -9,9 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from mopd.config.losses import KLLossConfig, Loss, MismatchCorrectionConfig, PolicyGradientConfig, TopKLossConfig
+from mopd.config.losses import (
+    FullLossConfig,
+    KLLossConfig,
+    Loss,
+    MismatchCorrectionConfig,
+    PolicyGradientConfig,
+    TopKLossConfig,
+)
 
-Payload = Literal["topk", "sampled", "student_topk", "union"]
+Payload = Literal["topk", "sampled", "student_topk", "union", "hidden"]
 
 
 class Asked(NamedTuple):
@@ -27,6 +35,8 @@ class Asked(NamedTuple):
     """The student's most probable ids, as the rollout reported them."""
     always: int = 0
     """``loss.always_ids``."""
+    hidden: bool = False
+    """Whether the states that its output matrix reads are asked for."""
 
     @property
     def given(self) -> int:
@@ -45,12 +55,13 @@ def asked(payload: Payload, loss: Loss) -> Asked:
         own=loss.top_k if payload in ("topk", "union") else 0,
         student=loss.top_k if payload in ("student_topk", "union") else 0,
         always=len(always_ids_of(loss)),
+        hidden=payload == "hidden",
     )
 
 
 def always_ids_of(loss: Loss) -> tuple[int | str, ...]:
-    """Return ``loss.always_ids``; the estimators of the sampled token have none."""
-    return () if isinstance(loss, KLLossConfig) else loss.always_ids
+    """Return ``loss.always_ids``; estimators of the sampled token and losses over the vocabulary have none."""
+    return () if isinstance(loss, (KLLossConfig, FullLossConfig)) else loss.always_ids
 
 
 def reads_support(loss: Loss) -> bool:
@@ -76,8 +87,9 @@ def require_payloads(
     for name, (payload, is_openai) in teachers.items():
         _require_payload(f"teachers.{name}", payload, loss)
         wants = asked(payload, loss)
-        if is_openai and wants.given:
-            what = f"teachers.{name}.payload is {payload!r}" if wants.student else "loss.always_ids is set"
+        if is_openai and (wants.given or wants.hidden):
+            has_key = wants.student or wants.hidden
+            what = f"teachers.{name}.payload is {payload!r}" if has_key else "loss.always_ids is set"
             raise ValueError(
                 f"{what}, but teachers.{name}.placement.protocol is 'openai', a server that gives log-probs of its own "
                 "top k alone: set payload: topk or sampled and no always_ids, or serve the teacher with `mopd serve` "
@@ -89,6 +101,11 @@ def require_payloads(
                 f"student's most probable ids: set payload: topk, or change {key}"
             )
     payloads = {name: payload for name, (payload, _) in teachers.items()}
+    if isinstance(loss, FullLossConfig) and is_ensemble:
+        raise ValueError(
+            f"loss.type is {loss.type!r}, but a domain has several teachers, and hidden states of one alone travel: "
+            "leave the domain in one teacher's domains, or set loss.type: topk_forward_kl and payload: topk"
+        )
     if len({payload == "sampled" for payload in payloads.values()}) > 1:
         raise ValueError(
             "teachers have payload 'sampled' and others, but the samples of one batch need the same fields: set "
@@ -104,6 +121,14 @@ def require_payloads(
 
 def _require_payload(key: str, payload: Payload, loss: Loss) -> None:
     """``ValueError`` where the payload of the teacher ``key`` does not carry what the loss reads, or more than that."""
+    if (payload == "hidden") != isinstance(loss, FullLossConfig):
+        cure = "loss.type: full_forward_kl, full_reverse_kl or full_jsd, or another payload"
+        if payload != "hidden":
+            cure = "payload: hidden, for all in teacher_defaults, or another loss.type"
+        raise ValueError(
+            f"{key}.payload is {payload!r} and loss.type {loss.type!r}, but hidden states and losses over the whole "
+            f"vocabulary need each other: set {cure}"
+        )
     if payload == "sampled":
         if reads_support(loss):
             baseline = ", or loss.baseline: domain" if isinstance(loss, PolicyGradientConfig) else ""
@@ -117,7 +142,7 @@ def _require_payload(key: str, payload: Payload, loss: Loss) -> None:
                 f"{key}.payload is 'sampled', which has no row of ids, but loss.{what} is set: set payload: topk, or "
                 f"remove loss.{what}"
             )
-    elif payload != "topk" and not reads_support(loss):
+    elif payload not in ("topk", "hidden") and not reads_support(loss):
         raise ValueError(
             f"{key}.payload is {payload!r}, but loss.type {loss.type!r} reads the sampled token alone: set payload: "
             "sampled or topk"

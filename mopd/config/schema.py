@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mopd.base.types import LOSS_FIELDS, ROLLOUT_FIELDS, TOKEN_FIELD
+from mopd.base.types import HIDDEN_FIELD, LOSS_FIELDS, ROLLOUT_FIELDS, TOKEN_FIELD
 from mopd.config.data import DataConfig, DataPlane, LocalPlaneConfig, ValidationConfig
 from mopd.config.groups import (
     Assignment,
@@ -470,6 +470,7 @@ class Recipe(Checked):
     def loss_fields(self, step: int) -> tuple[str, ...]:
         """Fields that a sample must have before ``step`` can train on it."""
         fields = LOSS_FIELDS if self.support_width else (*ROLLOUT_FIELDS, TOKEN_FIELD)
+        fields += (HIDDEN_FIELD,) * self.sends_hidden
         match self.objective_at(step):
             case "sft_on_teacher":
                 return ROLLOUT_FIELDS
@@ -481,6 +482,11 @@ class Recipe(Checked):
     def asked(self) -> dict[str, Asked]:
         """What each teacher is asked for at each response token."""
         return {name: asked(teacher.payload, self.loss) for name, teacher in self.teachers.items()}
+
+    @property
+    def sends_hidden(self) -> bool:
+        """Teachers send hidden states: all of them or none."""
+        return any(own.hidden for own in self.asked.values())
 
     @property
     def support_width(self) -> int:

@@ -91,6 +91,7 @@ def check_scores(
     top_k: int,
     vocab_size: int | None,
     given: Given = None,
+    hidden_size: int = 0,
 ) -> None:
     """Raise ``ValueError`` unless ``scores`` can be those of the responses ``tokens[i][prompt_lengths[i]:]``.
 
@@ -101,6 +102,7 @@ def check_scores(
     Args:
         vocab_size: ids are below it; ``None`` if it is unknown.
         given: the ids that were asked for beside the most probable ones.
+        hidden_size: size of the hidden states that were asked for; 0: none were.
 
     Raises:
         ValueError: one line: which sequence, which row, what is wrong.
@@ -115,6 +117,10 @@ def check_scores(
         _check_tensor(own.token_logprobs, "token_logprobs", (count,), torch.float32, i)
         if num_given:
             _check_tensor(own.given_logprobs, "given_logprobs", (count, num_given), torch.float32, i)
+        if hidden_size:
+            _check_tensor(own.hidden, "hidden", (count, hidden_size), torch.bfloat16, i)
+            if own.hidden is not None and not own.hidden.isfinite().all():
+                raise ValueError(f"sequence {i}: a hidden state is not finite")
     if not sum(counts):
         return
     rows = _Rows(counts)
@@ -135,6 +141,12 @@ def check_scores(
 def num_given_of(given: Given) -> int:
     """Return G, the number of ids that each row is to be scored at."""
     return given[0].shape[1] if given else 0
+
+
+def check_hidden_size(hidden_size: int, own: int, *, name: str) -> None:
+    """Raise ``ValueError`` unless ``hidden_size`` is 0 (no states) or ``own``, that of the model of ``name``."""
+    if hidden_size not in (0, own):
+        raise ValueError(f"hidden states of size {hidden_size} are asked for: those of {name} have {own}")
 
 
 def check_given(

@@ -223,6 +223,8 @@ class Scores:
     """[R] fp32 log-prob of the response's own token."""
     given_logprobs: Tensor | None = None
     """[R, G] fp32 log-probs of the ids that were given (``Given``); ``None`` if none were."""
+    hidden: Tensor | None = None
+    """[R, H] bf16 hidden states that the output matrix reads, where they were asked for."""
 
 
 class Generator(Protocol):
@@ -304,9 +306,11 @@ class Scorer(Protocol):
         temperature: float,
         images: Images = None,
         given: Given = None,
+        hidden_size: int = 0,
     ) -> list[Scores]:
         """Score the response part of each sequence (``tokens[i][prompt_lengths[i]:]``): its own tokens, the ``top_k``
-        most probable ids (0: none), and the ids ``given``.
+        most probable ids (0: none), and the ids ``given``. With ``hidden_size``, which must be the model's, also
+        return its hidden states.
 
         ``tokens`` hold one placeholder for each token of an image (after merging), as for ``Generator.generate``.
         ``EngineRejected`` for images that the engine cannot see.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mopd.base.text import named_samples, one_line
-from mopd.base.types import TOKEN_FIELD, Batch, FailedSample, SampleMeta, UserError
+from mopd.base.types import HIDDEN_FIELD, TOKEN_FIELD, Batch, FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment
 from mopd.config.payloads import Asked
 from mopd.data.image_refs import image_refs_from_tensor
@@ -45,11 +45,14 @@ class TeacherGroup:
         router: Router,
         *,
         vocab_size: int,
+        hidden_size: int = 0,
         sees_images: bool = False,
         kept_awake: KeptAwake = nullcontext,
     ) -> None:
-        """Set up the group. ``vocab_size`` is the teacher's own: no answer may name an id beyond it."""
+        """Set up the group. ``vocab_size`` is the teacher's own: no answer may name an id beyond it. ``hidden_size``:
+        that of the states that it sends; 0 where it sends none."""
         self.name = name
+        self.hidden_size = hidden_size
         self.sees_images = sees_images
         self.router = router
         self.router.vocab_size = vocab_size
@@ -64,7 +67,7 @@ class TeacherGroup:
 
 
 class TeacherWorker:
-    """Adds ``TEACHER_FIELDS`` to samples that have ``tokens``."""
+    """Adds ``TEACHER_FIELDS``, or ``HIDDEN_FIELD``, to samples that have ``tokens``."""
 
     def __init__(
         self,
@@ -167,13 +170,14 @@ class TeacherWorker:
             given_ids(asked, own, self._always_ids, meta.response_length)
             for meta, own in zip(metas, students, strict=True)
         ]
-        answers = await self._kept_or_asked(group, metas, Questions(tokens, images, given, asked.own))
+        questions = Questions(tokens, images, given, asked.own, group.hidden_size)
+        answers = await self._kept_or_asked(group, metas, questions)
         views: dict[int, View | FailedSample] = {}
         for meta, ids_RG in zip(metas, given, strict=True):
             answer = answers[meta.sample_id]
             if isinstance(answer, Scores):
                 rows = support_rows(answer, ids_RG, self._width)
-                views[meta.sample_id] = View(*rows, token_logprobs=answer.token_logprobs)
+                views[meta.sample_id] = View(*rows, token_logprobs=answer.token_logprobs, hidden=answer.hidden)
             else:
                 views[meta.sample_id] = answer
         return views
@@ -193,6 +197,7 @@ class TeacherWorker:
     async def _answers(self, group: TeacherGroup, metas: Sequence[SampleMeta], asked: Questions) -> Answers:
         """Have a teacher score the samples."""
         options: dict[str, Any] = {} if asked.given_ids is None else {"given": asked.given_ids}
+        options |= {"hidden_size": asked.hidden_size} if asked.hidden_size else {}
         try:
             scores = await group.score(
                 asked.tokens,
@@ -236,10 +241,13 @@ class View:
     """[R, K] fp32."""
     token_logprobs: Tensor
     """[R] fp32."""
+    hidden: Tensor | None = None
+    """[R, H] bf16, where it sends them."""
 
 
 def merge(views: Sequence[View], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:
-    """Return ``TEACHER_FIELDS`` of one sample from its teachers' scores; ``weights`` add up to 1.
+    """Return ``TEACHER_FIELDS`` (and ``HIDDEN_FIELD``) of one sample from its teachers' scores; ``weights`` add up
+    to 1.
 
     ``teacher_ids`` int32 and ``teacher_logprobs`` fp32 are [R, D, K] for D = ``num_teachers`` (teachers beyond
     ``views`` repeat the first one; the loss gives them weight 0), or [R, K] for D = 1; there are none for K = 0.
@@ -249,7 +257,9 @@ def merge(views: Sequence[View], weights: Sequence[float], *, num_teachers: int)
     if num_teachers == 1:
         (only,) = views
         rows, token_logprobs_R = {"teacher_ids": only.ids, "teacher_logprobs": only.logprobs}, only.token_logprobs
+        states = {} if only.hidden is None else {HIDDEN_FIELD: only.hidden}
     else:
+        states = {}  # no ensemble sends any
         padded = [*views, *[views[0]] * (num_teachers - len(views))]
         token_logprobs = torch.stack([view.token_logprobs for view in views])
         shares = torch.tensor(weights, dtype=torch.float64)
@@ -258,4 +268,4 @@ def merge(views: Sequence[View], weights: Sequence[float], *, num_teachers: int)
             "teacher_logprobs": torch.stack([view.logprobs for view in padded], dim=1),
         }
         token_logprobs_R = (shares[:, None] * token_logprobs.double()).sum(0).float()
-    return (rows if views[0].ids.shape[1] else {}) | {TOKEN_FIELD: token_logprobs_R}
+    return (rows if views[0].ids.shape[1] else {}) | states | {TOKEN_FIELD: token_logprobs_R}

@@ -14,9 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from mopd.base.files.records import Records
 from mopd.base.types import UserError
-from mopd.config.losses import KLLossConfig
+from mopd.config.groups import TeacherConfig
+from mopd.config.losses import PolicyGradientConfig, TopKLossConfig
 from mopd.config.payloads import always_ids_of
 from mopd.config.schema import Recipe
+from mopd.conversion.models.reading import read_dims
 from mopd.data.image_processing import sees_images
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts, require_vision_teachers
 from mopd.data.tokenizer import load_tokenizer, token_ids
@@ -170,8 +172,9 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     teachers = {name: await teacher_group(name, routers, groups) for name in recipe.teachers}
     answers = await _answer_worker(recipe, inputs, plane, teachers, vocab_size) if recipe.draws_answers else None
     rewards = None
-    if not isinstance(recipe.loss, KLLossConfig) and recipe.needs_task_advantage and inputs.rewards is not None:
-        rewards = RewardWorker(inputs.train, inputs.tokenizer, inputs.rewards, plane, form=recipe.loss.task_advantage)
+    loss, judges = recipe.loss, inputs.rewards if recipe.needs_task_advantage else None
+    if isinstance(loss, (TopKLossConfig, PolicyGradientConfig)) and judges is not None:
+        rewards = RewardWorker(inputs.train, inputs.tokenizer, judges, plane, form=loss.task_advantage)
     groups.watch(routers, weights)
     return Workers(
         inputs=inputs,
@@ -243,11 +246,13 @@ async def _answer_worker(
 async def teacher_group(name: str, routers: Mapping[str, Router], groups: Groups) -> TeacherGroup:
     """Return a teacher that was started."""
     key = f"teachers.{name}"
-    info = await info_of(groups.replicas(key)[0])
+    info, plan = await info_of(groups.replicas(key)[0]), groups.plans[key]
+    sends_hidden = isinstance(plan.group, TeacherConfig) and plan.group.payload == "hidden"
     return TeacherGroup(
         name,
         routers[key],
         vocab_size=info.vocab_size,
+        hidden_size=read_dims(Path(plan.model), takes_quantised=True).hidden_size if sends_hidden else 0,
         sees_images=info.image_processing is not None,
         kept_awake=functools.partial(groups.kept_awake, key),
     )

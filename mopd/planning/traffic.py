@@ -14,7 +14,15 @@ from mopd.config.student import StudentConfig
 from mopd.config.weights import BucketsConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, max_expert_layers, own_layers, shard, update_bytes
-from mopd.planning.workload import ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES, Workload, sample_bytes, student_ids
+from mopd.planning.workload import (
+    HIDDEN_BYTES,
+    ID_BYTES,
+    LOGPROB_BYTES,
+    TOKEN_BYTES,
+    Workload,
+    sample_bytes,
+    student_ids,
+)
 
 REQUEST_HEAD, ANSWER_HEAD = 180, 170
 """Bytes of msgpack around the arrays of one request for scores, and of one answer."""
@@ -36,12 +44,14 @@ class Flow:
     bytes_each: int
 
 
-def score_bytes(samples: float, work: Workload, asked: Asked, *, samples_per_request: float) -> int:
+def score_bytes(
+    samples: float, work: Workload, asked: Asked, *, samples_per_request: float, hidden_size: int = 0
+) -> int:
     """Return the bytes of one teacher's requests and answers, as its ``payload_bytes`` counts them. Ids that it is
-    given travel to it, its own come back."""
+    given travel to it, its own come back, and hidden states of ``hidden_size``."""
     requests = samples / samples_per_request
     request = samples * (ID_BYTES * work.length + 2 * ID_BYTES) + requests * REQUEST_HEAD
-    row = asked.width * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
+    row = asked.width * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES + hidden_size * HIDDEN_BYTES
     return round(request + samples * (work.response_tokens * row + ID_BYTES) + requests * ANSWER_HEAD)
 
 
@@ -94,14 +104,15 @@ def _flows_of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], w
             tops = student_ids(recipe)
             total = draw_bytes(work.samples, work, samples_per_request=min(per_request, work.samples), num_top_ids=tops)
         else:
-            what, samples = "tokens and scores", work.samples * work.teacher_shares[key.removeprefix("teachers.")]
+            name = key.removeprefix("teachers.")
+            what, samples = "tokens and scores", work.samples * work.teacher_shares[name]
             if samples == 0:
                 continue
             # A request is sent as soon as a replica is free: as many samples as came by then, some prompts'.
             joined = max(1.0, group.routing.max_tokens_per_request / work.length)
             per_request = min(joined, max(1.0, float(recipe.rollout.samples_per_prompt)))
-            asked = recipe.asked[key.removeprefix("teachers.")]
-            total = score_bytes(samples, work, asked, samples_per_request=per_request)
+            more = {"samples_per_request": per_request, "hidden_size": work.hidden_sizes.get(name, 0)}
+            total = score_bytes(samples, work, recipe.asked[name], **more)
         rows, each = samples * work.response_tokens, total // group.num_replicas
         yield Flow(name=f"{key}: {what}", num_bytes=total, rows=rows, each="replica", bytes_each=each)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mopd.base.types import UserError
 from mopd.config.losses import has_domain_baseline
 from mopd.config.schema import Recipe
 
-ID_BYTES, LOGPROB_BYTES, TOKEN_BYTES = 4, 4, 8
-"""int32 ids and fp32 log-probs on the wire and in the data plane; int64 tokens in the data plane."""
+ID_BYTES, LOGPROB_BYTES, HIDDEN_BYTES, TOKEN_BYTES = 4, 4, 2, 8
+"""int32 ids, fp32 log-probs and bf16 hidden states on the wire and in the data plane; int64 tokens in the data
+plane."""
 ASSUMED_SHARE = 0.5
 """Mean length of prompts and responses over the longest that the recipe lets through, where none is given."""
 
@@ -37,6 +38,13 @@ class Workload:
     source: str
     image_tokens: float
     """Mean image tokens of a sample, part of its prompt's."""
+    hidden_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Teacher -> size of the hidden states that it sends; empty where none does."""
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Mean bytes of hidden states with each response token."""
+        return HIDDEN_BYTES * sum(self.teacher_shares[name] * size for name, size in self.hidden_sizes.items())
 
     @property
     def tokens(self) -> float:
@@ -155,7 +163,7 @@ def _workload(recipe: Recipe, domains: Mapping[str, float], **lengths: Any) -> W
 def sample_bytes(recipe: Recipe, work: Workload) -> int:
     """Return the bytes of one sample's tensors in the data plane, all of its fields."""
     teacher = work.max_teachers * recipe.support_width * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
-    teacher += student_ids(recipe) * ID_BYTES
+    teacher += student_ids(recipe) * ID_BYTES + work.hidden_bytes
     advantages = recipe.needs_task_advantage + has_domain_baseline(recipe.loss)
     row = 1 + LOGPROB_BYTES + ID_BYTES + teacher + LOGPROB_BYTES * advantages
     return round(TOKEN_BYTES * work.length + row * work.response_tokens)

@@ -173,6 +173,7 @@ class EngineServer:
         lengths = message.lengths - message.prompt_lengths
         rows = torch.from_numpy(message.given_ids).view(message.num_rows, message.num_given)
         options: dict[str, Any] = {"given": rows.split(lengths.tolist())} if message.num_given else {}
+        options |= {"hidden_size": message.hidden_size} if message.hidden_size else {}
 
         async def call() -> ScoreAnswer:
             scores = await self.served.host.work.score(
@@ -184,6 +185,8 @@ class EngineServer:
                 **options,
             )
             at_given = [own.given_logprobs.reshape(-1) for own in scores if own.given_logprobs is not None]
+            states = [torch.zeros(0, dtype=torch.bfloat16)]
+            states += [own.hidden.reshape(-1) for own in scores if own.hidden is not None]
             self.updates.require(message.weight_version)  # the weights may have changed during the call
             self.metrics.scored_tokens.inc(message.num_rows)
             return ScoreAnswer(
@@ -191,11 +194,13 @@ class EngineServer:
                 weight_version=message.weight_version,
                 top_k=message.top_k,
                 num_given=message.num_given,
+                hidden_size=message.hidden_size,
                 lengths=lengths,
                 ids=torch.cat([given.ids.reshape(-1) for given in scores]).numpy(),
                 logprobs=torch.cat([given.logprobs.reshape(-1) for given in scores]).numpy(),
                 token_logprobs=torch.cat([given.token_logprobs for given in scores]).numpy(),
                 given_logprobs=torch.cat(at_given or [torch.zeros(0)]).numpy(),
+                hidden=torch.cat(states).view(torch.int16).numpy().view(np.uint16),  # numpy has no bfloat16
             )
 
         reservation = self.admission.admit(len(message.tokens))

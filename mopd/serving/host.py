@@ -166,19 +166,22 @@ class ThreadHost(EngineHost):
         temperature: float,
         images: Images = None,
         given: Given = None,
+        hidden_size: int = 0,
     ) -> list[Scores]:
         """Score in the engine's thread (``Scorer.score``), joined with waiting requests of the same kind."""
 
         async def call(items: list[Item[Tensor]], _: Any) -> list[Scores]:
             sequences, starts, own, ids = split(items)
             options: dict[str, Any] = {} if ids is None else {"given": ids}
+            options |= {"hidden_size": hidden_size} if hidden_size else {}
             return await self.engine.score(
                 sequences, starts, top_k=top_k, temperature=temperature, images=own, **options
             )
 
         num_given = num_given_of(given)
         items = join(tokens, prompt_lengths, images, given if num_given else None)
-        return await self._submit(("score", top_k, num_given, temperature), items, sum(map(len, tokens)), call)
+        kind = ("score", top_k, num_given, hidden_size, temperature)
+        return await self._submit(kind, items, sum(map(len, tokens)), call)
 
     async def generate(
         self,

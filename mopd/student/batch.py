@@ -18,17 +18,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.base.types import SampleMeta
+from mopd.base.types import HIDDEN_FIELD, SampleMeta
 from mopd.data.packing import PackingRules
 from mopd.losses import choose_rows
 from mopd.student.attention import PackedSequences, to_device
 from mopd.student.images import StudentImages
 from mopd.student.token_layout import TokenLayout, choose_token_layout
 from mopd.student.vision import ImageInput
+
+HostRows = np.ndarray[Any, Any]
+"""Numbers of rows that stay on the host, so that nothing waits for the device to know them."""
 
 Fields = Mapping[str, Mapping[int, Tensor]]
 """Field name -> sample id -> tensor, as fetched from the data plane."""
@@ -38,6 +43,7 @@ ROW_FIELDS = (
     "teacher_ids",
     "teacher_logprobs",
     "teacher_token_logprobs",
+    HIDDEN_FIELD,
     "task_advantage",
     "baseline",
 )
@@ -63,10 +69,13 @@ class LossRows:
     """[n] int64: index of each sample among the plan's ascending sample ids; -1 for filler."""
     num_loss_tokens: Tensor
     """[n] int64: loss tokens of each whole sample; 0 where the mask was not read."""
+    row_domains: HostRows | None = None
+    """[N] int64: index of the domain of each row that becomes logits."""
     numbers: Tensor | None = None
     """[T] int64: place of each row among those of all context-parallel ranks; ``None`` for one rank."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
-    """Row fields by name: [T], [T, K] or, with an ensemble of D teachers, [T, D, K]; dtypes as in the data plane."""
+    """Row fields by name: [T], [T, K] or, with an ensemble of D teachers, [T, D, K]; dtypes as in the data plane.
+    Hidden states of teachers of unequal sizes are padded to the largest."""
 
     def tensors(self) -> list[Tensor | None]:
         """Return every tensor that this object holds."""
@@ -166,7 +175,7 @@ def _loss_rows(
     num_loss_tokens = torch.zeros(len(token_layout.firsts), dtype=torch.int64)
     row_fields = {}
     for name in filter(fields.__contains__, ROW_FIELDS):
-        example = next(iter(fields[name].values()))
+        example = max(fields[name].values(), key=lambda own: own.shape[-1] if own.dim() > 1 else 0)
         row_fields[name] = torch.zeros(token_layout.num_rows, *example.shape[1:], dtype=example.dtype)
     for i, sample in enumerate(samples):
         # Shifted by one: the row before a token predicts it, so the last prompt row scores the first response token.
@@ -177,16 +186,20 @@ def _loss_rows(
             loss_mask[scored] = own_mask = fields["loss_mask"][sample.sample_id]
             num_loss_tokens[i] = own_mask.sum()
         for name, values in row_fields.items():
-            values[scored] = fields[name][sample.sample_id]
+            own = fields[name][sample.sample_id]
+            values[(scored, ..., slice(own.shape[-1])) if own.dim() > 1 else scored] = own
     loss_mask = token_layout.share(loss_mask)
     chosen = choose_rows(loss_mask) if "loss_mask" in fields else None
     num_filler = len(token_layout.firsts) - len(samples)
+    sample_domains = torch.tensor([domains.index(s.domain) for s in samples] + [0] * num_filler)
+    sample_rows = token_layout.share(token_layout.samples())
     return LossRows(
         loss_mask=to(loss_mask),
         loss_rows=None if chosen is None else to(chosen),
         targets=to(token_layout.share(targets)),
-        samples=to(token_layout.share(token_layout.samples())),
-        domains=to(torch.tensor([domains.index(s.domain) for s in samples] + [0] * num_filler)),
+        samples=to(sample_rows),
+        domains=to(sample_domains),
+        row_domains=sample_domains[sample_rows if chosen is None else sample_rows[chosen]].numpy(),
         sample_positions=to(torch.tensor([positions[s.sample_id] for s in samples] + [-1] * num_filler)),
         num_loss_tokens=to(num_loss_tokens),
         numbers=None if token_layout.cp_size == 1 else to(token_layout.share(torch.arange(token_layout.num_rows))),

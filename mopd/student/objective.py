@@ -13,8 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mopd.base.types import TEACHER_FIELDS, TOKEN_FIELD, DomainSums, MicroBatchPlan, SampleMeta, UserError
-from mopd.config.losses import KLLossConfig, Loss, PolicyGradientConfig, TopKLossConfig, budget_of, has_domain_baseline
+from mopd.base.types import (
+    HIDDEN_FIELD,
+    TEACHER_FIELDS,
+    TOKEN_FIELD,
+    DomainSums,
+    MicroBatchPlan,
+    SampleMeta,
+    UserError,
+)
+from mopd.config.losses import (
+    FullLossConfig,
+    KLLossConfig,
+    Loss,
+    PolicyGradientConfig,
+    TopKLossConfig,
+    budget_of,
+    has_domain_baseline,
+)
 from mopd.losses import (
     LinearHead,
     domain_factors,
@@ -23,6 +39,7 @@ from mopd.losses import (
     linear_loss,
     num_chosen,
     parallel_entropy_and_topk_overlap,
+    parallel_full_distill,
     parallel_gather_logprobs,
     parallel_policy_gradient,
     parallel_sampled_kl,
@@ -32,9 +49,10 @@ from mopd.losses import (
 )
 from mopd.losses.linear.head import Rows
 from mopd.student.attention import to_device
-from mopd.student.batch import LossRows
+from mopd.student.batch import HostRows, LossRows
 from mopd.student.model.gpt import LMHead
 from mopd.student.parallel import Layout
+from mopd.student.teacher_heads import TeacherHeads
 
 logger = logging.getLogger(__name__)
 
@@ -136,12 +154,15 @@ class Objective:
         lm_head_memory_budget_mib: int,
         teacher_weights: Tensor | None = None,
         has_support: bool = True,
+        heads: TeacherHeads | None = None,
     ) -> None:
         """``teacher_weights`` [domains, D] fp32 is given for an ensemble, where teacher fields are [T, D, K]. Each row
-        adds up to 1 and holds 0 for teachers that the domain does not have. Without ``has_support`` (payload
-        ``sampled``) there are only log-probs of the sampled tokens, and no metric of rows of ids."""
+        adds up to 1 and holds 0 for teachers that the domain does not have. Without ``has_support`` (payloads
+        ``sampled`` and ``hidden``) no ids come from the teachers, and there is no metric of rows of ids. ``heads`` are
+        needed on the last stage by losses over the whole vocabulary."""
         self.loss = loss
         self._has_support = has_support
+        self._heads = heads
         self._layout = layout
         self._budget_mib = lm_head_memory_budget_mib
         self._teacher_weights = teacher_weights
@@ -159,6 +180,8 @@ class Objective:
         """Data-plane fields that this loss and its metrics read."""
         fields = ["tokens", "loss_mask", *(TEACHER_FIELDS if self._has_support else (TOKEN_FIELD,))]
         loss = self.loss
+        if isinstance(loss, FullLossConfig):
+            fields.append(HIDDEN_FIELD)
         if self._correction is not None or (isinstance(loss, PolicyGradientConfig) and loss.old_logprobs == "rollout"):
             fields.append("rollout_logprobs")
         if not isinstance(loss, KLLossConfig) and loss.task_reward_weight:
@@ -213,6 +236,8 @@ class Objective:
             names += ["tail_loss", "outside"] if self.loss.tail == "sampled" else []
         elif isinstance(self.loss, KLLossConfig):
             names += ["clamped"]
+        elif isinstance(self.loss, FullLossConfig):
+            names += ["hidden_error"]
         else:
             names += ["ratio", "clip_fraction", "correction_weight", "baseline"]
         if self._correction is not None:
@@ -265,7 +290,13 @@ class Objective:
                         where = rows.loss_rows
                         current = self.logprobs(head, rows.targets, temperature=self.loss.temperature, index=where)
                     flat[MASKED_SEQUENCES] = self._over_responses(MASKED_SEQUENCES, current, rows)
-        row_loss = partial(self._losses_and_columns, flat, over_responses, diagnostics=DIAGNOSTICS[0] in sums.names)
+        row_loss = partial(
+            self._losses_and_columns,
+            flat,
+            over_responses,
+            diagnostics=DIAGNOSTICS[0] in sums.names,
+            row_domains=rows.row_domains,
+        )
         loss, columns = linear_loss(head.hidden, head.weight, row_loss, own, at_once)
         columns = {name: value.flatten() for name, value in columns.items()}
         sums.add(rows, {"num_tokens": rows.loss_mask, "weight": weights * columns.get(CHOSEN, 1)} | columns)
@@ -295,7 +326,8 @@ class Objective:
         the budget is too small for any."""
         num_rows = own.num_rows(head.hidden)
         try:
-            at_once = own.rows_within(self._budget_mib * 2**20, head.hidden, head.weight)
+            more = 0 if self._heads is None else self._heads.row_bytes()
+            at_once = own.rows_within(self._budget_mib * 2**20, head.hidden, head.weight, more)
         except ValueError as error:
             raise UserError(
                 f"student.lm_head_memory_budget_mib {self._budget_mib} cannot be kept: {error}; raise it, or lower "
@@ -303,7 +335,7 @@ class Objective:
             ) from error
         if at_once < num_rows and self._layout.reports_loss and not self._has_warned:
             self._has_warned = True
-            needed = num_rows * head.weight.size(0) * head.weight.element_size() / 2**20
+            needed = num_rows * (head.weight.size(0) * head.weight.element_size() + more) / 2**20
             logger.warning(
                 f"LM head: the logits of {num_rows} tokens would take {needed:.0f} MiB, more than "
                 f"student.lm_head_memory_budget_mib {self._budget_mib}: such micro-batches are computed {at_once} "
@@ -348,6 +380,7 @@ class Objective:
         rows: Rows,
         *,
         diagnostics: bool,
+        row_domains: HostRows | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted losses [R] of some rows and their metrics, from their logits [R, V/tp].
 
@@ -355,6 +388,8 @@ class Objective:
         which responses and tokens count; ``rows`` are then all rows.
         """
         own = {name: rows.of(value) for name, value in data.items()}
+        if self._heads is not None and row_domains is not None:
+            own["teacher_logits"] = self._heads.logits(own[HIDDEN_FIELD], row_domains[rows.low : rows.high])
         columns = self._diagnostics(logits, own) if diagnostics else {}
         seen: dict[str, Tensor] = {}
         if self._largest is not None:
@@ -433,6 +468,13 @@ class Objective:
         options = {**self._options, "loss_weight": own["weights"], "overwrite_input": logits.requires_grad}
         if self._correction is not None and self._correction.of_tokens is not None:
             options |= {"rollout_logprobs": own["rollout_logprobs"], "correction": self._correction.of_tokens}
+        if isinstance(loss, FullLossConfig):
+            kind = {"loss": loss.type.removeprefix("full_"), "beta": loss.beta, "skew": loss.skew}
+            value, metrics = parallel_full_distill(
+                logits, own["teacher_logits"], target=own["targets"], **kind, **options
+            )
+            metrics["hidden_error"] = (metrics.pop("teacher_logprobs") - own[TOKEN_FIELD]).abs()
+            return value, metrics
         if not isinstance(loss, KLLossConfig) and loss.task_reward_weight:
             options |= {"task_advantage": own["task_advantage"], "task_reward_weight": loss.task_reward_weight}
         if isinstance(loss, TopKLossConfig):

@@ -42,6 +42,7 @@ from mopd.student.optimizer import (
 )
 from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, Shape, run_schedule
+from mopd.student.teacher_heads import TeacherHeads
 from mopd.student.token_layout import TokenLayout, choose_token_layout
 from mopd.student.vision import add_clock, constant_names
 from mopd.student.weights import hf_senders, iter_hf_weights, iter_sender_weights, load_hf_into
@@ -105,8 +106,17 @@ class StudentWorker:
             "true_vocab_size": self.dims.vocab_size,
             "lm_head_memory_budget_mib": student.lm_head_memory_budget_mib,
         }
-        has_support = recipe.support_width > 0
-        self._objective = Objective(recipe.loss, self.layout, teacher_weights=shares, has_support=has_support, **limits)
+        heads = None
+        if recipe.sends_hidden and self.layout.is_last_stage:
+            heads = TeacherHeads.load(recipe, self.dims, self.layout, self.domains)
+        self._objective = Objective(
+            recipe.loss,
+            self.layout,
+            teacher_weights=shares,
+            has_support=recipe.support_width > 0,
+            heads=heads,
+            **limits,
+        )
         self._cross_entropy = CrossEntropy(recipe.loss, self.layout, **limits)
         self._plan: MicroBatchPlan | None = None
         self._cosines: dict[str, float] = {}

@@ -61,6 +61,7 @@ SCORE = ScoreRequest(
     images=ints(0, 1, 2, 3, 4, 1, 2, 2, 1, 5, 6, 7, 8, 1, 4, 2),
     given_ids=ints(*range(6)),
     num_given=2,
+    hidden_size=3,
     top_k=2,
     temperature=1.0,
     weight_version=0,
@@ -82,11 +83,13 @@ SCORES = ScoreAnswer(
     weight_version=0,
     top_k=2,
     num_given=2,
+    hidden_size=3,
     lengths=ints(2, 1),
     ids=ints(*range(6)),
     logprobs=np.linspace(-3, -1, 6, dtype=np.float32),
     token_logprobs=np.linspace(-3, -1, 3, dtype=np.float32),
     given_logprobs=np.linspace(-4, -1, 6, dtype=np.float32),
+    hidden=np.arange(9, dtype=np.uint16),
 )
 RESPONSE = GenerateAnswer(
     request_checksum=b"y" * 16,

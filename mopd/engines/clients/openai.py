@@ -107,11 +107,13 @@ class OpenAIScorer:
         temperature: float,
         images: Images = None,
         given: Given = None,
+        hidden_size: int = 0,
     ) -> list[Scores]:
         """Score each sequence with one HTTP request. ``UserError`` for a temperature other than 1."""
         refuse_images(images, self.name, because=NO_IMAGES)
-        if given is not None:
-            raise EngineRejected(f"{self.name}: an openai server gives no log-probs of ids that it is asked for")
+        if given is not None or hidden_size:
+            what = "log-probs of ids that it is asked for" if given is not None else "hidden states"
+            raise EngineRejected(f"{self.name}: an openai server gives no {what}")
         if temperature != 1:
             raise UserError(
                 f"{self.name}: vLLM scores prompts at temperature 1 only, loss.temperature is {temperature}: "

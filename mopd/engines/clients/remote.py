@@ -111,6 +111,7 @@ class RemoteEngine:
         temperature: float,
         images: Images = None,
         given: Given = None,
+        hidden_size: int = 0,
     ) -> list[Scores]:
         """Score the responses with one HTTP request; ``StaleWeights`` for an answer of another version."""
         if not tokens:
@@ -122,12 +123,14 @@ class RemoteEngine:
             images=to_table(images),
             given_ids=torch.cat([ids.reshape(-1) for ids in given or [torch.zeros(0)]]).numpy().astype(np.int32),
             num_given=num_given_of(given),
+            hidden_size=hidden_size,
             top_k=top_k,
             temperature=temperature,
             weight_version=self.weight_version,
         )
         request.check()
-        longest = request.num_rows * (8 * top_k + 4 * request.num_given + 4) + 4 * len(tokens) + ANSWER_HEAD_BYTES
+        row = 8 * top_k + 4 * request.num_given + 2 * hidden_size + 4
+        longest = request.num_rows * row + 4 * len(tokens) + ANSWER_HEAD_BYTES
         body = await encode_aside(request)
         answer = await self._images.asked(images, lambda: self.post("/v1/score", body, ScoreAnswer, longest))
         if answer.request_checksum != request.checksum:
@@ -136,7 +139,8 @@ class RemoteEngine:
             raise StaleWeights(
                 f"{self.name}: answered with weights {answer.weight_version}, not {request.weight_version}"
             )
-        if (answer.top_k, answer.num_given) != (top_k, request.num_given) or not np.array_equal(
+        shape = answer.top_k, answer.num_given, answer.hidden_size
+        if shape != (top_k, request.num_given, hidden_size) or not np.array_equal(
             answer.lengths, request.lengths - request.prompt_lengths
         ):
             raise self._http.corrupt(f"top_k {answer.top_k} and rows of another request than the one that was sent")
@@ -312,9 +316,17 @@ def to_scores(answer: ScoreAnswer) -> list[Scores]:
     logprobs = torch.from_numpy(answer.logprobs).view(rows, answer.top_k).split(lengths)
     token_logprobs = torch.from_numpy(answer.token_logprobs).split(lengths)
     given = torch.from_numpy(answer.given_logprobs).view(rows, answer.num_given).split(lengths)
+    bits = torch.from_numpy(answer.hidden.view(np.int16)).view(torch.bfloat16)
+    hidden = bits.view(rows, answer.hidden_size).split(lengths)
     return [
-        Scores(ids=i, logprobs=row, token_logprobs=t, given_logprobs=g if answer.num_given else None)
-        for i, row, t, g in zip(ids, logprobs, token_logprobs, given, strict=True)
+        Scores(
+            ids=i,
+            logprobs=row,
+            token_logprobs=t,
+            given_logprobs=g if answer.num_given else None,
+            hidden=h if answer.hidden_size else None,
+        )
+        for i, row, t, g, h in zip(ids, logprobs, token_logprobs, given, hidden, strict=True)
     ]
 
 

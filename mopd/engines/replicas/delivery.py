@@ -56,6 +56,8 @@ class Scoring:
     vocab_size: int | None
     num_given: int = 0
     """Ids that each row is given: those of one request have as many."""
+    hidden_size: int = 0
+    """Size of the hidden states that are asked for; 0: none are."""
 
     async def ask(
         self, engine: Scorer, items: Sequence[Item[Tensor]], on_response: Callable[[int, Scores], None] | None
@@ -63,6 +65,7 @@ class Scoring:
         """Score the items. Scorers answer for all at once, so ``on_response`` is not called."""
         tokens, starts, images, given = split(items)
         options: dict[str, Any] = {} if given is None else {"given": given}
+        options |= {"hidden_size": self.hidden_size} if self.hidden_size else {}
         return await engine.score(
             tokens, starts, top_k=self.top_k, temperature=self.temperature, images=images, **options
         )
@@ -70,7 +73,15 @@ class Scoring:
     def check(self, items: Sequence[Item[Tensor]], results: Sequence[Scores]) -> None:
         """Raise ``ValueError`` for scores that cannot be right."""
         tokens, starts, _, given = split(items)
-        check_scores(results, tokens, starts, top_k=self.top_k, vocab_size=self.vocab_size, given=given)
+        check_scores(
+            results,
+            tokens,
+            starts,
+            top_k=self.top_k,
+            vocab_size=self.vocab_size,
+            given=given,
+            hidden_size=self.hidden_size,
+        )
 
     def room(self, item: Item[Tensor]) -> Room:
         """Return the room of a sequence, whose length is known."""

@@ -97,12 +97,19 @@ class Router:
         temperature: float,
         images: Images = None,
         given: Given = None,
+        hidden_size: int = 0,
         stop_at_failure: bool = True,
     ) -> list[Scores | SampleFailed]:
         """Score the response part of each sequence. The first ``SampleFailed`` is raised; with ``stop_at_failure``
         false it is returned in the place of that sample's scores, and the others go on."""
         num_given = num_given_of(given)
-        work = Scoring(top_k=top_k, temperature=temperature, vocab_size=self.vocab_size, num_given=num_given)
+        work = Scoring(
+            top_k=top_k,
+            temperature=temperature,
+            vocab_size=self.vocab_size,
+            num_given=num_given,
+            hidden_size=hidden_size,
+        )
         call = Call[Scores](work=work, items=join(tokens, prompt_lengths, images, given if num_given else None))
         return await self._run(call, stop_at_failure=stop_at_failure)
 

@@ -21,7 +21,15 @@ from transformers import PreTrainedModel
 
 from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig
-from mopd.engines.checks import check_given, check_length, check_sampling, check_scoring, check_weights, num_given_of
+from mopd.engines.checks import (
+    check_given,
+    check_hidden_size,
+    check_length,
+    check_sampling,
+    check_scoring,
+    check_weights,
+    num_given_of,
+)
 from mopd.engines.interface import (
     EngineInfo,
     EngineLimits,
@@ -267,8 +275,10 @@ class TorchEngine:
         temperature: float,
         images: Images = None,
         given: Given = None,
+        hidden_size: int = 0,
     ) -> list[Scores]:
-        """Score the responses. ``ValueError`` for ``top_k`` or ids above the vocabulary, or an empty prompt."""
+        """Score the responses. ``ValueError`` for ``top_k`` or ids above the vocabulary, an empty prompt, or another
+        ``hidden_size`` than the model's."""
         check_weights(self._has_weights, name=self.name)
         if not 0 <= top_k <= self.vocab_size:
             raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
@@ -280,6 +290,7 @@ class TorchEngine:
             self._check_head(tokens[0])
         check_images(self.sight, tokens, images, name=self.name)
         check_given(given, tokens, prompt_lengths, vocab_size=self.vocab_size, name=self.name)
+        check_hidden_size(hidden_size, self.model.get_output_embeddings().weight.shape[1], name=self.name)
         has_given = num_given_of(given) > 0
         results: dict[int, Scores] = {}
         for batch in token_budget_batches([len(t) for t in tokens], self._cfg.max_tokens_per_batch):
@@ -288,15 +299,16 @@ class TorchEngine:
             with torch.inference_mode():
                 seen = self._see(own, batch, images, pad_left=False)
                 ids = [given[i] for i in batch] if given is not None and has_given else None
-                fields = self._score_batch(own, seen, batch_lengths, top_k, temperature, ids)
+                fields = self._score_batch(own, seen, batch_lengths, top_k, temperature, ids, hidden_size)
             counts = [len(tokens[i]) - prompt_lengths[i] for i in batch]
             rows = [field.clone().split(counts) for field in fields]  # clones: see generate
-            for i, ids_RK, logprobs_RK, logprobs_RN in zip(batch, *rows, strict=True):
+            for i, ids_RK, logprobs_RK, logprobs_RN, hidden_RH in zip(batch, *rows, strict=True):
                 results[i] = Scores(
                     ids=ids_RK,
                     logprobs=logprobs_RK,
                     token_logprobs=logprobs_RN[:, 0].clone(memory_format=torch.contiguous_format),  # also of one row
                     given_logprobs=logprobs_RN[:, 1:].contiguous() if has_given else None,
+                    hidden=hidden_RH if hidden_size else None,
                 )
         return [results[i] for i in range(len(tokens))]
 
@@ -308,9 +320,10 @@ class TorchEngine:
         top_k: int,
         temperature: float,
         given: Sequence[Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return ``(ids [R, K] int32, logprobs [R, K] fp32, logprobs [R, 1 + G] fp32 of the responses' own tokens and
-        of the ids given)`` of all responses end to end, on CPU.
+        of the ids given, hidden states [R, hidden_size] bf16)`` of all responses end to end, on CPU.
 
         Sequences are padded on the right, which no token of a causal model attends to: no attention mask is needed.
         """
@@ -339,7 +352,8 @@ class TorchEngine:
             temperature=temperature,
             bias=getattr(head, "bias", None),
         )
-        return scored.ids.cpu(), scored.logprobs.cpu(), cast(Tensor, scored.target_logprobs).cpu()
+        states = hidden_RH[:, :hidden_size].to("cpu", torch.bfloat16)
+        return scored.ids.cpu(), scored.logprobs.cpu(), cast(Tensor, scored.target_logprobs).cpu(), states
 
     def _see(
         self, sequences: Sequence[Any], batch: Sequence[int], images: Images, *, pad_left: bool

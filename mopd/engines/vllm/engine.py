@@ -8,6 +8,7 @@ Shapes: R response tokens, K top-k.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -19,7 +20,15 @@ from torch import Tensor
 from mopd.base.text import one_line
 from mopd.base.types import PromptImage, UserError
 from mopd.config.groups import VllmEngineConfig
-from mopd.engines.checks import check_given, check_length, check_sampling, check_scoring, check_weights, num_given_of
+from mopd.engines.checks import (
+    check_given,
+    check_hidden_size,
+    check_length,
+    check_sampling,
+    check_scoring,
+    check_weights,
+    num_given_of,
+)
 from mopd.engines.concurrency import TokenBudget, all_or_none
 from mopd.engines.interface import (
     EngineInfo,
@@ -43,6 +52,7 @@ from mopd.engines.vllm.prompts import (
     make_prompt,
     no_scores,
     read_generation,
+    read_hidden,
     read_scores,
     require_same_expansion,
     scoring_params,
@@ -90,6 +100,7 @@ class VllmEngine:
         self.name = str(folder)
         self.weight_version = -1
         self.vocab_size = int(config.get_text_config().vocab_size)
+        self.hidden_size = int(config.get_text_config().hidden_size)
         self.max_positions = max_sequence
         self.stop_ids = read_stop_ids(folder, config)
         self.sight = sight
@@ -105,7 +116,9 @@ class VllmEngine:
         self._budget = TokenBudget(cfg.max_scoring_tokens)
         self._num_requests = self._num_running = 0
         self._scores_given: asyncio.Task[None] | None = None
-        """Installation of what scores given ids in the workers."""
+        """Installation of what scores given ids, and keeps hidden states, in the workers."""
+        self._hidden_names = itertools.count()
+        """Names under which the workers keep hidden states."""
         self._failure: str | None = None
         self.workers = VllmWorkers(llm)
         self.incoming = VllmIncoming(self)
@@ -248,6 +261,7 @@ class VllmEngine:
         temperature: float,
         images: Images = None,
         given: Given = None,
+        hidden_size: int = 0,
     ) -> list[Scores]:
         """Score the response part of each sequence. Each is submitted by itself, at most ``max_scoring_tokens`` at a
         time.
@@ -255,7 +269,7 @@ class VllmEngine:
         Raises:
             UserError: ``temperature`` is not 1, or a sequence does not fit.
             ValueError: ``top_k`` and ids of a row above ``max_logprobs``, an empty prompt, an id outside the
-                vocabulary.
+                vocabulary, another ``hidden_size`` than the model's.
             EngineUnavailable: vLLM has died or answered for other tokens.
         """
         self._require_weights()
@@ -277,17 +291,26 @@ class VllmEngine:
         check_length(max(map(len, tokens), default=0), None, self.max_positions, "max_model_len", name=self.name)
         check_images(self.sight, tokens, images, name=self.name)
         check_given(given, tokens, prompt_lengths, vocab_size=self.vocab_size, name=self.name)
-        if num_given:
+        check_hidden_size(hidden_size, self.hidden_size, name=self.name)
+        if num_given or hidden_size:
             self._scores_given = self._scores_given or asyncio.create_task(self._call(self.workers.score_given()))
             await asyncio.shield(self._scores_given)
 
         async def score_one(sequence: Tensor, start: int, own: Sequence[PromptImage], at_ids: Tensor | None) -> Scores:
             if start == len(sequence):
-                return no_scores(top_k, num_given)
+                return no_scores(top_k, num_given, hidden_size)
             ids = sequence.tolist()
             async with self._budget.hold(len(ids)):
-                output = await self._request(ids, own, scoring_params(top_k, start, at_ids))
-            return read_scores(output, ids, start, top_k, at_ids, name=self.name)
+                if not hidden_size:
+                    output = await self._request(ids, own, scoring_params(top_k, start, at_ids))
+                    return read_scores(output, ids, start, top_k, at_ids, name=self.name)
+                kept_as = str(next(self._hidden_names))
+                try:
+                    output = await self._request(ids, own, scoring_params(top_k, start, at_ids, kept_as))
+                finally:  # also of a request that was aborted: taken states are forgotten
+                    found = await self._call(self.workers.take_hidden(kept_as))
+                states = read_hidden(found, len(ids) - start, hidden_size, name=self.name)
+            return read_scores(output, ids, start, top_k, at_ids, states, name=self.name)
 
         items = join(tokens, prompt_lengths, images, given if num_given else None)
         return await all_or_none(score_one(*item) for item in items)

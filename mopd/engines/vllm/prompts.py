@@ -18,7 +18,7 @@ from torch import Tensor
 from mopd.base.types import PromptImage
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams, Scores
 from mopd.engines.vision import EngineVision
-from mopd.engines.vllm.given import GIVEN_IDS, GIVEN_START, GIVEN_TOP_K
+from mopd.engines.vllm.given import GIVEN_IDS, GIVEN_START, GIVEN_TOP_K, HIDDEN_NAME
 from mopd.engines.vllm.start import (
     EngineGenerateError,
     FlatLogprobs,
@@ -50,13 +50,15 @@ def sight_options(sight: EngineVision) -> dict[str, Any]:
     }
 
 
-def scoring_params(top_k: int, start: int, given: Tensor | None) -> VllmSamplingParams:
+def scoring_params(top_k: int, start: int, given: Tensor | None, hidden_name: str | None = None) -> VllmSamplingParams:
     """Return the parameters of a request that scores its prompt, from place ``start`` on also at the ids ``given``
-    [R, G]."""
+    [R, G], and has its hidden states kept under ``hidden_name``."""
     extra, width = None, top_k
-    if given is not None:
-        ids = given.to(torch.int32).contiguous().numpy().tobytes()
-        extra, width = {GIVEN_IDS: ids, GIVEN_START: start - 1, GIVEN_TOP_K: top_k}, top_k + given.shape[1]
+    if given is not None or hidden_name is not None:
+        ids = b"" if given is None else given.to(torch.int32).contiguous().numpy().tobytes()
+        extra = {GIVEN_IDS: ids, GIVEN_START: start - 1, GIVEN_TOP_K: top_k}
+        extra |= {} if hidden_name is None else {HIDDEN_NAME: hidden_name}
+        width += 0 if given is None else given.shape[1]
     return VllmSamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -134,10 +136,17 @@ async def last_output(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 def read_scores(
-    output: RequestOutput, tokens: Sequence[int], start: int, top_k: int, given: Tensor | None = None, *, name: str
+    output: RequestOutput,
+    tokens: Sequence[int],
+    start: int,
+    top_k: int,
+    given: Tensor | None = None,
+    states: Tensor | None = None,
+    *,
+    name: str,
 ) -> Scores:
     """Return rows ``tokens[start:]`` of vLLM's flat prompt log-probs: each row holds the sequence's own token, then the
-    top-k, then the ids ``given`` [R, G].
+    top-k, then the ids ``given`` [R, G]. ``states`` are the hidden states [R, H], where they were asked for.
 
     ``EngineUnavailable``, with the engine's ``name``, if they are not those of ``tokens`` or of the ids.
     """
@@ -160,14 +169,25 @@ def read_scores(
         logprobs=logprobs[:, 1 : top_k + 1].contiguous(),
         token_logprobs=logprobs[:, 0].clone(memory_format=torch.contiguous_format),  # also of one row
         given_logprobs=None if given is None else logprobs[:, top_k + 1 :].contiguous(),
+        hidden=states,
     )
 
 
-def no_scores(top_k: int, num_given: int) -> Scores:
+def read_hidden(bits: bytes | None, num_rows: int, hidden_size: int, *, name: str) -> Tensor:
+    """Return the hidden states [R, H] bf16 that a worker has kept; ``EngineUnavailable`` if they are not R of size
+    H."""
+    if bits is None or len(bits) != 2 * num_rows * hidden_size:
+        said = "none" if bits is None else f"{len(bits)} bytes"
+        raise EngineUnavailable(f"vLLM of {name} kept {said} of {num_rows} hidden states of size {hidden_size}")
+    return torch.frombuffer(bytearray(bits), dtype=torch.bfloat16).view(num_rows, hidden_size)
+
+
+def no_scores(top_k: int, num_given: int, hidden_size: int) -> Scores:
     """Return the scores of an empty response."""
     empty = torch.zeros(0, top_k)
     given = torch.zeros(0, num_given) if num_given else None
-    return Scores(ids=empty.int(), logprobs=empty, token_logprobs=torch.zeros(0), given_logprobs=given)
+    states = torch.zeros(0, hidden_size, dtype=torch.bfloat16) if hidden_size else None
+    return Scores(ids=empty.int(), logprobs=empty, token_logprobs=torch.zeros(0), given_logprobs=given, hidden=states)
 
 
 def read_generation(output: RequestOutput, stop_ids: Sequence[int], num_top_ids: int = 0, *, name: str) -> Generation:

@@ -40,8 +40,13 @@ class VllmWorkers:
         self._sleeping = "cache" if weights_only else "no"
 
     async def score_given(self) -> None:
-        """Let the workers answer requests for log-probs at given ids."""
+        """Let the workers answer requests for log-probs at given ids and for hidden states."""
         await self._llm.collective_rpc("mopd_score_given")
+
+    async def take_hidden(self, name: str) -> bytes | None:
+        """Return and forget the hidden states of a request; ``None`` if no worker has any."""
+        found = await self.tell("mopd_take_hidden", name=name)
+        return next((own for own in found if own is not None), None)
 
     async def tell(self, method: str, **arguments: Any) -> list[Any]:
         """Call ``method`` in every worker and return their answers."""

@@ -35,7 +35,7 @@ from vllm.v1.outputs import LogprobsTensors
 
 from mopd.base.text import one_line
 from mopd.engines.interface import Reception
-from mopd.engines.vllm.given import score_given
+from mopd.engines.vllm.given import score_given, take_hidden
 from mopd.weights.group import GroupOrder, TransferFailed
 from mopd.weights.parts import from_json
 from mopd.weights.receiving import Receiver
@@ -204,8 +204,17 @@ class WorkerExtension:
         threading.Thread(target=_kill_after, args=(descriptor, core_pid), daemon=True, name="mopd-watch").start()
 
     def mopd_score_given(self) -> None:
-        """Let this worker answer requests for log-probs at given ids."""
-        score_given(self.model_runner, LogprobsTensors.empty_cpu)
+        """Let this worker answer requests for log-probs at given ids and for hidden states."""
+        is_first = self.parallel_config.rank % self.parallel_config.tensor_parallel_size == 0
+        score_given(self.model_runner, LogprobsTensors.empty_cpu, keeps_hidden=is_first)
+
+    def mopd_take_hidden(self, name: str) -> bytes | None:
+        """Return and forget a request's hidden states, if this worker has them (``take_hidden``)."""
+        return take_hidden(self.model_runner, name)
+
+    def mopd_num_hidden(self) -> int:
+        """Return how many requests' hidden states wait here to be taken."""
+        return len(self.model_runner.mopd_hidden)
 
     def mopd_outcome(self) -> dict[str, Any]:
         """Return why this worker's last ``init_weight_transfer_engine`` or update failed (``failure``), if it did, and

@@ -39,7 +39,7 @@ import numpy as np
 from mopd.base.text import shortened, visible
 from mopd.engines.wire.image_table import from_table
 
-VERSION = 8
+VERSION = 9
 """Version of the wire format; the two ends must agree."""
 LARGE_BYTES = 2**18
 """Bodies above this are coded in a thread, so that the event loop serves others meanwhile."""
@@ -245,6 +245,8 @@ class ScoreRequest(Message):
     """[R * G] int32, ids at which each row is scored."""
     num_given: int
     """G."""
+    hidden_size: int
+    """H, the size of the hidden states that are asked for; 0: none are."""
     top_k: int
     temperature: float
     weight_version: int
@@ -260,6 +262,8 @@ class ScoreRequest(Message):
             raise WireError("prompt_lengths must lie between 1 and the sequence's length")
         if self.top_k < 0:
             raise WireError(f"top_k is {self.top_k}: set 0 or more")
+        if self.hidden_size < 0:
+            raise WireError(f"hidden_size is {self.hidden_size}: set 0 or more")
         if self.num_given < 0 or self.given_ids.shape != (self.num_rows * self.num_given,):
             raise WireError(f"{len(self.given_ids)} given ids for {self.num_rows} rows of {self.num_given}")
         if len(self.given_ids) and self.given_ids.min() < 0:
@@ -291,6 +295,8 @@ class ScoreAnswer(Message):
     top_k: int
     num_given: int
     """G of the request."""
+    hidden_size: int
+    """H of the request."""
     lengths: Array = array_field("<i4")
     """[N] int32, rows of each sequence."""
     ids: Array = array_field("<i4")
@@ -301,14 +307,20 @@ class ScoreAnswer(Message):
     """[R] fp32."""
     given_logprobs: Array = array_field("<f4")
     """[R * G] fp32, of the given ids, which do not come back."""
+    hidden: Array = array_field("<u2")
+    """[R * H], the bits of bf16 numbers."""
 
     def check(self) -> None:
-        """Raise ``WireError`` unless every row has ``top_k`` and ``num_given`` entries."""
+        """Raise ``WireError`` unless every row has ``top_k``, ``num_given`` and ``hidden_size`` entries."""
         _check_sequences(self.token_logprobs, self.lengths, "lengths", at_least=0)
         entries = len(self.token_logprobs) * self.top_k
         if self.num_given < 0 or self.given_logprobs.shape != (len(self.token_logprobs) * self.num_given,):
             raise WireError(
                 f"{len(self.token_logprobs)} rows of {self.num_given} given ids but {len(self.given_logprobs)} logprobs"
+            )
+        if self.hidden_size < 0 or self.hidden.shape != (len(self.token_logprobs) * self.hidden_size,):
+            raise WireError(
+                f"{len(self.token_logprobs)} rows of hidden size {self.hidden_size} but {len(self.hidden)} numbers"
             )
         if self.top_k < 0 or self.ids.shape != (entries,) or self.logprobs.shape != (entries,):
             raise WireError(

@@ -22,6 +22,7 @@ from mopd.config.output import WandBConfig
 from mopd.config.placements import LocalConfig
 from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
 from mopd.config.student import ParallelConfig
+from mopd.conversion.models.reading import read_dims
 from mopd.data.image_processing import sees_images
 from mopd.placement.process import check_interpreter
 from mopd.weights.addresses import interface_address
@@ -51,7 +52,8 @@ class Check:
 
 def check_inputs(loaded: Loaded, *, is_first: bool = True) -> None:
     """Check that every model folder, data file, template, interpreter, reward file and package of the recipe is there.
-    On a node without rank 0 (not ``is_first``) only what its ranks read: the student, and files with images for it.
+    On a node without rank 0 (not ``is_first``) only what its ranks read: the student, output matrices of teachers
+    that send hidden states, and files with images for the student.
 
     Raises ``UserError`` that names recipe, key and path or package.
     """
@@ -59,12 +61,16 @@ def check_inputs(loaded: Loaded, *, is_first: bool = True) -> None:
     if visible(os.getcwd()) != os.getcwd():  # paths below it go into files that take no such text
         raise UserError(f"{shown_path(os.getcwd())}: the working directory holds a control character: rename it")
     check_model_folder(recipe.student.model, loaded.where("student", "model"))
+    for name, teacher in recipe.teachers.items() if is_first or recipe.sends_hidden else ():
+        check_model_folder(teacher.model, loaded.where("teachers", name, "model"))
+        if recipe.sends_hidden:  # ranks of every node read its output matrix
+            from mopd.conversion.hf.head import open_teacher_head  # torch, for few recipes
+
+            open_teacher_head(name, teacher.model, vocab_size=read_dims(Path(recipe.student.model)).vocab_size)
     if not is_first:
         for file in recipe.data.files(recipe.data.train) if sees_images(recipe.student.model) else ():
             check_data_file(loaded, file.path, "train")
         return
-    for name, teacher in recipe.teachers.items():
-        check_model_folder(teacher.model, loaded.where("teachers", name, "model"))
     for split, entries in (("train", recipe.data.train), ("validation", recipe.data.validation)):
         for file in recipe.data.files(entries):
             check_data_file(loaded, file.path, split)

@@ -23,7 +23,7 @@ from mopd.base.files.json_text import parse_json
 from mopd.base.files.reading import shown_path
 from mopd.base.files.records import Records
 from mopd.base.types import Batch, Prompt, SampleMeta, UserError
-from mopd.config.losses import KLLossConfig, TopKLossConfig
+from mopd.config.losses import FullLossConfig, PolicyGradientConfig, TopKLossConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.image_processing import sees_images
@@ -61,7 +61,9 @@ def about_samples(recipe: Recipe, student: Manifest, *, sampling: str | None = N
         "tokenizer_sha256": student.tokenizer_sha256,
         "samples_per_prompt": str(rollout.samples_per_prompt),
         "sampling": drawn if sampling is None else sampling,
-        "task_advantage": loss.task_advantage if has_advantage and not isinstance(loss, KLLossConfig) else "none",
+        "task_advantage": loss.task_advantage
+        if has_advantage and isinstance(loss, (TopKLossConfig, PolicyGradientConfig))
+        else "none",
     }
 
 
@@ -219,7 +221,7 @@ def open_stored(recipe: Recipe, student: Manifest) -> StoredSamples | None:
     if not recipe.data.scored:
         return None
     compared = ["tokenizer_sha256", "samples_per_prompt"]
-    is_dense = isinstance(recipe.loss, TopKLossConfig) and not recipe.needs_task_advantage
+    is_dense = isinstance(recipe.loss, (TopKLossConfig, FullLossConfig)) and not recipe.needs_task_advantage
     compared += [] if is_dense else ["sampling"]
     compared += ["task_advantage"] if recipe.needs_task_advantage else []
     stored = StoredSamples(recipe.data.scored, samples_per_prompt=recipe.rollout.samples_per_prompt)

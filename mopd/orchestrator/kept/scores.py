@@ -32,8 +32,8 @@ from mopd.engines.replicas.router import Router
 from mopd.run.manifests import engine_extras
 
 logger = logging.getLogger(__name__)
-FIELDS = ("ids", "logprobs", "token_logprobs", "given_logprobs")
-"""Fields of a record; the last one where ids were given."""
+FIELDS = ("ids", "logprobs", "token_logprobs", "given_logprobs", "hidden")
+"""Fields of a record; the last ones where ids were given, or hidden states asked for (their bits, as int16)."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Questions:
     given: Sequence[Tensor | None]
     """Ids of each sample's rows, [R, G] int32; either all have some or none has."""
     top_k: int
+    hidden_size: int = 0
+    """Size of the hidden states that are asked for; 0: none are."""
 
     @property
     def given_ids(self) -> list[Tensor] | None:
@@ -54,7 +56,8 @@ class Questions:
     def at(self, places: Sequence[int]) -> Questions:
         """Return the questions about some of the samples."""
         images = None if self.images is None else [self.images[i] for i in places]
-        return Questions([self.tokens[i] for i in places], images, [self.given[i] for i in places], self.top_k)
+        tokens, given = ([of[i] for i in places] for of in (self.tokens, self.given))
+        return Questions(tokens, images, given, self.top_k, self.hidden_size)
 
 
 class ScoreCache:
@@ -70,6 +73,7 @@ class ScoreCache:
         """Return the keys of a teacher's scores of some samples."""
         seen = [()] * len(metas) if asked.images is None else asked.images
         about = f"{self._identities[teacher]}\0{asked.top_k}\0{self._temperature!r}\0"
+        about += f"hidden {asked.hidden_size}\0" if asked.hidden_size else ""
         keys = []
         for meta, own, pictures, ids in zip(metas, asked.tokens, seen, asked.given, strict=True):
             shown = json.dumps([[picture.digest.hex(), *picture.grid] for picture in pictures])
@@ -94,7 +98,7 @@ class ScoreCache:
 
         def write(key: bytes, own: Scores) -> bool:
             names = [name for name in FIELDS if getattr(own, name) is not None]
-            tensors = as_stored([getattr(own, name) for name in names])
+            tensors = [_without_bf16(own) for own in as_stored([getattr(own, name) for name in names])]
             return self._records.append(key, {name: t.numpy() for name, t in zip(names, tensors, strict=True)})
 
         kept = await asyncio.to_thread(lambda: [write(key, own) for key, own in scores.items()])
@@ -119,15 +123,21 @@ class ScoreCache:
         if arrays is None:
             return None
         try:
-            scores = Scores(**{name: torch.from_numpy(array) for name, array in arrays.items()})
-            given = asked.given_ids
-            check_scores([scores], asked.tokens, [prompt_length], top_k=asked.top_k, vocab_size=None, given=given)
+            fields = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            fields |= {"hidden": fields["hidden"].view(torch.bfloat16)} if "hidden" in fields else {}
+            scores, options = Scores(**fields), {"top_k": asked.top_k, "hidden_size": asked.hidden_size}
+            check_scores([scores], asked.tokens, [prompt_length], vocab_size=None, given=asked.given_ids, **options)
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"data.scores_cache: a record of {shown_path(self._records.folder)} holds no scores ({error}): "
                 "name another folder"
             ) from error
         return scores
+
+
+def _without_bf16(tensor: Tensor) -> Tensor:
+    """Return bf16 numbers, which numpy does not know, as the integers of their bits."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 async def open_score_cache(

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from mopd.base.types import PromptImage
+from mopd.conversion.hf.head import OutputHead
 from mopd.data.image_processor import ImageProcessor
 from mopd.engines.torch.loading import load_model
 from mopd.engines.vision import read_vision
 from mopd.losses.api import parallel_topk_distill
 
 MAX_PROBE_POSITIONS = 8
+HEAD_ROWS = 16_384
+"""Rows of an output matrix that are read at a time."""
 REFERENCE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -41,6 +44,21 @@ class Probe:
     """[R] fp32; ``None`` where an ensemble has merged them."""
     images: Sequence[PromptImage] = ()
     """Images of the prompt."""
+    hidden: Tensor | None = None
+    """[R, H] bf16; ``None`` where no hidden states travel."""
+
+    @property
+    def positions(self) -> list[int]:
+        """The response positions that are looked at, the first and the last among them."""
+        last = len(self.tokens) - self.prompt_length - 1
+        return sorted({round(i * last / (MAX_PROBE_POSITIONS - 1)) for i in range(MAX_PROBE_POSITIONS)})
+
+    def logprobs_by(self, head: OutputHead, temperature: float) -> Tensor:
+        """Return the log-probs [P, V] fp32 that the output matrix makes of the hidden states."""
+        assert self.hidden is not None, "only a teacher that sends them is asked about"
+        own = self.hidden[self.positions].float()
+        parts = [head.rows(low, low + HEAD_ROWS).float() for low in range(0, head.vocab_size, HEAD_ROWS)]
+        return (torch.cat([own @ part.T for part in parts], 1) / temperature).log_softmax(-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +66,8 @@ class Parity:
     """Distance of a teacher's scores from its folder's."""
 
     kl: float
-    """Mean KL(scores || folder) on the top-k and their tail, in nats: the floor of every KL measured with it."""
+    """Mean KL(scores || folder) on the top-k and their tail, or over the vocabulary where hidden states travel, in
+    nats: the floor of every KL measured with it."""
     mean_difference: float
     """Mean |log-prob difference| over all top-k entries and sampled tokens."""
     max_difference: float
@@ -64,6 +83,7 @@ class Reference:
         chosen = dtype if dtype in REFERENCE_DTYPES else "float32"
         self._model = load_model(Path(folder), chosen, torch.device("cpu")).eval()
         self._sight = read_vision(Path(folder), max_pixels)
+        self._folder = Path(folder)
 
     def logits(self, tokens: Tensor, images: Sequence[PromptImage] = ()) -> Tensor:
         """Return the logits [V] fp32 of what follows ``tokens`` [L], which hold the placeholders of ``images``."""
@@ -93,8 +113,7 @@ class Reference:
 
     def _compare(self, probe: Probe, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the KL [P] and all |differences|, flat."""
-        last = len(probe.tokens) - probe.prompt_length - 1
-        positions = sorted({round(i * last / (MAX_PROBE_POSITIONS - 1)) for i in range(MAX_PROBE_POSITIONS)})
+        positions = probe.positions
         logits_PV = torch.stack([self.logits(probe.tokens[: probe.prompt_length + p], probe.images) for p in positions])
         expected_PV = (logits_PV / temperature).log_softmax(-1)
         differences, kl_P = list[Tensor](), torch.zeros(len(positions))
@@ -106,8 +125,23 @@ class Reference:
             listed = ids_PK < expected_PV.shape[1]  # a place without an id has one above every vocabulary
             expected_PK = expected_PV.gather(-1, ids_PK.where(listed, 0))
             differences.append((expected_PK - logprobs_PK)[listed].abs())
+        if probe.hidden is not None:
+            said_PV = probe.logprobs_by(OutputHead(self._folder), temperature)
+            kl_P = (said_PV.exp() * (said_PV - expected_PV)).sum(-1)
         if probe.token_logprobs is not None:
             own_P = probe.tokens[[probe.prompt_length + p for p in positions]]
             expected_P = expected_PV.gather(-1, own_P[:, None]).squeeze(-1)
             differences.append((expected_P - probe.token_logprobs[positions]).abs())
         return kl_P, torch.cat(differences)
+
+
+def head_difference(head: OutputHead, probes: Sequence[Probe], *, temperature: float) -> float:
+    """Return the mean |log-prob difference| of responses' tokens between what an engine has said of them and what the
+    output matrix makes of its hidden states. Another matrix, or states of another place or layer, err by nats."""
+    differences = []
+    for probe in probes:
+        assert probe.token_logprobs is not None, "no ensemble sends hidden states"
+        own_P = probe.tokens[[probe.prompt_length + p for p in probe.positions]]
+        found_P = probe.logprobs_by(head, temperature).gather(1, own_P[:, None]).squeeze(1)
+        differences.append((found_P - probe.token_logprobs[probe.positions]).abs())
+    return torch.cat(differences).mean().item()

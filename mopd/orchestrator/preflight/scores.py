@@ -15,10 +15,11 @@ from torch import Tensor
 
 from mopd.base.hardware import free_memory_bytes
 from mopd.base.text import one_line
-from mopd.base.types import TEACHER_FIELDS, TOKEN_FIELD, PromptImage, SampleMeta
+from mopd.base.types import HIDDEN_FIELD, TEACHER_FIELDS, TOKEN_FIELD, PromptImage, SampleMeta
 from mopd.config.machine.auto import compares_with_transformers
 from mopd.config.payloads import Asked
 from mopd.config.schema import Recipe
+from mopd.conversion.hf.head import OutputHead
 from mopd.conversion.models.families import FAMILIES
 from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.images import ImageStore
@@ -29,7 +30,7 @@ from mopd.engines.vision import read_vision
 from mopd.launch.checks.inputs import Check
 from mopd.launch.preparing import weights_bytes
 from mopd.orchestrator.preflight.alignment import AlignmentCheck, Text
-from mopd.orchestrator.preflight.parity import Parity, Probe, Reference
+from mopd.orchestrator.preflight.parity import Parity, Probe, Reference, head_difference
 from mopd.orchestrator.support import Coverage, low_quantile
 from mopd.orchestrator.teachers import TeacherGroup
 from mopd.run.manifests import has_own_weights
@@ -63,6 +64,9 @@ class ScoresCheck:
         )
         judging = self._against_folder(samples) if is_compared else self._against_itself(samples, why)
         is_right, detail = await judging
+        if is_right and self._recipe.asked[self._name].hidden:
+            is_right, found = await self._through_head(samples)
+            detail = f"{detail}; {found}" if is_right else found
         return Check(f"scores of {self._name}", "ok" if is_right else "failed", detail)
 
     async def distance(self, samples: Sequence[SampleMeta]) -> Check:
@@ -108,6 +112,23 @@ class ScoresCheck:
         detail += f": the loss sees little of the teacher; raise loss.top_k, or set {cure}"
         return Check(f"support of {self._name}", "warning", detail)
 
+    async def _through_head(self, samples: Sequence[SampleMeta]) -> Outcome:
+        """Hold the hidden states and the output matrix that the trainer ranks read against the engine's log-probs."""
+        folder, probes = self._recipe.teachers[self._name].model, await self._probes_of(samples)
+
+        def compare() -> float:
+            return head_difference(OutputHead(Path(folder)), probes, temperature=self._recipe.loss.temperature)
+
+        # the states travel in bfloat16, whatever the engine computes in
+        difference, limit = await asyncio.to_thread(compare), self._recipe.preflight.logprob_limit("bfloat16")
+        detail = f"its hidden states through the output matrix of its folder differ by {difference:.2e} (mean, limit "
+        if difference <= limit:
+            return True, f"{detail}{limit:g})"
+        return False, (
+            f"teachers.{self._name}: {detail}{limit:g}) from its log-probs: {folder} has another output matrix than "
+            "the engine, or that sends other states; start it with this folder, or set payload: topk and a top-k loss"
+        )
+
     async def _against_folder(self, samples: Sequence[SampleMeta]) -> Outcome:
         recipe, cfg, probes = self._recipe, self._recipe.preflight, await self._probes_of(samples)
 
@@ -116,14 +137,17 @@ class ScoresCheck:
             return reference.compare(probes, temperature=recipe.loss.temperature)
 
         parity = await asyncio.to_thread(compare)
-        kl_limit, limit = cfg.self_kl_limit(self._dtype), cfg.logprob_limit(self._dtype)
+        has_hidden = recipe.asked[self._name].hidden
+        kl_limit = cfg.self_kl_limit("bfloat16" if has_hidden else self._dtype)  # the dtype in which states travel
+        limit = cfg.logprob_limit(self._dtype)
         detail = (
             f"mean KL to a transformers forward {parity.kl:.2e} nats over {parity.num_positions} tokens (limit "
             f"{kl_limit:g}), |log-prob difference| mean {parity.mean_difference:.2e} (limit {limit:g}), max "
             f"{parity.max_difference:.2e}"
         )
         if abs(parity.kl) <= kl_limit and parity.mean_difference <= limit:
-            self.parity = parity if self._recipe.support_width else None  # without rows there is no KL
+            has_kl = self._recipe.support_width or has_hidden  # without rows there is none
+            self.parity = parity if has_kl else None
             return True, detail
         keys = "preflight.max_self_kl and max_logprob_difference for a low-precision engine"
         return False, f"{detail}: {CURE.format(name=self._name, keys=keys)}"
@@ -156,8 +180,8 @@ class ScoresCheck:
         )
 
     async def _probes_of(self, samples: Sequence[SampleMeta]) -> list[Probe]:
-        has_rows = self._recipe.support_width > 0
-        fields = await self._fields_of(samples, "tokens", *(TEACHER_FIELDS if has_rows else (TOKEN_FIELD,)))
+        has_rows, more = self._recipe.support_width > 0, (HIDDEN_FIELD,) * self._recipe.sends_hidden
+        fields = await self._fields_of(samples, "tokens", *(TEACHER_FIELDS if has_rows else (TOKEN_FIELD,)), *more)
         assignment, probes = self._recipe.assignment, []
         for i, sample in enumerate(samples):
             ids, logprobs = (fields[name][i] if has_rows else None for name in TEACHER_FIELDS[:2])
@@ -173,6 +197,7 @@ class ScoresCheck:
                     logprobs=logprobs,
                     token_logprobs=fields["teacher_token_logprobs"][i] if len(teachers) == 1 else None,
                     images=self._images_of(fields, i),
+                    hidden=fields[HIDDEN_FIELD][i] if more else None,
                 )
             )
         return probes

@@ -196,11 +196,13 @@ class HeadShape:
     splits_sequence: bool
     copies: bool = False
     """Whether logits are not fp32, padded, or divided by a temperature: what looks at them copies them first."""
+    teacher: int = 0
+    """Bytes for each logit of teachers that send hidden states: theirs, and of several teachers a copy on the way."""
 
     def rows_at_once(self, budget: int) -> int:
         """Return the rows whose logits exist at a time: all, or what ``lm_head_memory_budget_mib`` lets through
         (``LinearHead.rows_within``); 0 where not one fits."""
-        row = self.columns * self.element
+        row = self.columns * (self.element + self.teacher)
         if self.rows * row <= budget:
             return self.rows
         return max(0, min(self.rows, (budget - self._beside()) // row))
@@ -208,7 +210,7 @@ class HeadShape:
     def peak(self, budget: int) -> int:
         """Return the most bytes at one moment, above what goes in and comes out."""
         at_once = self.rows_at_once(budget)
-        logits = at_once * self.columns * self.element + self._scratch(at_once)
+        logits = at_once * self.columns * (self.element + self.teacher) + self._scratch(at_once)
         if at_once < self.rows:
             return logits + self._beside()
         return logits + max(self._gathered(), self._summed())

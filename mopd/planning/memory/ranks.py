@@ -14,7 +14,7 @@ from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.devices import SHARES, Cluster
 from mopd.planning.memory import shards
-from mopd.planning.memory.activations import HeadShape, MicroBatchSize, activation_bytes, micro_batches
+from mopd.planning.memory.activations import SUM_BYTES, HeadShape, MicroBatchSize, activation_bytes, micro_batches
 from mopd.planning.memory.replicas import ReplicaPlan
 from mopd.planning.workload import Workload, sample_bytes
 
@@ -96,6 +96,7 @@ def head_shape(recipe: Recipe, dims: ModelDims, batch: MicroBatchSize) -> HeadSh
         copies=shards.BYTES[recipe.student.dtype] < 4
         or recipe.loss.temperature != 1
         or dims.padded_vocab_size(tp) > dims.vocab_size,
+        teacher=SUM_BYTES * min(2, len(recipe.teachers)) * recipe.sends_hidden,
     )
 
 
@@ -112,6 +113,8 @@ def plan_ranks(
         parts = dict(shards.tensor_bytes(shards.shard(dims, student.parallel, stage), student))
         parts["activations"] = activation_bytes(dims, student, batch, stage=stage)
         if stage == stages - 1:
+            if work.hidden_sizes:
+                parts["teacher_heads"] = sum(work.hidden_sizes.values()) * head.columns * head.element
             parts["lm_head"] = head.peak(student.lm_head_memory_budget_mib * MIB)
         if cluster.gpus_per_node:
             fragments = round(SHARES["fragments"].value * sum(parts.values()))

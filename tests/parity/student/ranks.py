@@ -46,6 +46,7 @@ from mopd.launch.ranks import CommandChannel
 from mopd.student import cpu_shim, optimizer, parallel
 from mopd.student.checkpoints import checkpoint, restricted, states
 from mopd.student.worker import StudentWorker
+from tests.parity.student import hidden_cases
 from tests.parity.student.pictures import make_seen_samples
 from tests.parity.student.refused_saves import refused_saves
 from tests.parity.student.samples import DOMAINS, ENSEMBLE, hash_of, make_samples
@@ -82,6 +83,7 @@ LOSSES = {
     "sampled_tail": TopKLossConfig(
         type="topk_reverse_kl", top_k=TOP_K, tail="sampled", correction=MismatchCorrectionConfig(type="tis")
     ),
+    **hidden_cases.LOSSES,
 }
 
 
@@ -135,7 +137,9 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
                 offload_fraction=case.get("offload", 0.0),
             ),
         ),
-        teachers=TEACHERS["ensemble" if "ensemble" in case else "one"],
+        teachers=hidden_cases.teachers(case["hidden"])
+        if "hidden" in case
+        else TEACHERS["ensemble" if "ensemble" in case else "one"],
         data=DataConfig(train=(case.get("data", "unused"),), validation=("unused",), max_prompt_length=16),
         rollout=RolloutConfig(max_response_length=16, samples_per_prompt=2),
         loss=LOSSES[case.get("loss", "default")],
@@ -201,7 +205,10 @@ class Case:
         if "data" not in self.case:
             drawn |= {"weights": ENSEMBLE if "ensemble" in self.case else None, "lengths": self.case.get("lengths")}
             num = len(self.case.get("lengths", range(NUM_SAMPLES)))
-            return make_samples(num, vocab_size=self.worker.dims.vocab_size, **drawn)
+            metas, fields = make_samples(num, vocab_size=self.worker.dims.vocab_size, **drawn)
+            if "hidden" in self.case:
+                fields["teacher_hidden"] = hidden_cases.make_hidden(metas, step)
+            return metas, fields
         model, seen = Path(self.case["processor"]), self.case.get("with_images", True)
         metas, fields = make_seen_samples(NUM_SAMPLES, model, Path(self.case["data"]), with_images=seen, **drawn)
         if self.worker.dims.vision is None:

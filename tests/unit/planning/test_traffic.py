@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from mopd.config.payloads import Asked
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.teachers import merge
+from mopd.orchestrator.teachers import View, merge
 from mopd.planning.traffic import draw_bytes, score_bytes
 from mopd.planning.workload import Workload, sample_bytes
 from tests.fixtures.recipe import RECIPE
@@ -42,16 +43,17 @@ def workload(*, responses: tuple[int, ...] = RESPONSES) -> Workload:
 
 
 @pytest.mark.parametrize(
-    ("per_request", "asked"),
+    ("per_request", "asked", "hidden_size"),
     [
-        (1, Asked(own=TOP_K)),
-        (4, Asked(own=TOP_K)),
-        (4, Asked(student=TOP_K)),
-        (4, Asked(own=TOP_K, student=TOP_K, always=2)),
-        (4, Asked()),
+        (1, Asked(own=TOP_K), 0),
+        (4, Asked(own=TOP_K), 0),
+        (4, Asked(student=TOP_K), 0),
+        (4, Asked(own=TOP_K, student=TOP_K, always=2), 0),
+        (4, Asked(), 0),
+        (4, Asked(), 64),
     ],
 )
-def test_scores_weigh_what_is_planned(engine: TorchEngine, per_request: int, asked: Asked) -> None:
+def test_scores_weigh_what_is_planned(engine: TorchEngine, per_request: int, asked: Asked, hidden_size: int) -> None:
     tokens = [torch.ones(a + b, dtype=torch.int64) for a, b in zip(PROMPTS, RESPONSES, strict=True)]
     ids = torch.arange(asked.given, dtype=torch.int32)
     given = [ids.expand(length, -1).contiguous() for length in RESPONSES] if asked.given else None
@@ -60,14 +62,16 @@ def test_scores_weigh_what_is_planned(engine: TorchEngine, per_request: int, ask
         client = RemoteEngine(url, timeout_s=30)
         for low in range(0, len(tokens), per_request):
             part = slice(low, low + per_request)
+            options = {"top_k": asked.own, "temperature": 1.0, "hidden_size": hidden_size}
             own = None if given is None else given[part]
-            await client.score(tokens[part], PROMPTS[part], top_k=asked.own, temperature=1.0, given=own)
+            await client.score(tokens[part], PROMPTS[part], given=own, **options)
         await client.close()
         return client.bytes_sent + client.bytes_received
 
     with running_server(engine) as server:
         payload_bytes = asyncio.run(work(server.url))
-    planned = score_bytes(len(tokens), workload(), asked, samples_per_request=per_request)
+    options = {"samples_per_request": per_request, "hidden_size": hidden_size}
+    planned = score_bytes(len(tokens), workload(), asked, **options)
     assert planned == pytest.approx(payload_bytes, rel=0.05)
 
 
@@ -91,18 +95,25 @@ def test_responses_weigh_what_is_planned(engine: TorchEngine, num_top_ids: int) 
     assert planned == pytest.approx(payload_bytes, rel=0.05)
 
 
-def test_a_sample_weighs_what_its_tensors_do(engine: TorchEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sends_hidden", [False, True])
+def test_a_sample_weighs_what_its_tensors_do(engine: TorchEngine, tmp_path: Path, sends_hidden: bool) -> None:
     """The fields that the rollout and the teacher worker write."""
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
-    recipe = load_recipe(path, [f"loss.top_k={TOP_K}"]).recipe
+    keys = [f"loss.top_k={TOP_K}"]
+    asked, work = {"top_k": TOP_K, "hidden_size": 0}, workload()
+    if sends_hidden:
+        keys = ["loss={type: full_jsd}", "teacher_defaults.payload=hidden"]
+        asked, work = {"top_k": 0, "hidden_size": 64}, replace(work, hidden_sizes={"math": 64})
+    recipe = load_recipe(path, keys).recipe
     tokens = [torch.ones(a + b, dtype=torch.int64) for a, b in zip(PROMPTS, RESPONSES, strict=True)]
-    scores = asyncio.run(engine.score(tokens, PROMPTS, top_k=TOP_K, temperature=1.0))
+    scores = asyncio.run(engine.score(tokens, PROMPTS, temperature=1.0, **asked))
     total = 0
     for own, score, length in zip(tokens, scores, RESPONSES, strict=True):
-        fields = merge([score], (1.0,), num_teachers=1)
+        view = View(score.ids, score.logprobs, token_logprobs=score.token_logprobs, hidden=score.hidden)
+        fields = merge([view], (1.0,), num_teachers=1)
         fields |= {"tokens": own, "loss_mask": torch.ones(length, dtype=torch.bool)}
         fields |= {"rollout_logprobs": torch.ones(length), "token_versions": torch.ones(length, dtype=torch.int32)}
         total += sum(value.nbytes for value in fields.values())
     assert not recipe.needs_task_advantage
-    assert len(tokens) * sample_bytes(recipe, workload()) == pytest.approx(total, rel=1e-3)
+    assert len(tokens) * sample_bytes(recipe, work) == pytest.approx(total, rel=1e-3)

@@ -41,6 +41,7 @@ SCORE: Strategies = {
     "lengths": ids(9),
     "prompt_lengths": ids(5),
     "top_k": TOP_K,
+    "hidden_size": st.sampled_from([-1, 0, 64]) | INT64,
     "temperature": TEMPERATURE,
     "weight_version": INT64,
 }

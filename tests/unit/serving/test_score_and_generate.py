@@ -21,19 +21,35 @@ LENGTHS, PROMPTS = (40, 7, 12, 5), (20, 3, 12, 1)
 SAMPLING = SamplingParams(max_new_tokens=12, temperature=0.8, top_p=0.9, top_k=20)
 
 
-@pytest.mark.parametrize(("top_k", "temperature"), [(1, 1.0), (8, 0.7), (48, 1.0)])
-def test_scores_equal_the_engines(teacher: RunningServer, local: TorchEngine, top_k: int, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("top_k", "temperature", "hidden_size"), [(1, 1.0, 0), (8, 0.7, 64), (48, 1.0, 0), (0, 1.0, 64)]
+)
+def test_scores_equal_the_engines(
+    teacher: RunningServer, local: TorchEngine, top_k: int, temperature: float, hidden_size: int
+) -> None:
     """Among the sequences one without a response: it has no rows."""
     tokens = random_tokens(*LENGTHS)
 
     async def score(engine: Any) -> Any:
-        return await engine.score(tokens, PROMPTS, top_k=top_k, temperature=temperature)
+        options = {"top_k": top_k, "temperature": temperature, "hidden_size": hidden_size}
+        return await engine.score(tokens, PROMPTS, **options)
 
     given = run(teacher, score)
     for theirs, ours in zip(given, asyncio.run(score(local)), strict=True):
         assert torch.equal(theirs.ids, ours.ids) and theirs.ids.dtype == torch.int32
         assert torch.equal(theirs.logprobs, ours.logprobs)
         assert torch.equal(theirs.token_logprobs, ours.token_logprobs)
+        assert (theirs.hidden is None) == (not hidden_size)
+        if hidden_size:
+            assert torch.equal(theirs.hidden, ours.hidden) and theirs.hidden.dtype == torch.bfloat16
+
+
+def test_another_hidden_size_is_refused_by_name(teacher: RunningServer) -> None:
+    async def score(engine: RemoteEngine) -> None:
+        with pytest.raises(EngineRejected, match="hidden states of size 32 are asked for: those of"):
+            await engine.score(random_tokens(9), [2], top_k=0, temperature=1.0, hidden_size=32)
+
+    run(teacher, score)
 
 
 def test_the_answer_has_nothing_of_the_prompt(teacher: RunningServer) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mopd.student import parallel
 from mopd.student.objective import Sums
 from tests.fixtures.tiny_models import make_hf_model
+from tests.parity.student.hidden_cases import make_models
 from tests.parity.student.ranks import Case
 
 aten = torch.ops.aten
@@ -45,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_largest_tokens": {"loss": "task"},
     "qwen3_recompute": {"recompute": "full"},
     "qwen3_k2": {"loss": "k2"},
+    "qwen3_hidden": {"loss": "full_jsd", "head_mib": 1},
     "qwen3_policy_gradient": {"loss": "policy_gradient"},
     "qwen3_moe": {"moe": BALANCE},
     "deepseek_v3": {"moe": {"moe_router_bias_update_rate": 0.001}},
@@ -114,12 +117,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_waits(
-    name: str, layout: parallel.Layout, models: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    name: str, layout: parallel.Layout, models: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("mopd.losses.chunked.blocks.SYNCHRONOUS_DEVICES", ())
     case = {**ONE, **CASES[name]}
     family = name if name in ("qwen3_moe", "deepseek_v3") else "qwen3"
-    it = Case(models(family, **({"vocab_size": 16_001} if case.get("wide") else {})), case)
+    if name == "qwen3_hidden":
+        case["hidden"] = make_models(tmp_path)
+    wide = {"vocab_size": 16_001} if case.get("wide") else {}
+    it = Case(case["hidden"]["student"] if "hidden" in case else models(family, **wide), case)
     it.train(1)  # what is made once
     plan = it.plan(2)
     with waits(monkeypatch) as seen:

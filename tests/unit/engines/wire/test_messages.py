@@ -45,6 +45,7 @@ def score_request(**changes: Any) -> ScoreRequest:
         "images": ints(),
         "given_ids": ints(),
         "num_given": 0,
+        "hidden_size": 0,
         "top_k": 8,
         "temperature": 1.0,
         "weight_version": -1,
@@ -60,11 +61,13 @@ def score_answer(rows: int = 4, top_k: int = 8, **changes: Any) -> ScoreAnswer:
         "weight_version": 2,
         "top_k": top_k,
         "num_given": 0,
+        "hidden_size": 0,
         "lengths": ints(rows),
         "ids": random.integers(0, 1000, rows * top_k, dtype=np.int32),
         "logprobs": -random.random(rows * top_k, dtype=np.float32),
         "token_logprobs": -random.random(rows, dtype=np.float32),
         "given_logprobs": np.zeros(0, np.float32),
+        "hidden": np.zeros(0, np.uint16),
     }
     return ScoreAnswer(**{**fields, **changes})
 
@@ -164,6 +167,15 @@ def test_bytes_per_scored_token(top_k: int, rows: int) -> None:
     assert len(encode(score_answer(rows, top_k))) / rows <= 8 * top_k + 32
 
 
+def test_bytes_per_hidden_state() -> None:
+    states = np.arange(500 * 1024, dtype=np.int64).astype(np.uint16)
+    answer = score_answer(500, 0, hidden_size=1024, hidden=states)
+    assert len(encode(answer)) / 500 <= 1.02 * (2 * 1024 + 4)
+    assert np.array_equal(decode(encode(answer), ScoreAnswer).hidden, states)
+    with pytest.raises(WireError, match="500 rows of hidden size 1000 but 512000 numbers"):
+        decode(encode(score_answer(500, 0, hidden_size=1000, hidden=states)), ScoreAnswer)
+
+
 def test_the_checksum_of_a_request_is_of_its_tokens_and_their_split() -> None:
     checksum = score_request().checksum
     assert checksum == score_request(top_k=3).checksum
@@ -206,6 +218,7 @@ def test_images_by_name() -> None:
         ({"images": ints(0, 1, 2, 3, 4, 1, 0, 2)}, "grid is not one frame"),
         ({"images": ints(0, 1, 2, 3, 4, 1, 2, 2**15 + 1)}, "grid is not one frame"),
         ({"top_k": -1}, "top_k is -1"),
+        ({"hidden_size": -1}, "hidden_size is -1"),
         ({"num_given": 1}, "0 given ids for 4 rows of 1"),
         ({"num_given": 1, "given_ids": ints(3, -1, 3, 3)}, "given id is negative"),
         ({"temperature": 0.0}, "temperature is 0"),

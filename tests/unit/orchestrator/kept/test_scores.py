@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mopd.base.files.records import Records
-from mopd.base.types import TEACHER_FIELDS, PromptImage, SampleMeta, UserError
+from mopd.base.types import HIDDEN_FIELD, TEACHER_FIELDS, TOKEN_FIELD, PromptImage, SampleMeta, UserError
 from mopd.config.groups import Assignment, TeacherConfig, TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.config.payloads import Asked
@@ -71,6 +71,7 @@ def score(
     max_bytes: int = 2**30,
     refused: int = 0,
     payload: Asked | None = None,
+    teachers: Mapping[str, TeacherConfig] = TEACHERS,
 ) -> tuple[dict[str, list[Tensor]], dict[str, int], dict[str, float]]:
     """Score as a run that starts now would: fields of the scored samples, samples asked of each teacher, metrics."""
     scorers = {name: Counted(engine, refused) for name, engine in engines.items()}
@@ -81,9 +82,13 @@ def score(
         await plane.put(metas, {"tokens": list(tokens)})
         groups = {name: teacher_of(name, scorer) for name, scorer in scorers.items()}
         names = TEACHER_FIELDS[2:] if payload is not None and not payload.width else TEACHER_FIELDS
+        if payload is not None and payload.hidden:
+            names = (*names, HIDDEN_FIELD)
+            for group in groups.values():
+                group.hidden_size = 64
         wanted = dict.fromkeys(groups, payload or Asked(own=top_k))
         options: dict[str, Any] = {"temperature": temperature, "keep_going": bool(refused)}
-        worker = TeacherWorker(groups, Assignment(TEACHERS), plane, asked=wanted, always_ids=[4, 9], **options)
+        worker = TeacherWorker(groups, Assignment(teachers), plane, asked=wanted, always_ids=[4, 9], **options)
         records = Records(folder, {"content": "teacher scores"}, max_bytes=max_bytes)
         worker.cache = cache = ScoreCache(records, ids, temperature=temperature)
         failed = {failure.sample.sample_id for failure in await worker.score(metas)}
@@ -117,6 +122,20 @@ def test_ids_that_were_given_are_part_of_what_was_asked(
     assert asked == {"a": 0, "b": 0}
     for name in names:
         assert all(torch.equal(one, other) for one, other in zip(fresh[name], again[name], strict=True))
+
+
+def test_hidden_states_are_kept_too(engines: dict[str, TorchEngine], tmp_path: Path) -> None:
+    """Scores without them do not pass for scores with them."""
+    alone = {"a": TeacherConfig(model="unread", domains=("math",)), "b": TeacherConfig(model="u", domains=("code",))}
+    options: dict[str, Any] = {"payload": Asked(hidden=True), "teachers": alone}
+    score(engines, tmp_path, payload=Asked(), teachers=alone)
+    fresh, asked, _ = score(engines, tmp_path, **options)
+    assert asked == {"a": 2, "b": 1}
+    again, asked, _ = score(engines, tmp_path, **options)
+    assert asked == {"a": 0, "b": 0}
+    for name in (TOKEN_FIELD, HIDDEN_FIELD):
+        assert all(torch.equal(one, other) for one, other in zip(fresh[name], again[name], strict=True))
+    assert {(own.dtype, own.shape[1]) for own in again[HIDDEN_FIELD]} == {(torch.bfloat16, 64)}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,12 @@ from transformers import AutoModelForCausalLM
 from mopd.base.types import SampleMeta
 from mopd.config.data import DataConfig
 from mopd.config.groups import TeacherConfig, TorchEngineConfig
-from mopd.config.losses import TopKLossConfig
+from mopd.config.losses import FullLossConfig, TopKLossConfig
 from mopd.config.schedule import ScheduleConfig
 from mopd.config.schema import PreflightConfig, Recipe
 from mopd.config.student import StudentConfig
 from mopd.data_plane.local import LocalDataPlane
+from mopd.engines.interface import Scores
 from mopd.engines.torch.engine import TorchEngine
 from mopd.launch.checks.inputs import Check
 from mopd.orchestrator.preflight.scores import ScoresCheck
@@ -49,22 +52,42 @@ def probes() -> tuple[list[SampleMeta], list[Tensor]]:
     return metas, tokens
 
 
+class OtherStates(TorchEngine):
+    """Its log-probs are right, its hidden states those of the row before."""
+
+    async def score(self, *args: Any, **options: Any) -> list[Scores]:
+        scores = await super().score(*args, **options)
+        return [own if own.hidden is None else replace(own, hidden=own.hidden.roll(1, 0)) for own in scores]
+
+
 def judged(
-    folders: dict[str, Path], engines: dict[str, str], domains: dict[str, tuple[str, ...]]
+    folders: dict[str, Path],
+    engines: dict[str, str],
+    domains: dict[str, tuple[str, ...]],
+    *,
+    hidden: type[TorchEngine] | None = None,
+    compares: bool = True,
 ) -> dict[str, list[Check]]:
     """Judgement and distance of every teacher by name, whose engine has the weights of the folder that ``engines``
-    names."""
-    teachers = {name: TeacherConfig(model=str(folders[name]), domains=own, weight=1.0) for name, own in domains.items()}
+    names; with ``hidden`` it is of that class, and sends hidden states."""
+    payload: Any = {} if hidden is None else {"payload": "hidden"}
+    teachers = {
+        name: TeacherConfig(model=str(folders[name]), domains=own, weight=1.0, **payload)
+        for name, own in domains.items()
+    }
     recipe = Recipe(
         run_dir="unused",
         student=StudentConfig(model="unused"),
         teachers=teachers,
         data=DataConfig(train=("unused",)),
-        loss=TopKLossConfig(top_k=TOP_K),
+        loss=TopKLossConfig(top_k=TOP_K) if hidden is None else FullLossConfig(type="full_reverse_kl"),
         schedule=ScheduleConfig(steps=1, prompts_per_step=1),
-        preflight=PreflightConfig(compare_with_transformers=True),
+        preflight=PreflightConfig(compare_with_transformers=compares),
     )
-    groups = {name: teacher_of(name, TorchEngine.from_pretrained(folders[engines[name]], ENGINE)) for name in teachers}
+    kind = hidden or TorchEngine
+    groups = {name: teacher_of(name, kind.from_pretrained(folders[engines[name]], ENGINE)) for name in teachers}
+    for group in groups.values():
+        group.hidden_size = 0 if hidden is None else 64
     metas, tokens = probes()
 
     async def judge() -> dict[str, list[Check]]:
@@ -98,6 +121,21 @@ def test_every_teacher_is_held_against_its_own_folder(folders: dict[str, Path], 
     wrong = judged(folders, {"one": "one", "other": "third"}, domains)
     assert {name: found[0].status for name, found in wrong.items()} == {"one": "ok", "other": "failed"}, wrong
     assert "the scores are not this teacher's; check teachers.other.engine" in wrong["other"][0].detail
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_hidden_states_make_the_log_probs_of_the_engine(folders: dict[str, Path], compares: bool) -> None:
+    """Beside a comparison with transformers, and where the teacher is held against its own continuations."""
+    domains, engines = DOMAINS["one for each domain"], {"one": "one", "other": "other"}
+    right = judged(folders, engines, domains, hidden=TorchEngine, compares=compares)["one"]
+    assert right[0].status == "ok", right
+    assert "; its hidden states through the output matrix of its folder differ by " in right[0].detail
+    assert ("mean KL to a transformers forward" in right[0].detail) == compares
+    assert "KL(student || teacher) about" in right[1].detail
+    wrong = judged(folders, engines, domains, hidden=OtherStates, compares=compares)["one"][0]
+    assert wrong.status == "failed"
+    problem = "mean KL to a transformers forward" if compares else "has another output matrix than the engine, or"
+    assert problem in wrong.detail, wrong
 
 
 def test_the_student_is_as_far_from_a_teacher_as_its_model_says(folders: dict[str, Path]) -> None:
