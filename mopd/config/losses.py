@@ -256,8 +256,8 @@ class FullLossConfig(Checked):
     """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
     sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
     budget with equal shares."""
+    # What other losses have as keys.
     top_k: ClassVar[int] = 0
-    """No ids travel, and what other losses may have is absent."""
     tokens: ClassVar[Literal["all"]] = "all"
     correction: ClassVar[None] = None
     task_reward_weight: ClassVar[float] = 0.0

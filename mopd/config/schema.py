@@ -469,7 +469,7 @@ class Recipe(Checked):
 
     def loss_fields(self, step: int) -> tuple[str, ...]:
         """Fields that a sample must have before ``step`` can train on it."""
-        fields = LOSS_FIELDS if self.support_width else (*ROLLOUT_FIELDS, TOKEN_FIELD)
+        fields: tuple[str, ...] = LOSS_FIELDS if self.support_width else (*ROLLOUT_FIELDS, TOKEN_FIELD)
         fields += (HIDDEN_FIELD,) * self.sends_hidden
         match self.objective_at(step):
             case "sft_on_teacher":

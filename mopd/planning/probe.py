@@ -184,7 +184,7 @@ def _training(engine: TorchEngine, recipe: Recipe, dims: ModelDims, work: Worklo
     share = -(-work.samples // recipe.student.parallel.data_parallel_size)
     count = max(1, min(share, MOST_TOKENS // length))
     domain = next(iter(recipe.assignment.by_domain), "others")
-    plane, metas = _filled_plane(recipe, work, count, engine.vocab_size, domain)
+    plane, metas = _filled_plane(recipe, dims, work, count, domain)
     own = _alone(recipe, engine.name)
     worker = StudentWorker(own, plane.reader(), [domain])
     rules = dataclasses.replace(worker.packing, max_tokens=max(worker.packing.max_tokens, length))
@@ -202,7 +202,7 @@ def _training(engine: TorchEngine, recipe: Recipe, dims: ModelDims, work: Worklo
 
 
 def _alone(recipe: Recipe, folder: str) -> Recipe:
-    """Return the recipe of one rank without parallelism, with the plain model in ``folder``."""
+    """Return the recipe of one rank without parallelism, with the plain model in ``folder``, also as each teacher."""
     student = dataclasses.replace(
         recipe.student,
         model=folder,
@@ -212,16 +212,18 @@ def _alone(recipe: Recipe, folder: str) -> Recipe:
         optimizer=dataclasses.replace(recipe.student.optimizer, offload_fraction=0.0),
         megatron_overrides={},
     )
-    return dataclasses.replace(recipe, student=student)
+    teachers = {name: dataclasses.replace(teacher, model=folder) for name, teacher in recipe.teachers.items()}
+    return dataclasses.replace(recipe, student=student, teachers=teachers)
 
 
 def _filled_plane(
-    recipe: Recipe, work: Workload, count: int, vocab_size: int, domain: str
+    recipe: Recipe, dims: ModelDims, work: Workload, count: int, domain: str
 ) -> tuple[LocalDataPlane, list[SampleMeta]]:
-    """Return a data plane with samples of mean length that have every field that a loss reads."""
+    """Return a data plane with samples of mean length that have every field that a loss reads; hidden states as wide as
+    the student's."""
     prompt, response = max(1, round(work.prompt_tokens)), max(1, round(work.length) - max(1, round(work.prompt_tokens)))
     teachers = (work.max_teachers,) if work.max_teachers > 1 else ()
-    shape = (response, *teachers, max(1, min(recipe.support_width, vocab_size)))
+    shape = (response, *teachers, max(1, min(recipe.support_width, dims.vocab_size)))
     one = {
         "tokens": torch.ones(prompt + response, dtype=torch.int64),
         "loss_mask": torch.ones(response, dtype=torch.bool),
@@ -229,6 +231,7 @@ def _filled_plane(
         "teacher_ids": torch.arange(shape[-1], dtype=torch.int32).expand(shape).contiguous(),
         "teacher_logprobs": torch.full(shape, -float(shape[-1])),
         "teacher_token_logprobs": torch.full((response,), -1.0),
+        "teacher_hidden": torch.zeros(response, dims.hidden_size, dtype=torch.bfloat16),
         "task_advantage": torch.zeros(response),
         "baseline": torch.zeros(response),
     }

@@ -162,7 +162,7 @@ def _workload(recipe: Recipe, domains: Mapping[str, float], **lengths: Any) -> W
 
 def sample_bytes(recipe: Recipe, work: Workload) -> int:
     """Return the bytes of one sample's tensors in the data plane, all of its fields."""
-    teacher = work.max_teachers * recipe.support_width * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
+    teacher: float = work.max_teachers * recipe.support_width * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
     teacher += student_ids(recipe) * ID_BYTES + work.hidden_bytes
     advantages = recipe.needs_task_advantage + has_domain_baseline(recipe.loss)
     row = 1 + LOGPROB_BYTES + ID_BYTES + teacher + LOGPROB_BYTES * advantages

@@ -29,6 +29,8 @@ CALLED_BY_LIBRARIES = {
         "update_weights",
         "mopd_outcome",
         "mopd_score_given",
+        "mopd_take_hidden",
+        "mopd_num_hidden",
         "WorkerExtension",
         "mopd_watch",
     },

@@ -16,6 +16,8 @@ and its answer (2 + 2 response rows; nothing for the prompt)::
 
     lengths [2] = 2 2    ids [4 * 8] int32    logprobs [4 * 8]    token_logprobs [4]      8 K + 4 bytes per row
 
+(of a request with G given ids, or for hidden states of size H, also given_logprobs [4 * G] and hidden [4 * H]).
+
 Shapes: N sequences, T tokens of all sequences, R rows (response tokens) of all sequences, K top-k.
 """
 

@@ -8,6 +8,8 @@ or a few rows at a time.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -47,18 +49,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def results(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    found: Results = {}
-    for ranks in (1, 2, 4):
+def results_of(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Results]:
+    """Start so many ranks, once for all of their cases."""
+
+    @cache
+    def run(ranks: int) -> Results:
         layouts = LAYOUTS.get(ranks, {"one": ONE})
         cases = {
             f"{layout}/{form}/{loss}": {**layouts[layout], **FORMS[form], "loss": loss, "hidden": models, "steps": 1}
             for num, layout, form, loss in CASES
             if num == ranks
         }
-        job = {"model": models["student"], "cases": cases}
-        found |= run_ranks(ranks, job, tmp_path_factory.mktemp(f"ranks{ranks}"))
-    return found
+        return run_ranks(ranks, {"model": models["student"], "cases": cases}, tmp_path_factory.mktemp(f"ranks{ranks}"))
+
+    return run
 
 
 def divergence(loss: FullLossConfig, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -109,9 +113,11 @@ def expected(models: dict[str, str]) -> Results:
     return found
 
 
-@pytest.mark.parametrize(("layout", "form", "loss"), [case[1:] for case in CASES])
-def test_equals_the_definition(results: Results, expected: Results, layout: str, form: str, loss: str) -> None:
-    result, wanted = results[f"{layout}/{form}/{loss}"], expected[loss]
+@pytest.mark.parametrize(("ranks", "layout", "form", "loss"), CASES)
+def test_equals_the_definition(
+    results_of: Callable[[int], Results], expected: Results, ranks: int, layout: str, form: str, loss: str
+) -> None:
+    result, wanted = results_of(ranks)[f"{layout}/{form}/{loss}"], expected[loss]
     (step,) = result["steps"]
     assert result["head_in_chunks"] == (form == "pieces") and result["is_packed"] == [form != "padded"]
     found = sum(step[f"weighted_loss/{domain}"] for domain in DOMAINS)
