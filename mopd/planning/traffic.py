@@ -111,8 +111,8 @@ def _flows_of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], w
             # A request is sent as soon as a replica is free: as many samples as came by then, some prompts'.
             joined = max(1.0, group.routing.max_tokens_per_request / work.length)
             per_request = min(joined, max(1.0, float(recipe.rollout.samples_per_prompt)))
-            more = {"samples_per_request": per_request, "hidden_size": work.hidden_sizes.get(name, 0)}
-            total = score_bytes(samples, work, recipe.asked[name], **more)
+            asked, size = recipe.asked[name], work.hidden_sizes.get(name, 0)
+            total = score_bytes(samples, work, asked, samples_per_request=per_request, hidden_size=size)
         rows, each = samples * work.response_tokens, total // group.num_replicas
         yield Flow(name=f"{key}: {what}", num_bytes=total, rows=rows, each="replica", bytes_each=each)
 

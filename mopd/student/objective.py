@@ -469,9 +469,14 @@ class Objective:
         if self._correction is not None and self._correction.of_tokens is not None:
             options |= {"rollout_logprobs": own["rollout_logprobs"], "correction": self._correction.of_tokens}
         if isinstance(loss, FullLossConfig):
-            kind = {"loss": loss.type.removeprefix("full_"), "beta": loss.beta, "skew": loss.skew}
             value, metrics = parallel_full_distill(
-                logits, own["teacher_logits"], target=own["targets"], **kind, **options
+                logits,
+                own["teacher_logits"],
+                loss=loss.type.removeprefix("full_"),
+                beta=loss.beta,
+                skew=loss.skew,
+                target=own["targets"],
+                **options,
             )
             metrics["hidden_error"] = (metrics.pop("teacher_logprobs") - own[TOKEN_FIELD]).abs()
             return value, metrics

@@ -56,7 +56,7 @@ class Questions:
     def at(self, places: Sequence[int]) -> Questions:
         """Return the questions about some of the samples."""
         images = None if self.images is None else [self.images[i] for i in places]
-        tokens, given = ([of[i] for i in places] for of in (self.tokens, self.given))
+        tokens, given = [self.tokens[i] for i in places], [self.given[i] for i in places]
         return Questions(tokens, images, given, self.top_k, self.hidden_size)
 
 
