@@ -304,6 +304,37 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _complete_lines(path)] if os.path.lexists(path) else []
 
 
+class JsonlTail:
+    """Reader of the records that a run adds to a file of ``JsonlWriter``, as the file grows.
+
+    A resumed run cuts the records beyond its checkpoint once it has begun. The first of them tells whether that is
+    done: no new record is equal to it, since records hold times.
+    """
+
+    def __init__(self, path: Path, *, after_step: int) -> None:
+        """``after_step`` is the step that the run goes on from, -1 for none. Raises as ``read_jsonl`` does."""
+        self._path, self._offset, self._stale = path, 0, b""
+        for line, record in _complete_lines(path) if os.path.lexists(path) else ():
+            if record["step"] > after_step:
+                self._stale = line
+                break
+            self._offset += len(line)
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the complete records since the last call."""
+        records: list[dict[str, Any]] = []
+        if not os.path.lexists(self._path):
+            return records
+        with open_regular(self._path, cure="remove it") as file:
+            file.seek(self._offset)
+            for line in file:
+                if line == self._stale or not line.endswith(b"\n"):
+                    break
+                self._stale, self._offset = b"", self._offset + len(line)
+                records.append(parse_json(line))
+        return records
+
+
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     cure = "remove the line, or the file"
     last = -1

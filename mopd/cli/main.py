@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 shows escapes instead of ending the command
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    args = _parse(arguments)
+    args = parse(arguments)
     try:
         _check_names(args)
         if args.command in ON_RANKS and failure.is_rank():
@@ -109,7 +109,7 @@ def _open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if number == 0 else "w"))
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, overrides behind an option included: ``train my.yaml --resume seed=1``."""
     parser = _parser()
     args, rest = parser.parse_known_args(_with_auto_joined(arguments))

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """
     from mopd.planning.measured import compare, slowest
     from mopd.planning.plan import make_plan
-    from mopd.planning.show import plain, plain_suggestions, show, show_comparison, show_suggestions
+    from mopd.planning.show import plain_suggestions, show, show_comparison, show_suggestions
     from mopd.planning.suggest import helps, suggest
     from mopd.report.run_files import RunFiles
 
@@ -90,15 +90,21 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     plan = make_plan(given, pool, rates)
     rows = compare(plan, steps) if steps else []
     if args.json:
-        measured_rows = [asdict(row) for row in rows]
-        print(json_lines({**plain(plan, rates), "weights_way": loaded.weights_way, "measured": measured_rows}))
+        print(json_lines({**plain_plan(loaded, plan, rates), "measured": [asdict(row) for row in rows]}))
     else:
         show(plan, rates)
         print(f"weights to the rollout: {loaded.weights_way}")
         if steps:
             show_comparison(rows, None if plan.times is None else plan.times.bound_by, slowest(steps))
-    _refuse(loaded, plan)
+    refuse(loaded, plan)
     return 0
+
+
+def plain_plan(loaded: Loaded, plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
+    """Return the plan as plain values, and the way of the weights to the rollout."""
+    from mopd.planning.show import plain
+
+    return {**plain(plan, rates), "weights_way": loaded.weights_way}
 
 
 def given_of(
@@ -214,8 +220,8 @@ def yaml_lines(tree: Mapping[str, Any], depth: int = 0) -> str:
     return "\n".join(lines)
 
 
-def _refuse(loaded: Loaded, plan: RunPlan) -> None:
-    """One line for the first of what cannot work, after the tables that show why."""
+def refuse(loaded: Loaded, plan: RunPlan) -> None:
+    """Raise ``UserError`` for the first of what cannot work."""
     if not plan.problems:
         return
     (path, problem), *more = plan.problems

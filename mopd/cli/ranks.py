@@ -37,10 +37,12 @@ def on_students_ranks(
     groups: Sequence[str] | None = None,
     cure: Callable[[], str] = lambda: "",
     ask: Callable[[], None] | None = None,
+    watch: Callable[[], None] = lambda: None,
 ) -> failure.Ended:
     """Do the work, in a rank (``cli.main`` relays its errors and its code). Elsewhere: check the student's layout, the
     recipe's inputs, the GPUs of ``groups`` (all) and what ``checks`` adds, then start this command as ranks, here or on
-    all ``nodes``. ``cure()`` ends the line of a rank's sudden end, ``ask`` is what the first SIGTERM does."""
+    all ``nodes``. ``cure()`` ends the line of a rank's sudden end, ``ask`` is what the first SIGTERM does, ``watch``
+    is called again and again while the ranks run."""
     from mopd.launch.checks.inputs import check_cuda, check_inputs, check_interface, check_machine, check_world_size
     from mopd.launch.heartbeat import beating
 
@@ -71,7 +73,8 @@ def on_students_ranks(
 
     num_ranks = loaded.recipe.student.parallel.world_size // nodes.place.num_nodes
     command = [sys.executable, "-m", "mopd", *arguments]
-    return launch(command, num_ranks=num_ranks, nodes=nodes, shared=for_ranks(loaded), cure=cure, ask=ask)
+    shared = for_ranks(loaded)
+    return launch(command, num_ranks=num_ranks, nodes=nodes, shared=shared, cure=cure, ask=ask, watch=watch)
 
 
 def _raise_open_files(loaded: Loaded, *, is_first: bool) -> None:

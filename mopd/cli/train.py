@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from mopd.base.hardware import node_name
@@ -57,19 +57,34 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         loaded = agreed(partial(load_recipe, args.recipe, args.set), "train")
         run_dir = RunDir(loaded.recipe.run_dir)
         return on_students_ranks(loaded, arguments, lambda: _train(loaded, run_dir, args)).code
+    return start(partial(load_recipe, args.recipe, args.set), args, arguments).code
+
+
+def start(
+    load: Callable[[], Loaded],
+    args: argparse.Namespace,
+    arguments: Sequence[str],
+    watch: Callable[[], None] = lambda: None,
+) -> Ended:
+    """Check, start this node's ranks with the command line ``arguments``, and wait for their end, which is printed.
+
+    Args:
+        load: reads the recipe.
+        watch: is called again and again while the ranks run; its error ends them.
+    """
     place = place_of(args)
     try:
         with asked_by_sigterm(_stop_now), Nodes(place) as nodes:
             try:
                 nodes.join()
-                return _launch(args, arguments, nodes).code
+                return _launch(load, args, arguments, nodes, watch)
             except NodeLostError:
                 from mopd.launch.launch import ended_by_others
 
-                return ended_by_others(nodes).code
+                return ended_by_others(nodes)
     except StopRequested as asked:
         print(f"mopd: {asked}", file=sys.stderr)
-        return STOPPED_CODE
+        return Ended(code=STOPPED_CODE, line=str(asked))
 
 
 def _stop_now() -> None:
@@ -77,8 +92,14 @@ def _stop_now() -> None:
     raise StopRequested("SIGTERM")
 
 
-def _launch(args: argparse.Namespace, arguments: Sequence[str], nodes: Nodes) -> Ended:
-    loaded = agreed(partial(load_recipe, args.recipe, args.set), "train", nodes=nodes)
+def _launch(
+    load: Callable[[], Loaded],
+    args: argparse.Namespace,
+    arguments: Sequence[str],
+    nodes: Nodes,
+    watch: Callable[[], None],
+) -> Ended:
+    loaded = agreed(load, "train", nodes=nodes)
     run_dir = RunDir(loaded.recipe.run_dir)
     is_new = not run_dir.path.exists()
     is_first = nodes.place.is_first
@@ -101,6 +122,7 @@ def _launch(args: argparse.Namespace, arguments: Sequence[str], nodes: Nodes) ->
             nodes=nodes,
             cure=lambda: f"; {run_dir.cure()}",
             ask=lambda: request_stop(run_dir.path, f"SIGTERM on {node_name()}"),
+            watch=watch,
         )
     except KeyboardInterrupt:
         if is_counted:

@@ -38,6 +38,8 @@ DEFAULT_ORIGIN = "default"
 """Origin of a value that no file sets."""
 AUTO_ORIGIN = "auto: "
 """Beginning of the origin of a value that was ``auto``; the reason follows."""
+WITHOUT_FILE = "keywords"
+"""Name of a recipe that stands in no file, in messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,11 +96,11 @@ class Draft:
     """Keys of what is not whole."""
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
     """Read, merge and check a recipe.
 
     Args:
-        path: recipe file (YAML; JSON is YAML too).
+        path: recipe file (YAML; JSON is YAML too); ``None``: the overrides are the whole recipe.
         overrides: ``key=value`` texts; values are YAML.
 
     Raises:
@@ -122,9 +124,9 @@ def draft_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     return Draft(loaded=loaded, problems=tuple(problems), broken=frozenset(builder.broken))
 
 
-def _build(path: str | Path, overrides: Sequence[str], problems: list[str] | None) -> tuple[Loaded, Builder]:
-    chain = read_chain(path)
-    name = shown_path(path)
+def _build(path: str | Path | None, overrides: Sequence[str], problems: list[str] | None) -> tuple[Loaded, Builder]:
+    chain = [] if path is None else read_chain(path)
+    name = WITHOUT_FILE if path is None else shown_path(path)
     tree = Section({}, name)
     for _, section in chain:
         tree = merge(tree, section, Recipe)
@@ -140,7 +142,7 @@ def _build(path: str | Path, overrides: Sequence[str], problems: list[str] | Non
         builder.attempt(below, partial(_require_types, teacher, below, name), None)
     recipe = builder.dataclass(tree, Recipe, (), None)
     origins = {dotted(key): builder.origins.get(key, DEFAULT_ORIGIN) for key in leaf_paths(to_tree(recipe))}
-    sources = tuple(source for source, _ in chain)
+    sources = tuple(source for source, _ in chain) or (name,)
     return Loaded(recipe=recipe, named=recipe, origins=origins, path=name, sources=sources), builder
 
 

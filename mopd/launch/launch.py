@@ -73,6 +73,7 @@ def launch(
     shared: str | None = None,
     cure: Callable[[], str] = lambda: "",
     ask: Callable[[], None] | None = None,
+    watch: Callable[[], None] = lambda: None,
 ) -> Ended:
     """Run ``command`` as ``num_ranks`` ranks on this node, and print how they ended.
 
@@ -88,6 +89,7 @@ def launch(
         shared: text for all ranks (``sharing.from_launcher``).
         cure: ends the line of a rank that died without an error of its own.
         ask: what the first SIGTERM does; without it SIGTERM ends the ranks.
+        watch: is called again and again while the ranks run; its error ends them.
 
     Raises:
         UserError: no temporary folder can be written.
@@ -102,7 +104,7 @@ def launch(
                 ranks.start(
                     command, [_environment(number, num_ranks, launch_dir, nodes) for number in range(num_ranks)]
                 )
-                ranks.wait(nodes)
+                ranks.wait(nodes, watch)
                 if ranks.deaths and nodes.are_several:  # before the other nodes' ranks report the lost connection
                     own = _cause(ranks.deaths, read_failures(launch_dir), nodes, cure())
                     nodes.report(own.kind, own.elsewhere, code=own.code)
@@ -271,7 +273,7 @@ class _Ranks:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def wait(self, nodes: Nodes) -> None:
+    def wait(self, nodes: Nodes, watch: Callable[[], None]) -> None:
         """Return when all ranks of the run have ended well, or one of this node's has failed (``deaths``).
 
         Raises:
@@ -281,6 +283,7 @@ class _Ranks:
         while self._are_alive() and not self.deaths:
             self._raise_signal()
             nodes.check()
+            watch()
             time.sleep(POLL_S)
         if not self.deaths:  # ranks of other nodes may still need node 0's store
             nodes.await_end(EXIT_S, poll=self._raise_signal)
