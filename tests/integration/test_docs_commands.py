@@ -90,7 +90,7 @@ def test_it_runs(
 
 def test_the_example_of_the_losses_runs() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    _, example = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)  # the first: tests/integration/test_api.py
     names: dict[str, torch.Tensor] = {}
     exec(example, names)
     assert torch.isfinite(names["loss"]) and names["loss"] > 0
