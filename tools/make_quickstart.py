@@ -11,7 +11,10 @@ Left out on purpose: anything that a real expert has beyond being better than th
     python tools/make_quickstart.py                               # two CPU cores: about 2 minutes; again: at once
     python tools/make_quickstart.py --out /tmp/assets --threads 8
 
+    python tools/make_quickstart.py --copier                      # also what recipes/self_distillation.yaml needs
+
     runs/quickstart_assets/base, teachers/{reversal, sorting, next_letter}   Hugging Face folders
+    runs/quickstart_assets/copier       the base, which also copies an answer that its prompt ends with
     runs/quickstart_assets/data/{train, validation}.parquet                  columns as in docs/data.md
     runs/quickstart_assets/data_by_domain/DOMAIN_{train, validation}.parquet  the same rows, for runs with fewer domains
 """
@@ -45,7 +48,7 @@ LENGTHS = (3, 8)
 """Letters of an input in the data and for the experts."""
 BASE_LENGTHS = (2, 4)
 """Letters of an input for the base. It masters these, so its score is the share of short inputs: no luck involved."""
-STEPS = {"base": 400, "reversal": 300, "sorting": 300, "next_letter": 300}
+STEPS = {"base": 400, "reversal": 300, "sorting": 300, "next_letter": 300, "copier": 300}
 BATCH_SIZE = 64
 LR = 2e-3
 TRAIN_ROWS = 6000
@@ -60,12 +63,13 @@ def main() -> int:
     """Build what is missing; exit code 1 if a model is not what the quickstart needs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart_assets"), metavar="FOLDER")
+    parser.add_argument("--copier", action="store_true", help="also make the student that can teach itself")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; 0 lets PyTorch choose")
     args = parser.parse_args()
     started = time.monotonic()
     folder = PartsFolder(args.out)
     with folder.locked():
-        scores = build(folder, threads=args.threads)
+        scores = build(folder, threads=args.threads, with_copier=args.copier)
     for model, by_domain in scores.items():
         print(f"{model:<14}" + "  ".join(f"{domain} {score:.3f}" for domain, score in by_domain.items()))
     problems = complaints(scores)
@@ -73,7 +77,7 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def build(folder: PartsFolder, *, threads: int) -> dict[str, dict[str, float]]:
+def build(folder: PartsFolder, *, threads: int, with_copier: bool = False) -> dict[str, dict[str, float]]:
     """Make every missing part. Returns exact match on the validation prompts: model -> domain -> share."""
     data = fingerprint(VERSION, LETTERS, LENGTHS, TRAIN_ROWS, VALIDATION_ROWS)
     base = fingerprint(data, SEED, SHAPE, LR, BATCH_SIZE, BASE_LENGTHS, STEPS["base"])
@@ -81,6 +85,8 @@ def build(folder: PartsFolder, *, threads: int) -> dict[str, dict[str, float]]:
     parts = {"data": data, "data_by_domain": data, "base": base} | {
         f"teachers/{domain}": made_from for domain, made_from in experts.items()
     }
+    if with_copier:
+        parts["copier"] = fingerprint(base, "copier", STEPS["copier"])
     found = {part: folder.facts(part, made_from) for part, made_from in parts.items()}
     if None in found.values():
         # Imported here: a second call answers without loading torch.
@@ -98,6 +104,13 @@ def build(folder: PartsFolder, *, threads: int) -> dict[str, dict[str, float]]:
                 f"teachers/{domain}",
                 made_from,
                 lambda out, domain=domain: maker.make(out, folder.root / "base", (domain,), LENGTHS, STEPS[domain]),
+            )
+        if with_copier:
+            start = folder.root / "base"
+            found["copier"] = folder.build(
+                "copier",
+                parts["copier"],
+                lambda out: maker.make(out, start, tuple(TASKS), LENGTHS, STEPS["copier"], shows_answers=True),
             )
     return {part.split("/")[-1]: facts["exact_match"] for part, facts in found.items() if not part.startswith("data")}
 

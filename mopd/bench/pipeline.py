@@ -197,6 +197,9 @@ class SleepingStudent:
     async def optim_step(self) -> dict[str, float]:
         return {}
 
+    async def refresh(self, step: int) -> None:
+        pass
+
     async def stage(self, weight_version: int) -> None:
         await asyncio.sleep(self._scenario.stage_s)
         self._version = weight_version

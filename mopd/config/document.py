@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from mopd.config.reading.tree import field_default, field_types, section_classes, type_values, union_members
 from mopd.config.schema import Recipe
+from mopd.config.values import Lines
 
 INTRODUCTION = """\
 # Recipes: every key
@@ -127,6 +128,7 @@ def _inner(member: Any) -> tuple[Any, str]:
 def _words(annotation: Any) -> str:
     """An annotation in a reader's words."""
     plain = {bool: "true/false", int: "int", float: "float", str: "text", type(None): "null", Any: "any"}
+    plain[Lines] = "text"
     parts: list[str] = []
     for member in union_members(annotation):
         origin = typing.get_origin(member)

@@ -35,6 +35,10 @@ from mopd.config.values import (
     check_name,
     check_unrepeated,
 )
+from mopd.config.views import RefreshConfig, ViewConfig
+
+STUDENT = "student"
+"""``teachers.NAME.model`` of the student itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +85,8 @@ class VllmEngineConfig(Checked):
     kv_cache_memory_bytes: Annotated[int, at_least(1, MAX_BYTES)] | None = None
     """Size of the key-value cache; absent: what ``gpu_memory_utilization`` leaves (a CPU needs the number)."""
     max_model_len: Annotated[int, at_least(1, 2 * MAX_TOKENS)] | None = None
-    """Longest sequence; absent: ``data.max_prompt_length`` + ``rollout.max_response_length``."""
+    """Longest sequence; absent: ``data.max_prompt_length``, or that of the teacher's view, +
+    ``rollout.max_response_length``."""
     max_num_batched_tokens: Count = 8192
     """Tokens of one forward step; on a CPU more than ``max_model_len``."""
     max_num_seqs: Count = 256
@@ -229,7 +234,12 @@ class TeacherConfig(EngineGroupConfig):
 
     model: str
     """The teacher's Hugging Face checkpoint: its folder, or its name on the Hub; config and tokenizer are enough for
-    ``protocol: openai``."""
+    ``protocol: openai``. ``student``: the student itself, with ``refresh``."""
+    refresh: Literal["frozen"] | RefreshConfig | None = None
+    """Weights of a teacher that is the student: those of ``student.model`` for the whole run (``frozen``), or those of
+    the student as it is every so many steps."""
+    view: ViewConfig | None = None
+    """What it reads in the place of the student's prompt; absent: the same."""
     domains: tuple[str, ...] = ()
     """Values of the data's domain column that go to this teacher; may be empty for the default teacher only."""
     default: bool = False
@@ -245,6 +255,8 @@ class TeacherConfig(EngineGroupConfig):
 
     def check(self) -> None:
         EngineGroupConfig.check(self)  # ``super()`` does not work in dataclasses with slots
+        if isinstance(self.refresh, RefreshConfig):
+            self._check_takes_weights()
         if not self.domains and not self.default:
             raise ValueError(
                 "domains is empty: name at least one value of the data's domain column, or set default: true"
@@ -255,6 +267,20 @@ class TeacherConfig(EngineGroupConfig):
             except ValueError as error:
                 raise ValueError(f"domains: name {error}") from None
         check_unrepeated("domains", self.domains)
+
+    def _check_takes_weights(self) -> None:
+        """The engines can be given the student's new weights."""
+        placement, what = self.placement, ""
+        if self.is_openai:
+            what = "placement.protocol is 'openai', a server that takes no weights"
+        elif isinstance(placement, RegisteredConfig):
+            what = "placement.type is 'registered', whose servers keep their own"
+        elif isinstance(placement, RayConfig) and placement.shared_pool is not None:
+            what = f"placement.shared_pool is {placement.shared_pool!r}, where an engine that sleeps loses them"
+        elif isinstance(self.engine, VllmEngineConfig) and self.engine.pipeline_parallel_size > 1:
+            what = "engine.pipeline_parallel_size is above 1, and weights go to tensor-parallel workers alone"
+        if what:
+            raise ValueError(f"refresh has every_steps, but {what}: set refresh: frozen, or remove that key")
 
 
 def require_turns(

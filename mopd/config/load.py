@@ -16,7 +16,7 @@ from typing import Any
 from mopd.base.files.reading import shown_path
 from mopd.base.files.yaml_text import MAX_YAML_BYTES, MAX_YAML_VALUES, comment, dump_inline
 from mopd.base.types import UserError
-from mopd.config.groups import EngineGroupConfig, TeacherConfig, TeacherDefaultsConfig
+from mopd.config.groups import STUDENT, EngineGroupConfig, TeacherConfig, TeacherDefaultsConfig
 from mopd.config.reading.build import Builder, Path_, place
 from mopd.config.reading.tree import (
     AUTO,
@@ -136,6 +136,7 @@ def _build(path: str | Path | None, overrides: Sequence[str], problems: list[str
     for key in ("rollout", "teacher_defaults"):
         builder.attempt((key,), partial(_require_types, tree.items.get(key), (key,), name), None)
     tree = builder.attempt(("teacher_defaults",), partial(_spread_teacher_defaults, tree, name), tree)
+    tree = builder.attempt(("teachers",), partial(_name_student, tree, name), tree)
     teachers = tree.items.get("teachers")
     for key, teacher in teachers.items.items() if isinstance(teachers, Section) else ():
         below = ("teachers", key)
@@ -179,6 +180,36 @@ def _spread_teacher_defaults(tree: Section, file: str) -> Section:
         for name, teacher in teachers.items.items()
     }
     return Section(tree.items | {"teachers": Section(spread, teachers.origin)}, tree.origin)
+
+
+def _name_student(tree: Section, file: str) -> Section:
+    """Put ``student.model`` where a teacher's ``model`` is ``student``. ``UserError`` where such a teacher does not say
+    which of the student's weights it has (``refresh``), or another one does."""
+    student, teachers = tree.items.get("student"), tree.items.get("teachers")
+    model = student.items.get("model") if isinstance(student, Section) else None
+    if not isinstance(model, Leaf) or not isinstance(teachers, Section):
+        return tree
+    named = dict(teachers.items)
+    for name, teacher in teachers.items.items():
+        leaf = teacher.items.get("model") if isinstance(teacher, Section) else None
+        if not isinstance(teacher, Section) or not isinstance(leaf, Leaf):
+            continue
+        refresh, key = teacher.items.get("refresh"), shown_key(("teachers", name))
+        has_refresh = refresh is not None and not (isinstance(refresh, Leaf) and refresh.value is None)
+        if leaf.value == STUDENT and not has_refresh:
+            raise UserError(
+                f"{place(file, leaf.origin)}: {key}.model is the student itself, and {key}.refresh is absent: set "
+                f"refresh: frozen or {{every_steps: N}}; a folder of that name is ./{STUDENT}"
+            )
+        if has_refresh and leaf.value not in (STUDENT, model.value):
+            raise UserError(
+                f"{place(file, leaf.origin)}: {key}.refresh is set, but {key}.model is {leaf.value!r}: set model: "
+                f"{STUDENT}, or remove refresh"
+            )
+        if leaf.value != STUDENT:
+            continue
+        named[name] = Section(teacher.items | {"model": Leaf(model.value, leaf.origin)}, teacher.origin)
+    return Section(tree.items | {"teachers": Section(named, teachers.origin)}, tree.origin)
 
 
 def _check_size(loaded: Loaded) -> None:

@@ -47,6 +47,7 @@ from mopd.config.values import (
     at_least,
     require_seed,
 )
+from mopd.config.views import RefreshConfig, ViewConfig
 from mopd.config.weights import AutoSyncConfig, WeightSync, check_weight_sync
 
 MAX_TEACHERS = 100
@@ -143,7 +144,7 @@ class PreflightConfig(Checked):
     """Checks before the first step; ``mopd check`` runs the same ones."""
 
     allow_same_weights: bool = False
-    """Permit a teacher with the student's own weights (self-distillation)."""
+    """Permit a teacher with the student's own weights that is not named as ``model: student``."""
     require_better_teacher: bool = True
     """Refuse a fresh run whose teacher does not beat the student on its own domain's validation prompts. Without
     validation nothing is compared."""
@@ -222,6 +223,7 @@ class Recipe(Checked):
 
     def check(self) -> None:
         self._check_teachers()
+        self._check_refresh()
         self._check_loss()
         payloads = {name: (teacher.payload, teacher.is_openai) for name, teacher in self.teachers.items()}
         elsewhere = {"data.scored": bool(self.data.scored), "objective": "off_policy_scores" in self.objectives}
@@ -308,6 +310,27 @@ class Recipe(Checked):
                     f"temperature 1 only: set loss.temperature: 1.0, or teachers.{name}.engine.type: torch"
                 )
 
+    def _check_refresh(self) -> None:
+        """A teacher that is the student can be given its weights, and what is kept of its answers stays true."""
+        for name, every in self.refreshed.items():
+            dtype = self.teachers[name].engine.dtype
+            problems = {
+                "objective or schedule.warm_up trains on its own answers, which are kept": self.draws_answers,
+                "data.scores_cache keeps scores, and its own change": self.data.scores_cache is not None,
+                "there is no rollout that the weights are made ready for": not self.needs_rollout,
+                "rollout.placement.share_gpus_with lends the student's memory": self.rollout.shares_gpus,
+                f"its engine.dtype is {dtype} and rollout.engine.dtype {self.rollout.engine.dtype}, in which the "
+                "weights travel": dtype != self.rollout.engine.dtype,
+                f"checkpoint.every_steps is {self.checkpoint.every_steps}, no multiple of it, and a resumed run would "
+                "lack the weights between": self.checkpoint.every_steps % every != 0,
+            }
+            for problem, is_so in problems.items():
+                if is_so:
+                    raise ValueError(
+                        f"teachers.{name}.refresh.every_steps is {every}, but {problem}: change one of them, or set "
+                        "refresh: frozen"
+                    )
+
     def _check_shares(self) -> None:
         """Every data-parallel rank gets equally many samples, with virtual stages in micro-batches for all stages."""
         parallel = self.student.parallel
@@ -359,6 +382,11 @@ class Recipe(Checked):
         if folders and self.rollout.horizon is not None:
             raise ValueError(
                 "rollout.horizon is set, but data.scored has responses of their own length: remove one of them"
+            )
+        for name in self.views if folders else ():
+            raise ValueError(
+                f"teachers.{name}.view is set, but data.scored has responses without the rows that a view is made of: "
+                "remove one of them"
             )
         if fraction == 0 and self.schedule.max_staleness:
             raise ValueError(
@@ -514,6 +542,23 @@ class Recipe(Checked):
     def has_engines_beside(self) -> bool:
         """Engines work while the student trains, or while its memory is lent: none may be in rank 0's process."""
         return self.schedule.max_staleness > 0 or self.shares_gpus
+
+    @property
+    def views(self) -> dict[str, ViewConfig]:
+        """Views of the teachers that have one of their own."""
+        return {name: teacher.view for name, teacher in self.teachers.items() if teacher.view is not None}
+
+    @property
+    def refreshed(self) -> dict[str, int]:
+        """Teachers that are the student and get its new weights, each with the steps from one update to the next."""
+        refresh = {name: teacher.refresh for name, teacher in self.teachers.items()}
+        return {name: own.every_steps for name, own in refresh.items() if isinstance(own, RefreshConfig)}
+
+    def longest_sequence(self, teacher: str | None = None) -> int:
+        """Tokens of the longest prompt with its response: the student's, or what a teacher reads."""
+        view = None if teacher is None else self.teachers[teacher].view
+        own = None if view is None else view.max_prompt_length
+        return (self.data.max_prompt_length if own is None else own) + self.rollout.max_response_length
 
     @property
     def assignment(self) -> Assignment:

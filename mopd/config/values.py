@@ -11,13 +11,15 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache, partial
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NewType, TypeVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from mopd.base.files.yaml_text import MAX_KEY_CHARACTERS
 from mopd.base.text import visible
 
 Item = TypeVar("Item", bound=Hashable)
+Lines = NewType("Lines", str)
+"""A text that may have several lines; any other has one."""
 MAX_TEXT_BYTES = 4000
 """A path on Linux has at most 4,095."""
 MAX_URL_CHARACTERS = 2048
@@ -137,9 +139,9 @@ def _range_checks(cls: type) -> tuple[tuple[str, Callable[[str, Any], None]], ..
     )
 
 
-def check_text(text: str) -> None:
+def check_text(text: str, *, keep: str = "") -> None:
     """``ValueError`` unless ``text`` can be a path, a name, a URL, a line of a script: not empty, not endless, without
-    control characters and halves of characters."""
+    control characters, but for those of ``keep``, and halves of characters."""
     if not text:
         raise ValueError("is empty: write text, or remove the key")
     if "\0" in text:
@@ -148,8 +150,9 @@ def check_text(text: str) -> None:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
         raise ValueError(f"{_shown(text)} holds half a character (a lone surrogate): write it in UTF-8") from None
-    if visible(text) != text:
-        raise ValueError(f"{_shown(text)} holds a control character, such as a line end: remove it")
+    if visible(text, keep=keep) != text:
+        example = "" if "\n" in keep else ", such as a line end"
+        raise ValueError(f"{_shown(text)} holds a control character{example}: remove it")
     if num_bytes > MAX_TEXT_BYTES:
         raise ValueError(f"{_shown(text)} has {num_bytes} bytes: write at most {MAX_TEXT_BYTES}")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mopd.base.files.reading import shown_path
 from mopd.base.types import UserError
@@ -39,13 +39,15 @@ class Fields:
 class RowReader:
     """Reader of one file's rows by its column mapping."""
 
-    def __init__(self, file: DataFileConfig, *, image_key: str | None = None) -> None:
-        """``file`` comes from ``DataConfig.files``; without ``image_key`` images are not read."""
+    def __init__(self, file: DataFileConfig, *, image_key: str | None = None, further: Sequence[str] = ()) -> None:
+        """``file`` comes from ``DataConfig.files``; without ``image_key`` images are not read. ``further``: top-level
+        columns that are read besides, for the caller."""
         assert file.columns is not None, "an entry as DataConfig.files gives it"
         self.mapping = mapping_of(file.columns)
         self._name = file.columns if isinstance(file.columns, str) else None
         self._domain = file.domain
         self._image_key = image_key
+        self._further = further
 
     @property
     def image_column(self) -> str | None:
@@ -63,7 +65,7 @@ class RowReader:
         own = (self.mapping.prompt, self.mapping.ground_truth, self.mapping.domain, self.mapping.extra_info)
         keys = [key.split(".")[0] for key in own if key is not None]
         images = [] if self.image_column is None else [self.image_column]
-        return [*keys, *_FURTHER.get(self._name or "", ()), *images]
+        return [*keys, *_FURTHER.get(self._name or "", ()), *images, *self._further]
 
     def read(self, row: Mapping[str, Any], place: str) -> Fields:
         """Return the fields of a row.
@@ -86,7 +88,7 @@ class RowReader:
                 f"of a domain: store text of 1 to {MAX_DOMAIN_CHARACTERS} characters"
             )
         return Fields(
-            prompt=_as_messages(prompt),
+            prompt=as_messages(prompt),
             ground_truth=truth,
             domain=domain,
             extra_info=lookup(row, self.mapping.extra_info),
@@ -103,6 +105,14 @@ class RowReader:
         )
 
 
+class RowCheck(Protocol):
+    """A look at each row that is surveyed (``mopd.data.views.Views``)."""
+
+    @property
+    def columns(self) -> Sequence[str]: ...
+    def check(self, row: Mapping[str, Any], found: Fields, place: str) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
     """Counts of the first rows of a file."""
@@ -115,19 +125,30 @@ class Survey:
     """Whether these are all rows of the file."""
 
 
-def survey(file: DataFileConfig, max_rows: int, *, image_key: str | None = None, student_sees: bool = False) -> Survey:
-    """Count up to ``max_rows`` rows. If the student sees images, decode those of some rows.
+def survey(
+    file: DataFileConfig,
+    max_rows: int,
+    *,
+    image_key: str | None = None,
+    student_sees: bool = False,
+    views: RowCheck | None = None,
+) -> Survey:
+    """Count up to ``max_rows`` rows. If the student sees images, decode those of some rows. ``views`` looks at each
+    row, too.
 
     Raises:
         UserError: file, row and column of what cannot be read, and of images that cannot be used.
     """
-    reader, counts, with_images = RowReader(file, image_key=image_key), Counter[str](), Counter[str]()
+    reader = RowReader(file, image_key=image_key, further=() if views is None else views.columns)
+    counts, with_images = Counter[str](), Counter[str]()
     path = Path(file.path)
     rows = read_rows(path, reader.columns, heavy=reader.image_column)
     for number, row in itertools.islice(rows, max_rows):
         place = f"{shown_path(path)}: row {number}"
         found = reader.read(row, place)
         counts[found.domain] += 1
+        if views is not None:
+            views.check(row, found, place)
         if student_sees:
             images = stored_images(found.images, path, place)
             for image in images if with_images.total() < MAX_IMAGE_ROWS else ():
@@ -211,7 +232,7 @@ def _other(column: str) -> str:
     return f"correct the row, or map the columns yourself (data.columns, {quoted(column)})"
 
 
-def _as_messages(prompt: Any) -> Any:
+def as_messages(prompt: Any) -> Any:
     """Return chat messages with ``role`` and ``content``, without the assistant messages at the end: the student writes
     its own answer. Return anything else as it is."""
     if not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from mopd.data.columns import RowReader
 from mopd.data.files import MISSING, described, listed, quoted, read_rows
 from mopd.data.images import ImageStore, holds_images
 from mopd.data.templates.rendering import MAX_PROMPT_CHARACTERS, Renderer
+from mopd.data.views import NO_VIEWS, Views
 from mopd.data.vision_prompts import OTHER_MEDIA, VisionPrompts
 
 if TYPE_CHECKING:
@@ -29,6 +31,16 @@ logger = logging.getLogger(__name__)
 MAX_LISTED = 10
 LOG_EVERY_S = 10.0
 """Seconds between progress lines while a file with images is read, which takes as long as its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptView:
+    """A row's prompt as one teacher reads it."""
+
+    text: str
+    """As ``PromptRow.text``."""
+    tokens: tuple[int, ...]
+    """As ``PromptRow.tokens``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +60,13 @@ class PromptRow:
     """File and row number, for messages."""
     images: tuple[ImageRef, ...] = ()
     """Images in the order of their places in the text."""
+    views: Mapping[str, PromptView] = field(default_factory=dict)
+    """Teacher -> the prompt as it reads it, of teachers with a view of their own. Nothing that draws or trains on the
+    student's responses reads it."""
+
+    def tokens_of(self, teacher: str | None) -> tuple[int, ...]:
+        """Return the prompt that a teacher reads; the student's for ``None`` and for teachers without a view."""
+        return self.views[teacher].tokens if teacher in self.views else self.tokens
 
 
 @dataclass(eq=False)
@@ -103,6 +122,9 @@ class _Reading:
     renderer: Renderer
     vision: VisionPrompts | None = None
     images: ImageStore | None = None
+    views: Views = NO_VIEWS
+    of_views: Mapping[str, _Reading] = field(default_factory=dict)
+    """The same for each teacher with a view, whose chat template may have arguments of its own."""
 
 
 def load_prompts(
@@ -110,21 +132,31 @@ def load_prompts(
     cfg: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     vision: VisionPrompts | None = None,
+    views: Views = NO_VIEWS,
 ) -> PromptDataset:
     """Read, render and tokenize the files of ``entries``, which are those of ``cfg``.
 
     Chat messages go through the chat template with a generation prompt and no further special tokens; a text prompt is
     tokenized plainly, with the special tokens that the tokenizer adds by itself. ``vision`` is given if the student
-    sees images. Raise ``UserError`` with file, row, column and key for whatever cannot be used. Ground truths are not
-    checked here: their rewards do that.
+    sees images. ``views`` are rendered beside, each by a template process of its own. Raise ``UserError`` with file,
+    row, column and key for whatever cannot be used. Ground truths are not checked here: their rewards do that.
     """
     images = None if vision is None else ImageStore(entries, cfg)
     unseen: Counter[str] = Counter()
-    with Renderer(cfg, tokenizer) as renderer:
-        reading = _Reading(cfg=cfg, tokenizer=tokenizer, renderer=renderer, vision=vision, images=images)
-        rows = [row for i, file in enumerate(cfg.files(entries)) for row in _load_file(file, i, reading, unseen)]
+    with ExitStack() as processes:
+
+        def reading(own: DataConfig) -> _Reading:
+            renderer = processes.enter_context(Renderer(own, tokenizer))
+            return _Reading(cfg=own, tokenizer=tokenizer, renderer=renderer, vision=vision, images=images)
+
+        of_views = {
+            name: reading(replace(cfg, chat_template_kwargs={**cfg.chat_template_kwargs, **view.chat_template_kwargs}))
+            for name, view in views.by_teacher.items()
+        }
+        whole = replace(reading(cfg), views=views, of_views=of_views)
+        rows = [row for i, file in enumerate(cfg.files(entries)) for row in _load_file(file, i, whole, unseen)]
     require_vision_student(unseen)
-    return _limit_length(rows, cfg, images)
+    return _limit_length(rows, cfg, images, views)
 
 
 def encode_prompts(
@@ -206,10 +238,11 @@ def _counted(domains: Mapping[str, int]) -> str:
 def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Counter[str]) -> list[PromptRow]:
     """Return the rows of one file, the one with ``index`` in the list. Rows whose images the student cannot see are
     counted by domain in ``unseen``."""
-    reader, path, vision = RowReader(file, image_key=reading.cfg.image_key), Path(file.path), reading.vision
-    key = reader.mapping
+    reader = RowReader(file, image_key=reading.cfg.image_key, further=reading.views.columns)
+    path, vision, key = Path(file.path), reading.vision, reader.mapping
     rows: list[PromptRow] = []
     texts: list[str | None] = []
+    of_views: dict[str, list[tuple[int, str | None]]] = {name: [] for name in reading.of_views}  # by teacher
     columns = [*reader.columns, *(OTHER_MEDIA if vision is not None else ())]
     logged_at = time.monotonic()
     for number, row in read_rows(path, columns, heavy=reader.image_column):
@@ -231,6 +264,10 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
         elif holds_images(found.images):
             unseen[found.domain] += 1
         texts.append(_text(prompt, place, reading, column=key.prompt, num_images=len(images)))
+        for name in reading.views.of(found.domain):
+            own = reading.views.prompt(name, row, found, prompt, place)
+            where = f"{place}: teachers.{name}.view"
+            of_views[name].append((len(rows), _text(own, where, reading.of_views[name], num_images=len(images))))
         rows.append(
             PromptRow(
                 domain=found.domain,
@@ -247,19 +284,27 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
             logger.info("%s: images of %d rows read", shown_path(path), number + 1)
     if reading.images is not None and any(row.images for row in rows):
         reading.images.prepare(index)
-    return _with_tokens(rows, texts, reading, key.prompt)
+    made = _tokenized(rows, texts, reading, f"the prompt in {key.prompt!r} (data.columns.prompt)")
+    rows = [replace(row, text=one.text, tokens=one.tokens) for row, one in zip(rows, made, strict=True)]
+    for name, own in of_views.items():
+        seen = [rows[i] for i, _ in own]
+        read = _tokenized(seen, [text for _, text in own], reading.of_views[name], f"teachers.{name}.view")
+        for (i, _), view in zip(own, read, strict=True):
+            rows[i] = replace(rows[i], views={**rows[i].views, name: view})
+    return rows
 
 
-def _with_tokens(
-    rows: Sequence[PromptRow], texts: Sequence[str | None], reading: _Reading, column: str
-) -> list[PromptRow]:
+def _tokenized(
+    rows: Sequence[PromptRow], texts: Sequence[str | None], reading: _Reading, what: str
+) -> list[PromptView]:
+    """Return text and tokens of some rows' prompts; ``what`` names them in an error."""
     whole, tokens = _encoded(texts, reading)
     for row, ids in zip(rows, tokens, strict=True):
         if not ids:
-            raise UserError(f"{row.place}: the prompt in {column!r} (data.columns.prompt) has no tokens: fill it")
+            raise UserError(f"{row.place}: {what} has no tokens: fill it")
     if reading.vision is not None:
         tokens = [reading.vision.expanded(ids, row.images, row.place) for row, ids in zip(rows, tokens, strict=True)]
-    return [replace(row, text=text, tokens=ids) for row, text, ids in zip(rows, whole, tokens, strict=True)]
+    return [PromptView(text, ids) for text, ids in zip(whole, tokens, strict=True)]
 
 
 def _encoded(texts: Sequence[str | None], reading: _Reading) -> tuple[list[str], list[tuple[int, ...]]]:
@@ -325,11 +370,13 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, (list, tuple)) or all(map(_is_finite, value))
 
 
-def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig, images: ImageStore | None) -> PromptDataset:
+def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig, images: ImageStore | None, views: Views) -> PromptDataset:
     limit, kept = cfg.max_prompt_length, []
     filtered, truncated = Counter[str](), Counter[str]()
     for row in rows:
-        if len(row.tokens) <= limit:
+        if _has_long_view(row, cfg, views):
+            filtered[row.domain] += 1
+        elif len(row.tokens) <= limit:
             kept.append(row)
         elif cfg.overlong_prompts == "error" or (row.images and cfg.overlong_prompts == "truncate"):
             cure = "filter" if row.images else "filter or truncate"
@@ -347,6 +394,24 @@ def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig, images: ImageStore
     if gone:
         raise UserError(
             f"every prompt of domain {', '.join(f'{d!r} ({filtered[d]} rows)' for d in gone)} is longer than "
-            f"data.max_prompt_length {limit} and filtered: raise it or set data.overlong_prompts: truncate"
+            f"data.max_prompt_length {limit}, or longer than a view may be, and filtered: raise it or set "
+            "data.overlong_prompts: truncate"
         )
     return PromptDataset(kept, images, filtered, truncated)
+
+
+def _has_long_view(row: PromptRow, cfg: DataConfig, views: Views) -> bool:
+    """Return whether some teacher's view of a row is too long, if such rows are dropped; ``UserError`` if not: a view
+    is never cut."""
+    for name, view in row.views.items():
+        own = views.by_teacher[name].max_prompt_length
+        limit, key = (cfg.max_prompt_length, "data") if own is None else (own, f"teachers.{name}.view")
+        if len(view.tokens) > limit:
+            if cfg.overlong_prompts == "filter":
+                return True
+            raise UserError(
+                f"{row.place}: teachers.{name}.view has {len(view.tokens)} tokens, {key}.max_prompt_length is {limit}, "
+                f"and a view is never cut: raise teachers.{name}.view.max_prompt_length, or set data.overlong_prompts: "
+                "filter"
+            )
+    return False

@@ -98,7 +98,7 @@ class AnswerWorker:
     def _ask(self, prompt: Prompt, number: int) -> Asked:
         row = self.dataset.row(prompt.row)
         sampling = self.sampling
-        what = {
+        what: dict[str, object] = {
             "tokens": list(row.tokens),
             "images": [ref.digest.hex() for ref in row.images],
             "max_new_tokens": sampling.max_new_tokens,
@@ -110,6 +110,7 @@ class AnswerWorker:
         shares = accumulate(self.assignment.weights_of(prompt.domain))
         names = self.assignment.teachers_of(prompt.domain)
         name = next((name for name, end in zip(names, shares, strict=True) if chance < end), names[-1])
+        what |= {"tokens": list(row.tokens_of(name))}
         manifest = self.manifests[f"teachers.{name}"]
         return Asked(_digest({**what, **{each: getattr(manifest, each) for each in HASHES}}), name, prompt)
 
@@ -117,7 +118,7 @@ class AnswerWorker:
         """Have one teacher answer, and store the answers."""
         group, rows = self.teachers[name], [one.prompt.row for one in asked]
         seeds = [int.from_bytes(one.key[:8], "little") >> 1 for one in asked]
-        prompts = [self.dataset.row(row).tokens for row in rows]
+        prompts = [self.dataset.row(row).tokens_of(name) for row in rows]
         try:
             async with group.kept_awake():
                 drawn = await group.router.generate(

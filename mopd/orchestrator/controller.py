@@ -65,6 +65,7 @@ class Student(Protocol):
 
     async def forward_backward(self, plan: MicroBatchPlan, *, diagnostics: bool) -> dict[str, DomainSums]: ...
     async def optim_step(self) -> dict[str, float]: ...
+    async def refresh(self, step: int) -> None: ...
     async def stage(self, weight_version: int) -> None: ...
     async def send(self) -> None: ...
 
@@ -188,9 +189,12 @@ class Controller:
         if not samples or self._objective_of(slots[0]) == "sft_on_teacher":
             return []
 
+        drawn = [slot for slot in slots if not slot.prompt.is_stored]
+        rows = {sample.sample_id: slot.prompt.row for slot in drawn for sample in of_slot[slot]}
+
         async def score() -> list[FailedSample]:
             with self.timer("teachers"):
-                return await self.teachers.score(samples)
+                return await self.teachers.score(samples, rows)
 
         async def judge(rewards: RewardWorker) -> list[FailedSample]:
             with self.timer("rewards"):
@@ -277,6 +281,9 @@ class Controller:
                 await self.keeper.keep(step, batch)
         await self.plane.release(batch)
         self.ledger.trained(slots)
+        if any(step % every == 0 for every in self.recipe.refreshed.values()):
+            with self.timer("refresh_teachers"):
+                await self.student.refresh(step)
         if self._publishes(step):
             await self.publish()
         elif self.schedule.max_staleness and self.recipe.objective_at(step + 1) != "on_policy":

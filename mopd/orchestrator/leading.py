@@ -127,7 +127,9 @@ class Orchestrator:
                     facts = await joining
                     vocab_size = read_dims(Path(recipe.student.model)).vocab_size
                     workers = await build_workers(recipe, inputs, plane, groups, vocab_size=vocab_size)
-                    student = StudentGroup(recipe, ranks, facts, workers.weights, groups.turns)
+                    student = StudentGroup(
+                        recipe, ranks, facts, workers.weights, groups.turns, refreshed=workers.refreshed
+                    )
                     try:
                         await work(RunParts(workers=workers, student=student, stop=stop))
                     except SampleFailed as error:

@@ -133,7 +133,7 @@ async def _score(recipe: Recipe, stored: StoredSamples, manifests: dict[str, Man
     _require_one_tokenizer(recipe)
     async with Groups(recipe, log_dir=None, device=engine_device(), only=keys) as groups:
         routers = build_routers(groups)
-        groups.watch(routers, None)
+        groups.watch(routers, {})
         plane = LocalDataPlane()
         teachers = {name: await teacher_group(name, routers, groups) for name in recipe.teachers}
         always_ids = token_ids(always_ids_of(recipe.loss), load_tokenizer(recipe.student.model), "loss.always_ids")

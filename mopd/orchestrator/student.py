@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from mopd.base.types import DomainSums, MicroBatchPlan, SampleMeta
 from mopd.config.schema import Recipe
+from mopd.config.weights import HttpConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import packing_rules
 from mopd.orchestrator.ranks import Ranks
@@ -33,9 +35,11 @@ class StudentGroup:
         facts: Mapping[str, Any],
         weights: GroupWeightSync | None,
         turns: GpuTurns | None = None,
+        *,
+        refreshed: Mapping[str, GroupWeightSync] = MappingProxyType({}),
     ) -> None:
         """Set up. ``facts`` is rank 0's answer to ``join``; ``weights``: ``None`` without a rollout; ``turns``: of GPUs
-        that student and rollout share."""
+        that student and rollout share; ``refreshed``: of the teachers of ``recipe.refreshed``."""
         dims = read_dims(Path(recipe.student.model))
         self.vocab_size = dims.vocab_size
         """Tokens of the model's vocabulary, without padding."""
@@ -44,6 +48,12 @@ class StudentGroup:
         self.weight_version = 0
         """Optimizer steps so far."""
         self._ranks, self._weights, self._turns = ranks, weights, turns
+        self._refreshed = {name: (recipe.refreshed[name], sync) for name, sync in refreshed.items()}
+        # From host memory, where they are kept: a replica that is started again gets what the others have, while the
+        # ranks' weights are newer.
+        by_http = replace(recipe, weight_sync=HttpConfig(type="http"))
+        for sync in refreshed.values():
+            sync.attach(ranks, by_http, facts["announced"], takes_turns=False, newest=lambda: self.weight_version)
         if weights is not None:
             weights.attach(
                 ranks,
@@ -84,9 +94,24 @@ class StudentGroup:
             self._turns.expect("student")
 
     async def publish(self, weight_version: int) -> None:
-        """Stage the weights and send them."""
+        """Stage the weights and send them, to teachers that are the student too. Done once, as a run begins."""
         await self.stage(weight_version)
         await self.send()
+        for name, (every, sync) in self._refreshed.items():
+            if weight_version % every:
+                logger.warning(
+                    "teachers.%s goes on with the weights of step %d: those of step %d, which it had, are in no "
+                    "checkpoint", name, weight_version, weight_version - weight_version % every,
+                )  # fmt: skip
+            await sync.stage(weight_version)
+            await sync.send_staged()
+
+    async def refresh(self, step: int) -> None:
+        """Give the weights of ``step`` to the teachers whose turn it is (``refresh.every_steps``)."""
+        for every, sync in self._refreshed.values():
+            if step % every == 0:
+                await sync.stage(step)
+                await sync.send_staged()
 
     async def stage(self, weight_version: int) -> None:
         """Take the weights over into this process, or send them all the way by a group; replicas on shared GPUs are

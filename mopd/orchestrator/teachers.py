@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from mopd.base.types import HIDDEN_FIELD, TOKEN_FIELD, Batch, FailedSample, Samp
 from mopd.config.groups import Assignment
 from mopd.config.payloads import Asked
 from mopd.data.image_refs import image_refs_from_tensor
-from mopd.data.images import ImageStore
+from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import CorruptAnswer, Scores
@@ -32,6 +33,9 @@ from mopd.orchestrator.support import Coverage, coverage_metrics, given_ids, sup
 
 Answers = dict[int, Scores | FailedSample]
 """One teacher's answers by sample id."""
+OwnPrompts = Mapping[int, Sequence[int]]
+"""Sample id -> the prompt's tokens as one teacher reads them."""
+NO_ROWS: Mapping[int, int] = MappingProxyType({})
 KeptAwake = Callable[[], AbstractAsyncContextManager[object]]
 """Factory of the context in which a teacher is awake; a teacher with resources of its own always is."""
 
@@ -78,24 +82,28 @@ class TeacherWorker:
         asked: Mapping[str, Asked],
         always_ids: Sequence[int] = (),
         temperature: float,
-        images: ImageStore | None = None,
+        dataset: PromptDataset | None = None,
         keep_going: bool = False,
     ) -> None:
         """Set up the worker. ``asked``: what each teacher is asked for; ``always_ids``: the ids of
-        ``loss.always_ids``. ``images``: store of the images that samples name. ``keep_going``: samples that cannot be
-        scored are returned (``on_failure: replace``) instead of ending the run."""
+        ``loss.always_ids``. ``dataset``: rows of the samples' prompts, with the images that samples name, and teachers'
+        views. ``keep_going``: samples that cannot be scored are returned (``on_failure: replace``) instead of ending
+        the run."""
         self._groups, self._assignment, self._plane = dict(groups), assignment, plane
         self._asked, self._always_ids, self._temperature = dict(asked), tuple(always_ids), temperature
         self._width = max((own.width for own in asked.values()), default=0)
-        self._images = images
+        self._dataset = dataset
+        self._images = None if dataset is None else dataset.images
+        self._viewers = frozenset(name for row in (dataset.rows if dataset is not None else ()) for name in row.views)
         self._keep_going = keep_going
         self.cache: ScoreCache | None = None
         """What teachers have said before. Absent until they have shown that they are the right ones: the checks before
         a run ask the teachers themselves."""
 
-    async def score(self, metas: Sequence[SampleMeta]) -> list[FailedSample]:
+    async def score(self, metas: Sequence[SampleMeta], rows: Mapping[int, int] = NO_ROWS) -> list[FailedSample]:
         """Score each sample with its domain's teachers, all teachers at the same time; return the samples that cannot
-        be scored, which get no field. Several teachers make one ensemble (``merge``).
+        be scored, which get no field. Several teachers make one ensemble (``merge``). ``rows``: sample id -> row of its
+        prompt, of which a teacher's view is made.
 
         Raises:
             UserError: a domain has no teacher; a sample cannot be scored and ``keep_going`` is false; or, a
@@ -105,7 +113,7 @@ class TeacherWorker:
         for meta in metas:
             for name in self._assignment.teachers_of(meta.domain):
                 asked[name].append(meta)
-        answers = await all_or_none(self._ask(self._groups[name], share) for name, share in asked.items())
+        answers = await all_or_none(self._ask(self._groups[name], share, rows) for name, share in asked.items())
         by_teacher = dict(zip(asked, answers, strict=True))
         failed: dict[int, FailedSample] = {}
         fields: dict[int, dict[str, Tensor]] = {}
@@ -155,7 +163,15 @@ class TeacherWorker:
         values = [torch.full((s.response_length,), one) for s, one in zip(batch.samples, found, strict=True)]
         await self._plane.update(batch.sample_ids, {"baseline": values})
 
-    async def _ask(self, group: TeacherGroup, metas: Sequence[SampleMeta]) -> dict[int, View | FailedSample]:
+    def prompts_of(self, name: str, metas: Sequence[SampleMeta], rows: Mapping[int, int]) -> OwnPrompts:
+        """Return the prompts that a teacher reads in the place of the student's; none for one without a view."""
+        if self._dataset is None or name not in self._viewers:
+            return {}
+        return {meta.sample_id: self._dataset.row(rows[meta.sample_id]).views[name].tokens for meta in metas}
+
+    async def _ask(
+        self, group: TeacherGroup, metas: Sequence[SampleMeta], rows: Mapping[int, int]
+    ) -> dict[int, View | FailedSample]:
         """Return what a teacher says of some samples, by their ids."""
         ids, images = [meta.sample_id for meta in metas], None
         store = self._images if group.sees_images else None
@@ -164,13 +180,15 @@ class TeacherWorker:
         fields = await self._plane.get(ids, names)
         if store is not None:
             images = [[store.prompt_image(ref) for ref in image_refs_from_tensor(own)] for own in fields["images"]]
-        tokens = fields["tokens"]
+        prompts = self.prompts_of(group.name, metas, rows)
+        read = [with_prompt(prompts.get(m.sample_id), m, own) for m, own in zip(metas, fields["tokens"], strict=True)]
+        tokens, starts = [own for own, _ in read], [start for _, start in read]
         students = fields.get("student_ids", [None] * len(metas))
         given = [
             given_ids(asked, own, self._always_ids, meta.response_length)
             for meta, own in zip(metas, students, strict=True)
         ]
-        questions = Questions(tokens, images, given, asked.own, group.hidden_size)
+        questions = Questions(tokens, starts, images, given, asked.own, group.hidden_size)
         answers = await self._kept_or_asked(group, metas, questions)
         views: dict[int, View | FailedSample] = {}
         for meta, ids_RG in zip(metas, given, strict=True):
@@ -186,8 +204,8 @@ class TeacherWorker:
         """Return what the cache holds, and have the teacher score the rest."""
         if self.cache is None:
             return await self._answers(group, metas, asked)
-        keys = self.cache.keys(group.name, metas, asked)
-        found = await self.cache.find(keys, metas, asked)
+        keys = self.cache.keys(group.name, asked)
+        found = await self.cache.find(keys, asked)
         left = [i for i, own in enumerate(found) if own is None]
         fresh = await self._answers(group, [metas[i] for i in left], asked.at(left)) if left else {}
         kept = {keys[i]: own for i in left if isinstance(own := fresh[metas[i].sample_id], Scores)}
@@ -201,7 +219,7 @@ class TeacherWorker:
         try:
             scores = await group.score(
                 asked.tokens,
-                [meta.prompt_length for meta in metas],
+                asked.starts,
                 top_k=asked.top_k,
                 temperature=self._temperature,
                 images=asked.images,
@@ -229,6 +247,14 @@ class TeacherWorker:
         else:
             cure = "see the replicas' logs, or set on_failure: replace"
         return error.ends(f"teachers.{group.name} did not score samples {named}: {one_line(error)}: {cure}")
+
+
+def with_prompt(prompt: Sequence[int] | None, meta: SampleMeta, tokens: Tensor) -> tuple[Tensor, int]:
+    """Return what a teacher reads of a sample, and where the response begins there: its own ``prompt`` in the place of
+    the student's, if it has one, and always the student's response, token by token. ``tokens`` [L] are the sample's."""
+    if prompt is None:
+        return tokens, meta.prompt_length
+    return torch.cat([torch.tensor(prompt, dtype=tokens.dtype), tokens[meta.prompt_length :]]), len(prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.config.schema import Recipe
 from mopd.data.image_files import read_rgb
-from mopd.data.prompts import PromptDataset
+from mopd.data.prompts import PromptDataset, PromptView
 from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.orchestrator.rollout import derive_seed, reward_item
 from mopd.report.thumbnails import MAX_THUMBNAILS, thumbnail
@@ -50,7 +50,7 @@ class ValidationResult:
     examples: dict[str, list[dict[str, Any]]]
     """Examples of the first rows: ``{prompt, response, ground_truth, reward, extracted, problem}``. ``extracted`` is
     what the reward judged (``None``: nothing), ``problem`` why its value is no higher. Rows with images also have
-    ``images`` (``thumbnail``)."""
+    ``images`` (``thumbnail``), those of a teacher with a view of its own ``view``, the text that it read."""
     scores: dict[str, list[float]] = field(default_factory=dict)
     """Mean reward of each prompt's responses, prompt after prompt."""
     pass_at_k: dict[str, float] = field(default_factory=dict)
@@ -74,9 +74,12 @@ class Validator:
         """Domains of the validation prompts that are taught, not only watched."""
         return tuple(domain for domain in self._dataset.rows_by_domain if domain not in self._cfg.watch)
 
-    async def run(self, generator: Generator, *, domains: Collection[str] | None = None) -> ValidationResult:
+    async def run(
+        self, generator: Generator, *, domains: Collection[str] | None = None, teacher: str | None = None
+    ) -> ValidationResult:
         """Draw ``samples_per_prompt`` responses of ``generator`` per row of ``domains`` (all when ``None``) and reward
-        them. Consumes no training randomness. ``UserError`` for a domain without rows."""
+        them. ``teacher``: whose view of the prompts it reads; the student's where ``None``. Consumes no training
+        randomness. ``UserError`` for a domain without rows."""
         all_rows = self._dataset.rows_by_domain
         chosen = sorted(all_rows if domains is None else set(domains))
         absent = [domain for domain in chosen if domain not in all_rows]
@@ -85,7 +88,7 @@ class Validator:
         num = self._cfg.samples_per_prompt
         rows = {domain: all_rows[domain][: self._cfg.max_samples_per_domain] for domain in chosen}
         order = [row for domain in chosen for row in rows[domain] for _ in range(num)]
-        prompts = [self._dataset.row(row).tokens for row in order]
+        prompts = [self._dataset.row(row).tokens_of(teacher) for row in order]
         seeds = [
             derive_seed(self._recipe.seed, row, f"validation {i % num}" if i % num else "validation")
             for i, row in enumerate(order)
@@ -114,7 +117,7 @@ class Validator:
             extracted_share=means(lambda graded, _: graded.extracted is not None),
             examples={
                 domain: [
-                    _example(item, graded, self._thumbnails(row))
+                    _example(item, graded, self._thumbnails(row), self._dataset.row(row).views.get(teacher or ""))
                     for item, graded, _, row in own[: NUM_EXAMPLES * num : num]
                 ]
                 for domain, own in by_domain.items()
@@ -173,9 +176,10 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
         writer.write(record)
 
 
-def _example(item: RewardItem, graded: Graded, thumbnails: list[str]) -> dict[str, Any]:
+def _example(item: RewardItem, graded: Graded, thumbnails: list[str], view: PromptView | None) -> dict[str, Any]:
     return {
         **({"images": thumbnails} if thumbnails else {}),
+        **({"view": view.text} if view is not None else {}),
         "prompt": item.prompt,
         "response": item.response,
         "ground_truth": item.ground_truth,

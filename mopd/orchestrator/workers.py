@@ -22,6 +22,7 @@ from mopd.conversion.models.reading import read_dims
 from mopd.data.image_processing import sees_images
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts, require_vision_teachers
 from mopd.data.tokenizer import load_tokenizer, token_ids
+from mopd.data.views import Views
 from mopd.data.vision_prompts import VisionPrompts, read_vision
 from mopd.data_plane.interface import Storage
 from mopd.engines.interface import Generator, SamplingParams
@@ -67,6 +68,8 @@ class Workers:
     plane: Storage
     weights: GroupWeightSync | None
     """Sender of the student's weights to the rollout, where there is one."""
+    refreshed: Mapping[str, GroupWeightSync]
+    """The same for each teacher that is the student and gets its new weights, by name."""
     routers: dict[str, Router]
     """Group key (``rollout``, ``teachers.NAME``) -> its replicas as one engine."""
     rollout: RolloutWorker | None
@@ -118,8 +121,9 @@ def read_inputs(recipe: Recipe) -> Inputs:
     always_ids = token_ids(always_ids_of(recipe.loss), tokenizer, "loss.always_ids")
     rewards = build_rewards(recipe.rewards) if recipe.needs_rewards else None
     vision = read_vision(recipe.student.model, recipe.data.max_pixels, tokenizer)
-    train = load_prompts(recipe.data.train, recipe.data, tokenizer, vision)
     assignment = recipe.assignment
+    views = Views(recipe.views, assignment)
+    train = load_prompts(recipe.data.train, recipe.data, tokenizer, vision, views)
     for warning in check_domains_have_teachers(
         train.domain_counts, assignment.by_domain, default_teacher=assignment.default
     ):
@@ -129,7 +133,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
     _check_budget(recipe.loss.domain_budget, train.domain_counts)
     validation = None
     if recipe.validation is not None:
-        validation = load_prompts(recipe.data.validation, recipe.data, tokenizer, vision)
+        validation = load_prompts(recipe.data.validation, recipe.data, tokenizer, vision, views)
         _check_validation_domains(recipe, train, validation)
     sighted = [name for name, teacher in recipe.teachers.items() if vision is not None and sees_images(teacher.model)]
     for dataset in (train, validation):
@@ -175,11 +179,14 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     loss, judges = recipe.loss, inputs.rewards if recipe.needs_task_advantage else None
     if isinstance(loss, (TopKLossConfig, PolicyGradientConfig)) and judges is not None:
         rewards = RewardWorker(inputs.train, inputs.tokenizer, judges, plane, form=loss.task_advantage)
-    groups.watch(routers, weights)
+    refreshed = {name: GroupWeightSync(routers[f"teachers.{name}"]) for name in recipe.refreshed}
+    sources = {f"teachers.{name}": sync for name, sync in refreshed.items()}
+    groups.watch(routers, sources if weights is None else {ROLLOUT: weights, **sources})
     return Workers(
         inputs=inputs,
         plane=plane,
         weights=weights,
+        refreshed=refreshed,
         routers=routers,
         rollout=rollout,
         answers=answers,
@@ -192,7 +199,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
             asked=recipe.asked,
             always_ids=inputs.always_ids,
             temperature=recipe.loss.temperature,
-            images=inputs.train.images,
+            dataset=inputs.train,
             keep_going=recipe.on_failure == "replace",
         ),
         validator=build_validator(recipe, inputs),

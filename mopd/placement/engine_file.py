@@ -43,6 +43,7 @@ class EngineFile:
     """One replica, complete: what ``mopd serve`` needs to know."""
 
     role: Literal["teacher", "rollout"]
+    """``rollout``: its weights come from the student, as those of a teacher that is refreshed do."""
     name: str
     """The teacher's name in the recipe, or ``rollout``."""
     replica: Annotated[int, at_least(0, MAX_REPLICAS)]
@@ -96,30 +97,32 @@ def teacher_file(recipe: Recipe, name: str, replica: int = 0) -> EngineFile:
     """The file of a teacher's replica; ``UserError`` lists the teachers when there is no such one."""
     if name not in recipe.teachers:
         raise UserError(f"--teacher {name}: the recipe has no such teacher; it has {', '.join(recipe.teachers)}")
-    return _file(recipe, "teacher", name, replica, recipe.teachers[name].model, recipe.teachers[name])
+    role: Literal["teacher", "rollout"] = "rollout" if name in recipe.refreshed else "teacher"
+    return _file(recipe, role, name, replica, recipe.teachers[name].model, recipe.teachers[name])
 
 
 def rollout_file(recipe: Recipe, replica: int = 0) -> EngineFile:
     """The file of a rollout replica."""
-    return _file(recipe, "rollout", "rollout", replica, recipe.student.model, recipe.rollout)
+    return _file(recipe, "rollout", None, replica, recipe.student.model, recipe.rollout)
 
 
 def _file(
-    recipe: Recipe, role: Literal["teacher", "rollout"], name: str, replica: int, model: str, group: Any
+    recipe: Recipe, role: Literal["teacher", "rollout"], teacher: str | None, replica: int, model: str, group: Any
 ) -> EngineFile:
+    name, rollout = teacher or "rollout", recipe.rollout
     placement, routing = group.placement, group.routing
     most = MAX_REPLICAS if isinstance(placement, RegisteredConfig) else group.num_replicas
     if not 0 <= replica < most:
         raise UserError(f"--replica {replica}: {name} has {most} replicas, numbered from 0")
     has_deadline = isinstance(placement, (LocalConfig, RayConfig, RegisteredConfig))
-    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    longest = recipe.longest_sequence(teacher)
     engine = group.engine
     if isinstance(engine, AutoEngineConfig):
         raise ValueError(f"{name}: engine.type is auto: settle the recipe first")
     if isinstance(engine, VllmEngineConfig) and engine.max_model_len is None:
         engine = dataclasses.replace(engine, max_model_len=longest)
     most_probable = Asked(own=recipe.loss.top_k)  # a rollout tells its own ids
-    wanted = recipe.asked[name] if role == "teacher" else most_probable
+    wanted = most_probable if teacher is None else recipe.asked[teacher]
     return EngineFile(
         role=role,
         name=name,
@@ -128,9 +131,9 @@ def _file(
         engine=engine,
         max_logprobs=max(1, wanted.width),
         max_given=wanted.given,
-        temperature=recipe.rollout.temperature,
-        top_p=recipe.rollout.top_p,
-        top_k=recipe.rollout.top_k,
+        temperature=1.0 if teacher in recipe.refreshed else rollout.temperature,
+        top_p=1.0 if teacher in recipe.refreshed else rollout.top_p,
+        top_k=-1 if teacher in recipe.refreshed else rollout.top_k,
         longest_sequence=longest,
         max_pixels=recipe.data.max_pixels,
         max_tokens_per_request=max(routing.max_tokens_per_request, longest),  # one sample is never cut

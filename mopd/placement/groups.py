@@ -76,7 +76,7 @@ class Groups:
 
         async with Groups(recipe, log_dir=run.logs, device=device) as groups:
             routers = {key: Router(...groups.replicas(key)...) for key in groups.keys}
-            groups.watch(routers, weights)
+            groups.watch(routers, {ROLLOUT: weights})
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Groups:
         self._temporary: TemporaryFolder | None = None
         self._placements: dict[str, Placement] = {}
         self._replicas: dict[str, list[Replica]] = {}
-        self._weight_watch: WeightWatch | None = None
+        self._weight_watches: list[WeightWatch] = []
         self._cluster: RayCluster | None = None
         self._pools: dict[str, SharedPool] = {}
         self._rollout_memory = RolloutMemory()
@@ -149,28 +149,27 @@ class Groups:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def watch(self, routers: Mapping[str, Router], weights: WeightSource | None) -> None:
-        """Begin to restart replicas that die. Rollout replicas that lack the weights that ``weights`` sent last get
-        them once more."""
+    def watch(self, routers: Mapping[str, Router], weights: Mapping[str, WeightSource]) -> None:
+        """Begin to restart replicas that die. Those that lack the weights that their group's source in ``weights`` sent
+        last get them once more."""
         for key, router in routers.items():
             self._placements[key].watch(router)
-        if weights is not None and self.turns is not None:
-            self._rollout_memory.weights = weights
-            weights.kept_awake = functools.partial(self.kept_awake, ROLLOUT)
-        is_remote = ROLLOUT in routers and not isinstance(self.plans[ROLLOUT].group.placement, InProcessConfig)
-        if is_remote and weights is not None:
-            placement = self._placements[ROLLOUT]
-            give_up = placement.lose if isinstance(placement, RegisteredGroup) else routers[ROLLOUT].give_up
-            patience_s = self.plans[ROLLOUT].group.routing.request_timeout_s
-            self._weight_watch = weights.watch(give_up, patience_s=patience_s)
+        if ROLLOUT in weights and self.turns is not None:
+            self._rollout_memory.weights = weights[ROLLOUT]
+            weights[ROLLOUT].kept_awake = functools.partial(self.kept_awake, ROLLOUT)
+        for key, source in weights.items():
+            group, placement = self.plans[key].group, self._placements[key]
+            if not isinstance(group.placement, InProcessConfig):
+                give_up = placement.lose if isinstance(placement, RegisteredGroup) else routers[key].give_up
+                self._weight_watches.append(source.watch(give_up, patience_s=group.routing.request_timeout_s))
 
     async def close(self) -> None:
         """End every replica that was started; may be called twice."""
         if self.turns is not None:
             await self.turns.close()
-        if self._weight_watch is not None:
-            await self._weight_watch.close()
-            self._weight_watch = None
+        watches, self._weight_watches = self._weight_watches, []
+        for watch in watches:
+            await watch.close()
         placements, self._placements = self._placements, {}
         outcomes = await asyncio.gather(*(p.close() for p in placements.values()), return_exceptions=True)
         cluster, self._cluster = self._cluster, None  # before it ends: one that fails to must not be ended again

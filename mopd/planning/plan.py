@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 from mopd.base.hardware import Hardware
@@ -119,13 +119,16 @@ def check_models(loaded: Loaded, models: Mapping[str, ModelDims], *, with_layout
             check_layout(models[STUDENT], recipe.student.parallel)
         except UserError as error:
             raise UserError(f"{loaded.path}: {error}") from error
-    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    longest = recipe.longest_sequence()
     for key, model in models.items():
-        if longest > model.max_positions:
+        teacher = None if key == STUDENT else key.removeprefix("teachers.")
+        own, response = recipe.longest_sequence(teacher), recipe.rollout.max_response_length
+        if own > model.max_positions:
+            section = "data" if own == longest else f"{key}.view"
             raise UserError(
-                f"{loaded.where('rollout', 'max_response_length')}: data.max_prompt_length "
-                f"{recipe.data.max_prompt_length} + rollout.max_response_length {recipe.rollout.max_response_length} = "
-                f"{longest} exceeds the {model.max_positions} positions of {key}.model: lower one of them"
+                f"{loaded.where('rollout', 'max_response_length')}: {section}.max_prompt_length {own - response} + "
+                f"rollout.max_response_length {response} = "
+                f"{own} exceeds the {model.max_positions} positions of {key}.model: lower one of them"
             )
     if longest > recipe.student.max_tokens_per_micro_batch and recipe.student.micro_batch_size is None:
         raise UserError(
@@ -189,9 +192,15 @@ def stage_of(key: str) -> str:
 
 def replica_of(given: PlanInput, key: str, group: EngineGroupConfig, *, samples: float) -> ReplicaPlan:
     """Plan one replica of a group to which so many ``samples`` of a step come."""
-    dims = given.dims_of(key)
+    dims, teacher = given.dims_of(key), None if key == ROLLOUT else key.removeprefix("teachers.")
     return plan_replica(
-        group, dims, given.work, given.cluster, scores=key != ROLLOUT, samples=samples, stored=given.stored.get(key)
+        group,
+        dims,
+        replace(given.work, max_tokens=given.recipe.longest_sequence(teacher)),
+        given.cluster,
+        scores=key != ROLLOUT,
+        samples=samples,
+        stored=given.stored.get(key),
     )
 
 

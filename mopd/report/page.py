@@ -237,8 +237,9 @@ def _examples(
         for place, example in enumerate(examples):
             prompt = _prompt_text(example["prompt"])
             empty = {"prompt": prompt, "truth": example["ground_truth"], **dict.fromkeys((*sides, "teacher"))}
-            row = rows.setdefault((place, prompt), {**empty, "images": []})
+            row = rows.setdefault((place, prompt), {**empty, "images": [], "view": ""})
             row["images"] = row["images"] or example.get("images", [])
+            row["view"] = row["view"] or example.get("view", "")
             row[side] = {"response": example["response"], "reward": example["reward"]}
 
     for side, step in sides.items():

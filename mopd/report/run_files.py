@@ -229,6 +229,7 @@ def _is_example(row: Any) -> bool:
     return (
         (isinstance(prompt, str) or is_chat)
         and isinstance(row.get("response"), str)
+        and isinstance(row.get("view", ""), str)
         and is_number(row.get("reward"))
         and are_thumbnails(row.get("images", []))
     )

@@ -88,7 +88,7 @@ async def started(
         sender = student if student is not None else Student(Path(recipe.student.model))
         if ROLLOUT in routers:
             sender.sync = GroupWeightSync(routers[ROLLOUT])
-        groups.watch(routers, sender.sync)
+        groups.watch(routers, {ROLLOUT: sender.sync} if ROLLOUT in routers else {})
         yield groups, routers
         for router in routers.values():
             await router.close()

@@ -46,18 +46,25 @@ class ModelMaker:
         self._lr = lr
 
     def make(
-        self, out: Path, start: Path | None, domains: tuple[str, ...], lengths: tuple[int, int], steps: int
+        self,
+        out: Path,
+        start: Path | None,
+        domains: tuple[str, ...],
+        lengths: tuple[int, int],
+        steps: int,
+        *,
+        shows_answers: bool = False,
     ) -> dict[str, Any]:
         """Train on ``domains`` from the folder ``start`` (``None``: fresh weights) and save into ``out``.
 
-        Returns exact match by domain and the seconds of training.
+        Returns exact match by domain, without answers in the prompts, and the seconds of training.
         """
         if start is None:
             model = new_model(self._tokenizer, self._shape, self._seed)
         else:
             model, _ = load_weights(start, torch.float32)
         label = "base" if start is None else f"expert in {domains[0]}"
-        phase = Phase(domains, lengths, steps, self._batch_size, self._lr, f"{label}/{self._seed}")
+        phase = Phase(domains, lengths, steps, self._batch_size, self._lr, f"{label}/{self._seed}", shows_answers)
         with progress(label, steps) as report:
             seconds = train(model, self._tokenizer, phase, self._held_out, report)
         model.save_pretrained(out)

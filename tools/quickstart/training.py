@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tools.quickstart.tasks import Question, questions
 
+SHORT = (2, 4)
+"""Letters of an input that a model answers by itself, where it is shown the answers of longer ones."""
 IGNORED = -100
 """Label of tokens without a loss (cross_entropy's ``ignore_index``)."""
 
@@ -28,6 +30,8 @@ class Phase:
     batch_size: int
     lr: float
     seed: str
+    shows_answers: bool = False
+    """Whether every second prompt ends with its answer, which the model learns to copy."""
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, shape: dict[str, int], seed: int) -> Qwen3ForCausalLM:
@@ -83,7 +87,13 @@ def pad_rows(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[list[int]
 def _mixed(phase: Phase, held_out: frozenset[str]) -> Iterator[Question]:
     """Questions of the phase's domains in turn, without those kept for validation."""
     streams = itertools.cycle([questions(domain, phase.lengths, phase.seed) for domain in phase.domains])
-    return (question for question in (next(stream) for stream in streams) if question.prompt not in held_out)
+    plain = (question for question in (next(stream) for stream in streams) if question.prompt not in held_out)
+    if not phase.shows_answers:
+        yield from plain
+    short = _mixed(replace(phase, lengths=SHORT, shows_answers=False), held_out)
+    for question in plain:
+        yield replace(question, prompt=f"{question.prompt} {question.answer}")
+        yield next(short)
 
 
 def learning_rate(step: int, steps: int, lr: float) -> float:

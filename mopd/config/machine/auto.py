@@ -216,7 +216,7 @@ def _engine(
     refusal = _refused_by_vllm(recipe, is_rollout=group is recipe.rollout)
     if refusal:
         return torch, refusal
-    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    longest = max(map(recipe.longest_sequence, [None, *recipe.teachers]))
     vllm = VllmEngineConfig(type="vllm", dtype=dtype)
     vllm = dataclasses.replace(vllm, max_scoring_tokens=max(vllm.max_scoring_tokens, longest))
     is_elsewhere = isinstance(placement, (RayConfig, ExternalConfig, RegisteredConfig))

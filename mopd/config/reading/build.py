@@ -28,7 +28,7 @@ from mopd.config.reading.tree import (
     type_values,
     union_members,
 )
-from mopd.config.values import check_name, check_text
+from mopd.config.values import Lines, check_name, check_text
 
 Path_ = tuple[str, ...]
 Config = TypeVar("Config")
@@ -268,9 +268,10 @@ def _convert(value: Any, annotation: Any) -> Any:
             value = float(value)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return float(value) if number and math.isfinite(value) else _MISFIT
-    if annotation is str and isinstance(value, str):
-        check_text(value)
-    if annotation in (bool, int, str):
+    if annotation in (str, Lines) and isinstance(value, str):
+        check_text(value, keep="\n" if annotation is Lines else "")
+        return value
+    if annotation in (bool, int):
         return value if type(value) is annotation else _MISFIT
     if origin is Literal:
         return value if isinstance(value, str) and value in typing.get_args(annotation) else _MISFIT
@@ -303,7 +304,7 @@ def _convert_plain(value: Any) -> Any:
 def _expected(annotation: Any) -> str:
     """An annotation in a reader's words."""
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Any: "a plain value"}
-    words[type(None)] = "null"
+    words |= {type(None): "null", Lines: "text"}
     parts: list[str] = []
     for member in union_members(annotation):
         if typing.get_origin(member) is Literal:

@@ -45,9 +45,10 @@ class Needs:
             processing = read_image_processing(student, recipe.data.max_pixels).fingerprint
         asked = recipe.asked
         told = max(own.student for own in asked.values())
-        scored = max((own.width for name, own in asked.items() if recipe.teachers[name].model == model), default=0)
+        served = [] if is_rollout else [name for name in asked if recipe.teachers[name].model == model]
+        scored = max((asked[name].width for name in served), default=0)
         return cls(
-            length=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
+            length=max(map(recipe.longest_sequence, served or [None])),
             num_ids=told if is_rollout else scored,
             temperature=recipe.loss.temperature,
             preflight=recipe.preflight,
@@ -66,8 +67,8 @@ def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str,
                 found.append(f"{name} is {theirs[:12]}… there ({info.model}) and {ours[:12]}… in {manifest.path}")
     if needs.length > info.max_positions:
         found.append(
-            f"it takes {info.max_positions} tokens, data.max_prompt_length + rollout.max_response_length is "
-            f"{needs.length}"
+            f"it takes {info.max_positions} tokens, data.max_prompt_length (or that of its view) + "
+            f"rollout.max_response_length is {needs.length}"
         )
     if needs.num_ids > info.most_logprobs:
         found.append(

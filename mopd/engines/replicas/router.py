@@ -82,7 +82,7 @@ class Router:
         self._retries = 0
         self._num_planned = len(replicas)
         self.weight_version = -1
-        """Rollout groups: oldest version that may answer ``generate``; set by ``set_weight_version``."""
+        """Oldest version that may answer, of groups whose weights come from the student (``set_weight_version``)."""
         self.around_calls: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Entered around each call, whose deadlines are those of its attempts and of restarts."""
         self.vocab_size: int | None = None
@@ -206,7 +206,7 @@ class Router:
 
     @property
     def _wanted_version(self) -> int | None:
-        return self.weight_version if self.kind == "rollout" else None
+        return self.weight_version if self.kind == "rollout" or self.weight_version >= 0 else None
 
     async def _run(self, call: Call[R], *, stop_at_failure: bool) -> list[R | SampleFailed]:
         """Cut the call into parts, see each through, return the results in order. No part outlives the call."""

@@ -29,6 +29,7 @@ from mopd.data.hub.names import hub_data, hub_model
 from mopd.data.image_processing import read_image_processing, sees_images
 from mopd.data.prompts import check_domains_have_teachers, require_vision_student, require_vision_teachers
 from mopd.data.templates.rendering import Renderer
+from mopd.data.views import Views
 from mopd.launch.checks.inputs import Check, check_cuda, check_data_file, check_machine, check_model_folder, file_checks
 from mopd.launch.preparing import check_student_layout, settled
 from mopd.planning.plan import check_models
@@ -206,7 +207,9 @@ class StaticChecks:
         try:
             check_data_file(self._loaded, file.path, split)
             sees = bool(self._student_sees)
-            found = survey(file, MAX_ROWS, image_key=self._recipe.data.image_key, student_sees=sees)
+            views = Views(self._recipe.views, self._recipe.assignment) if self._is_whole(("teachers",)) else None
+            key = self._recipe.data.image_key
+            found = survey(file, MAX_ROWS, image_key=key, student_sees=sees, views=views)
         except UserError:
             self._are_all_read = False
             raise

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mopd.base.files.reading import shown_path
 from mopd.base.files.records import Records
-from mopd.base.types import SampleMeta, UserError
+from mopd.base.types import UserError
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import HASHES, Manifest
 from mopd.data_plane.interface import as_stored
@@ -41,6 +41,9 @@ class Questions:
     """What a teacher is asked of some samples."""
 
     tokens: Sequence[Tensor]
+    """What the teacher reads: its own view of the prompt, where it has one, and the response."""
+    starts: Sequence[int]
+    """Where each response begins in it."""
     images: Images
     given: Sequence[Tensor | None]
     """Ids of each sample's rows, [R, G] int32; either all have some or none has."""
@@ -56,8 +59,8 @@ class Questions:
     def at(self, places: Sequence[int]) -> Questions:
         """Return the questions about some of the samples."""
         images = None if self.images is None else [self.images[i] for i in places]
-        tokens, given = [self.tokens[i] for i in places], [self.given[i] for i in places]
-        return Questions(tokens, images, given, self.top_k, self.hidden_size)
+        tokens, starts, given = ([own[i] for i in places] for own in (self.tokens, self.starts, self.given))
+        return Questions(tokens, starts, images, given, self.top_k, self.hidden_size)
 
 
 class ScoreCache:
@@ -69,26 +72,23 @@ class ScoreCache:
         self._num_asked = self._num_found = 0
         self._is_full = False
 
-    def keys(self, teacher: str, metas: Sequence[SampleMeta], asked: Questions) -> list[bytes]:
+    def keys(self, teacher: str, asked: Questions) -> list[bytes]:
         """Return the keys of a teacher's scores of some samples."""
-        seen = [()] * len(metas) if asked.images is None else asked.images
+        seen = [()] * len(asked.tokens) if asked.images is None else asked.images
         about = f"{self._identities[teacher]}\0{asked.top_k}\0{self._temperature!r}\0"
         about += f"hidden {asked.hidden_size}\0" if asked.hidden_size else ""
         keys = []
-        for meta, own, pictures, ids in zip(metas, asked.tokens, seen, asked.given, strict=True):
+        for own, start, pictures, ids in zip(asked.tokens, asked.starts, seen, asked.given, strict=True):
             shown = json.dumps([[picture.digest.hex(), *picture.grid] for picture in pictures])
             content = own.to(torch.int64).contiguous().numpy().tobytes()
             if ids is not None:
                 content += b"\0given\0%d\0" % ids.shape[1] + ids.contiguous().numpy().tobytes()
-            keys.append(hashlib.sha256(f"{about}{meta.prompt_length}\0{shown}\0".encode() + content).digest())
+            keys.append(hashlib.sha256(f"{about}{start}\0{shown}\0".encode() + content).digest())
         return keys
 
-    async def find(self, keys: Sequence[bytes], metas: Sequence[SampleMeta], asked: Questions) -> list[Scores | None]:
+    async def find(self, keys: Sequence[bytes], asked: Questions) -> list[Scores | None]:
         """Return what is kept of each sample, ``None`` where that is nothing. ``UserError`` for a damaged record."""
-        starts = [meta.prompt_length for meta in metas]
-        found = await asyncio.to_thread(
-            lambda: [self._read(key, asked.at([i]), starts[i]) for i, key in enumerate(keys)]
-        )
+        found = await asyncio.to_thread(lambda: [self._read(key, asked.at([i])) for i, key in enumerate(keys)])
         self._num_asked += len(found)
         self._num_found += sum(scores is not None for scores in found)
         return found
@@ -117,7 +117,7 @@ class ScoreCache:
         self._num_asked = self._num_found = 0
         return values
 
-    def _read(self, key: bytes, asked: Questions, prompt_length: int) -> Scores | None:
+    def _read(self, key: bytes, asked: Questions) -> Scores | None:
         """Return what is kept under a key of the question about one sample."""
         arrays = self._records.get(key)
         if arrays is None:
@@ -126,7 +126,7 @@ class ScoreCache:
             fields = {name: torch.from_numpy(array) for name, array in arrays.items()}
             fields |= {"hidden": fields["hidden"].view(torch.bfloat16)} if "hidden" in fields else {}
             scores, options = Scores(**fields), {"top_k": asked.top_k, "hidden_size": asked.hidden_size}
-            check_scores([scores], asked.tokens, [prompt_length], vocab_size=None, given=asked.given_ids, **options)
+            check_scores([scores], asked.tokens, asked.starts, vocab_size=None, given=asked.given_ids, **options)
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"data.scores_cache: a record of {shown_path(self._records.folder)} holds no scores ({error}): "

@@ -119,18 +119,18 @@ class Preflight:
 
     async def _right_answers(self) -> AsyncIterator[Check]:
         """Check that what the engines say of some probes is what their models say."""
-        samples = await self._probe()
+        samples, rows = await self._probe()
         try:
             if self.workers.rollout is not None:
                 rollout = RolloutCheck(self.recipe, self.workers, self.student)
                 yield await rollout.judge(samples, self._infos[ROLLOUT][0])
-            failed = await self.workers.teachers.score(samples)
+            failed = await self.workers.teachers.score(samples, rows)
             if failed:
                 detail = f"teachers.{failed[0].teacher} did not score a probe: {failed[0].reason}: see its logs"
                 yield Check(f"scores of {failed[0].teacher}", "failed", detail)
                 return
             for name in self.recipe.teachers:
-                async for check in self._right_scores(name, samples):
+                async for check in self._right_scores(name, samples, rows):
                     yield check
         finally:
             await self.workers.plane.discard([sample.sample_id for sample in samples])
@@ -216,18 +216,24 @@ class Preflight:
 
     def _different_weights(self, name: str) -> Check:
         title = f"weights of {name}"
+        refresh = self.recipe.teachers[name].refresh
+        if refresh is not None:
+            told = refresh if isinstance(refresh, str) else f"every {refresh.every_steps} steps"
+            return Check(title, "ok", f"the student's own (refresh: {told})")
         if not self._is_same_model(name):
             return Check(title, "ok", "differ from the student's")
         if self.cfg.allow_same_weights:
             return Check(title, "ok", "the student's own (preflight.allow_same_weights)")
         detail = (
             f"teachers.{name}.model {self.recipe.teachers[name].model} has the same weights as student.model "
-            f"{self.recipe.student.model}: name another model, or set preflight.allow_same_weights: true for "
-            "self-distillation"
+            f"{self.recipe.student.model}: name another model, or write model: student (preflight.allow_same_weights "
+            "permits it as it is)"
         )
         return Check(title, "failed", detail)
 
-    async def _right_scores(self, name: str, samples: Sequence[SampleMeta]) -> AsyncIterator[Check]:
+    async def _right_scores(
+        self, name: str, samples: Sequence[SampleMeta], rows: Mapping[int, int]
+    ) -> AsyncIterator[Check]:
         """Check that the scores in the data plane are the teacher's, and report how far the student is from it."""
         own = [sample for sample in samples if name in self.recipe.assignment.teachers_of(sample.domain)]
         if not own:
@@ -235,7 +241,9 @@ class Preflight:
             return
         workers, dtype = self.workers, self._infos[f"teachers.{name}"][0].dtype
         group, images = workers.teacher_groups[name], workers.dataset.images
-        scores = ScoresCheck(self.recipe, group, workers.plane, images, dtype)
+        prompts = workers.teachers.prompts_of(name, own, rows)
+        is_folders = self.student.weight_version == 0 or name not in self.recipe.refreshed
+        scores = ScoresCheck(self.recipe, group, workers.plane, images, dtype, prompts=prompts, is_folders=is_folders)
         check = await scores.judge(own)
         if scores.parity is not None:
             self.parity[name] = scores.parity
@@ -266,7 +274,7 @@ class Preflight:
                 continue
             group = self.workers.teacher_groups[name]
             async with group.kept_awake():
-                result = await validator.run(group.router, domains=domains)
+                result = await validator.run(group.router, domains=domains, teacher=name)
             for domain in domains:
                 if domain not in best or result.rewards[domain] > best[domain].rewards[domain]:
                     best[domain] = result
@@ -281,10 +289,12 @@ class Preflight:
 
     def _better(self, name: str, domain: str, *, teacher: ValidationResult, student: ValidationResult) -> Check:
         title = f"reward of {name} on {domain}"
-        detail = f"teacher {teacher.rewards[domain]:.3f}, student {student.rewards[domain]:.3f}"
+        lead = teacher.rewards[domain] - student.rewards[domain]
+        detail = f"teacher {teacher.rewards[domain]:.3f}, student {student.rewards[domain]:.3f} ({lead:+.3f})"
+        detail += ", with the teacher's view of the prompts" if name in self.recipe.views else ""
         if teacher.rewards[domain] > student.rewards[domain]:
             return Check(title, "ok", detail)
-        if self.cfg.allow_same_weights and self._is_same_model(name):
+        if self.cfg.allow_same_weights and self._is_same_model(name) and name not in self.recipe.views:
             return Check(title, "skipped", f"{detail}; it is the student itself")
         assert self.workers.inputs.rewards is not None
         reward = self.workers.inputs.rewards.name(domain)
@@ -295,9 +305,9 @@ class Preflight:
     def _is_same_model(self, name: str) -> bool:
         return self.manifests[f"teachers.{name}"].weights_sha256 == self.manifests["student"].weights_sha256
 
-    async def _probe(self) -> list[SampleMeta]:
+    async def _probe(self) -> tuple[list[SampleMeta], dict[int, int]]:
         """Draw the student's responses to the first prompts of every teacher's domains, into the data plane; the
-        teachers' answers where there is no rollout."""
+        teachers' answers where there is no rollout. Return them, and the row of each one's prompt."""
         dataset, places = self.workers.dataset, []
         for name, teacher in self.recipe.teachers.items():
             # in the order in which the teacher names them; a default teacher's others last
@@ -306,12 +316,14 @@ class Preflight:
                 domain for domain in dict.fromkeys((*teacher.domains, *owned)) if domain in dataset.rows_by_domain
             ]
             places += probe_rows(dataset, domains, NUM_PROBE_SAMPLES)
-        start = PROBE_IDS // self.recipe.rollout.samples_per_prompt
+        num = self.recipe.rollout.samples_per_prompt
+        start = PROBE_IDS // num
         prompts = [Prompt(sample_id=start + i, domain=domain, row=row) for i, (domain, row) in enumerate(places)]
+        rows = {prompt.sample_id * num + j: prompt.row for prompt in prompts for j in range(num)}
         if self.workers.rollout is not None:
-            return await self.workers.rollout.generate(prompts)
+            return await self.workers.rollout.generate(prompts), rows
         assert self.workers.answers is not None
-        return await replace(self.workers.answers, store=None).generate(prompts)  # the checks write nothing
+        return await replace(self.workers.answers, store=None).generate(prompts), rows  # the checks write nothing
 
 
 MAX_RESPONSE, MAX_ANSWER = 200, 60
@@ -328,8 +340,8 @@ def why_not_better(
         return _never_matched(teacher_name, domain, reward_name, teacher, student)
     return (
         f"teachers.{teacher_name} does not beat the student on its own domain {domain!r}: teacher "
-        f"{teacher.rewards[domain]:.3f}, student {student.rewards[domain]:.3f}; check teachers.{teacher_name}.model "
-        f"and teachers.{teacher_name}.domains, or set preflight.require_better_teacher: false"
+        f"{teacher.rewards[domain]:.3f}, student {student.rewards[domain]:.3f}; check teachers.{teacher_name}.model, "
+        f"its view and teachers.{teacher_name}.domains, or set preflight.require_better_teacher: false"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from mopd.launch.preparing import weights_bytes
 from mopd.orchestrator.preflight.alignment import AlignmentCheck, Text
 from mopd.orchestrator.preflight.parity import Parity, Probe, Reference, head_difference
 from mopd.orchestrator.support import Coverage, low_quantile
-from mopd.orchestrator.teachers import TeacherGroup
+from mopd.orchestrator.teachers import OwnPrompts, TeacherGroup, with_prompt
 from mopd.run.manifests import has_own_weights
 
 LEAST_MASS = 0.9
@@ -46,11 +47,21 @@ class ScoresCheck:
     """Judges one teacher by probe samples that are in the data plane, scored."""
 
     def __init__(
-        self, recipe: Recipe, group: TeacherGroup, plane: Storage, images: ImageStore | None, dtype: str
+        self,
+        recipe: Recipe,
+        group: TeacherGroup,
+        plane: Storage,
+        images: ImageStore | None,
+        dtype: str,
+        *,
+        prompts: OwnPrompts = MappingProxyType({}),
+        is_folders: bool = True,
     ) -> None:
-        """``images``: store of the images that samples name; ``dtype``: that of the teacher's engine."""
+        """``images``: store of the images that samples name; ``dtype``: that of the teacher's engine; ``prompts``: what
+        it reads in the place of the student's; ``is_folders``: its weights are those of its folder."""
         self._recipe, self._group, self._plane, self._name, self._dtype = recipe, group, plane, group.name, dtype
-        self._images = images if group.sees_images else None
+        self._is_folders = is_folders
+        self._images, self._prompts = images if group.sees_images else None, prompts
         self.parity: Parity | None = None
         """Distance from the teacher's folder, where that was compared and is right."""
 
@@ -62,6 +73,8 @@ class ScoresCheck:
             weights_bytes=weights_bytes(Path(teacher.model)) if has_own_weights(teacher) else None,
             free_memory_bytes=free_memory_bytes(),
         )
+        if not self._is_folders:
+            is_compared, why = False, "its weights are the student's of this step"
         judging = self._against_folder(samples) if is_compared else self._against_itself(samples, why)
         is_right, detail = await judging
         if is_right and self._recipe.asked[self._name].hidden:
@@ -155,14 +168,12 @@ class ScoresCheck:
     async def _against_itself(self, samples: Sequence[SampleMeta], why: str) -> Outcome:
         recipe, name, folder = self._recipe, self._name, Path(self._recipe.teachers[self._name].model)
         fields = await self._fields_of(samples, "tokens")
-        texts = [
-            Text(tuple(fields["tokens"][i].tolist()), sample.prompt_length, self._images_of(fields, i))
-            for i, sample in enumerate(samples)
-        ]
+        read = self._read(samples, fields["tokens"])
+        texts = [Text(tuple(own.tolist()), start, self._images_of(fields, i)) for i, (own, start) in enumerate(read)]
         check = AlignmentCheck(
             self._group,
             top_k=max(1, recipe.asked[name].own),
-            longest=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
+            longest=recipe.longest_sequence(name),
             limit=recipe.preflight.logprob_limit(self._dtype),
             dtype=self._dtype,
             sight=None if self._images is None else read_vision(folder, recipe.data.max_pixels),
@@ -183,6 +194,7 @@ class ScoresCheck:
         has_rows, more = self._recipe.support_width > 0, (HIDDEN_FIELD,) * self._recipe.sends_hidden
         fields = await self._fields_of(samples, "tokens", *(TEACHER_FIELDS if has_rows else (TOKEN_FIELD,)), *more)
         assignment, probes = self._recipe.assignment, []
+        read = self._read(samples, fields["tokens"])
         for i, sample in enumerate(samples):
             ids, logprobs = (fields[name][i] if has_rows else None for name in TEACHER_FIELDS[:2])
             teachers = assignment.teachers_of(sample.domain)
@@ -191,8 +203,8 @@ class ScoresCheck:
                 ids, logprobs = ids[:, place], logprobs[:, place]
             probes.append(
                 Probe(
-                    tokens=fields["tokens"][i],
-                    prompt_length=sample.prompt_length,
+                    tokens=read[i][0],
+                    prompt_length=read[i][1],
                     ids=ids,
                     logprobs=logprobs,
                     token_logprobs=fields["teacher_token_logprobs"][i] if len(teachers) == 1 else None,
@@ -201,6 +213,11 @@ class ScoresCheck:
                 )
             )
         return probes
+
+    def _read(self, samples: Sequence[SampleMeta], tokens: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+        """Return what the teacher reads of each sample, and where the response begins there (``with_prompt``)."""
+        pairs = zip(samples, tokens, strict=True)
+        return [with_prompt(self._prompts.get(sample.sample_id), sample, own) for sample, own in pairs]
 
     async def _fields_of(self, samples: Sequence[SampleMeta], *names: str) -> dict[str, list[Tensor]]:
         """Read fields of the samples, and their images where the teacher sees them."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mopd.config.reading.tree import field_types, section_classes, type_values, union_members
 from mopd.config.schema import Recipe
+from mopd.config.values import Lines
 
 Field = tuple[tuple[str, ...], type, str]
 """Path of a section, one of its classes, one key."""
@@ -64,7 +65,7 @@ def least(annotation: Any) -> Any:
         return {"math": least(typing.get_args(member)[1])}
     if section_classes(member):
         return least_section(section_classes(member)[0])
-    return {str: "http://a", int: 8, float: 0.5, bool: True, Any: "any.jsonl"}[member]
+    return {str: "http://a", Lines: "{prompt}", int: 8, float: 0.5, bool: True, Any: "any.jsonl"}[member]
 
 
 def least_section(cls: type) -> dict[str, Any]:
@@ -72,6 +73,7 @@ def least_section(cls: type) -> dict[str, Any]:
     chosen: dict[str, Any] = {"type": type_values(cls)[-1]} if type_values(cls) else {}
     own: dict[str, Any] = {"domains": ["math"]} if "domains" in field_types(cls) else {}
     own |= {"repo": "me/student"} if "repo" in field_types(cls) else {}
+    own |= {"system": "one"} if "system" in field_types(cls) else {}
     if cls is Recipe:
         own = {"checkpoint": {"keep_best": False}, "preflight": {"require_better_teacher": False}}
     needed = [field for field in dataclasses.fields(cls) if field.default is field.default_factory]
@@ -98,6 +100,7 @@ def _member_values(member: Any) -> st.SearchStrategy[Any]:
         changed = key.flatmap(lambda name: st.fixed_dictionaries({name: some[name]}))
         return changed.map(lambda change: {**least_section(typing.cast(type, member)), **change})
     by_type = {bool: st.booleans(), int: INTEGERS, float: FLOATS, str: TEXTS, type(None): st.none(), Any: PLAIN}
+    by_type[Lines] = TEXTS
     return by_type[member]
 
 

@@ -196,6 +196,9 @@ class _Student:
     async def optim_step(self) -> dict[str, float]:
         return {}
 
+    async def refresh(self, step: int) -> None:
+        pass
+
     async def stage(self, weight_version: int) -> None:
         self._version = weight_version
 

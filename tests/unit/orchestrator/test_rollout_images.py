@@ -86,7 +86,7 @@ def test_teachers_see_what_the_student_saw(models: Path, tmp_path: Path) -> None
             plane,
             asked=dict.fromkeys(groups, Asked(own=TOP_K)),
             temperature=1.0,
-            images=dataset.images,
+            dataset=dataset,
         )
         assert await worker.score(metas) == []
         fields = await plane.get([0, 1, 2], (*ROLLOUT_FIELDS, "images", *TEACHER_FIELDS))

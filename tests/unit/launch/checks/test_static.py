@@ -157,6 +157,16 @@ def test_six_mistakes_are_six_lines(check: Callable[[str], list[Check]], left_ou
     assert all(any(line in detail for detail in found) for line in lines), found
 
 
+def test_a_view_that_names_no_column(check: Callable[[str], list[Check]]) -> None:
+    found = failures(check(RECIPE.replace("domains: [law]", "domains: [law], view: {prompt: '{hint.a} {prompt}'}")))
+    files = ("train.jsonl", "validation.jsonl")
+    assert [line.partition(" (it has")[0] for line in found] == [
+        f"{file}: row 1: teachers.law.view: the row has no column 'hint.a'" for file in files
+    ]
+    there = RECIPE.replace("domains: [law]", "domains: [law], view: {prompt: '{reward_model.ground_truth}'}")
+    assert not failures(check(there))
+
+
 def test_a_layout_that_divides_nothing(check: Callable[[str], list[Check]]) -> None:
     (found,) = failures(
         check(

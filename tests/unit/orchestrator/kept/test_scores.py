@@ -192,20 +192,21 @@ def test_a_teacher_is_known_by_all_that_decides_its_scores(tmp_path: Path) -> No
     changes: list[dict[str, str]] = [{}, {"dtype": "bfloat16"}]
     changes += [{name: "other"} for name in ("config_sha256", "weights_sha256", "tokenizer_sha256")]
     caches = [opened(tmp_path, **change) for change in changes]
-    metas, asked = METAS[:1], Questions(TOKENS[:1], None, [None], 4)
-    keys = {cache.keys("math", metas, asked)[0] for cache in caches if isinstance(cache, ScoreCache)}
+    asked = Questions(TOKENS[:1], [METAS[0].prompt_length], None, [None], 4)
+    keys = {cache.keys("math", asked)[0] for cache in caches if isinstance(cache, ScoreCache)}
     assert len(keys) == len(changes)
     again = opened(tmp_path)
-    assert isinstance(again, ScoreCache) and again.keys("math", metas, asked)[0] in keys
+    assert isinstance(again, ScoreCache) and again.keys("math", asked)[0] in keys
+    assert again.keys("math", replace(asked, starts=[METAS[0].prompt_length + 1]))[0] not in keys
     images = [PromptImage(digest=bytes([i]), grid=(1, 2, 2), load=bytes) for i in range(2)]
     seen = {
-        again.keys("math", metas, replace(asked, images=[shown]))[0]
+        again.keys("math", replace(asked, images=[shown]))[0]
         for shown in ([images[0]], [images[1]], images, images[::-1])
     }
-    assert len(seen | keys) == 4 + len(keys) and again.keys("math", metas, replace(asked, images=[[]]))[0] in keys
+    assert len(seen | keys) == 4 + len(keys) and again.keys("math", replace(asked, images=[[]]))[0] in keys
     ids = torch.arange(6 * METAS[0].response_length, dtype=torch.int32)
     given = [ids.view(-1, 6), ids.view(-1, 6) + 1, ids[: len(ids) // 2].view(-1, 3), ids.view(-1, 3)]
-    told = {again.keys("math", metas, replace(asked, given=[own]))[0] for own in given}
+    told = {again.keys("math", replace(asked, given=[own]))[0] for own in given}
     assert len(told | keys) == len(given) + len(keys)
     with pytest.raises(UserError, match=r"teachers.math.model 'math' holds no weights, so that nothing tells whose"):
         opened(tmp_path, weights_sha256="")

@@ -1,0 +1,77 @@
+"""The student as its own teacher: a view alone makes a loss, and refreshed weights are those of the step, wherever the
+teacher runs, also after a kill.
+
+Invariant: of two equal runs, one whose teacher is refreshed after step 2 differs from a frozen one from step 3 on and
+in nothing before; and it resumes bit for bit. Not exercised here: vLLM, CUDA.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.world import World, mopd, read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+STEPS = 4
+ALIKE = 2e-4
+"""Largest relative difference of two runs whose engines compute in other batches."""
+
+
+def trained(world: World, run_dir: Path, refresh: Any, **overrides: Any) -> list[dict[str, float]]:
+    """Return the metrics of a run in which the student, shown the answers, teaches itself."""
+    recipe = world.write_recipe(
+        run_dir,
+        teachers={
+            "self": {
+                "model": "student",
+                "refresh": refresh,
+                "domains": ["left", "right"],
+                "view": {"system": "say {ground_truth}", "prompt": "{prompt} {extra_info.index}"},
+            }
+        },
+        preflight={"require_better_teacher": False, "compare_with_transformers": True},
+        schedule__steps=STEPS,
+        checkpoint={"every_steps": 2, "keep_last": 3, "keep_best": False},
+        **overrides,
+    )
+    done = mopd("train", recipe)
+    assert done.returncode == 0, done.stderr
+    return read_metrics(run_dir)
+
+
+@pytest.fixture(scope="module")
+def refreshed(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    run_dir = tmp_path_factory.mktemp("refreshed") / "run"
+    return run_dir, trained(world, run_dir, {"every_steps": 2})
+
+
+def test_new_weights_change_what_follows_and_nothing_before(
+    world: World, refreshed: tuple[Path, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    _, own = refreshed
+    frozen = trained(world, tmp_path / "run", "frozen")
+    assert [line["step"] for line in own] == [1, 2, 3, 4]
+    assert own[:2] == frozen[:2] and own[2]["loss"] != frozen[2]["loss"]
+    assert all(line["grad_norm"] > 1e-3 for line in own)  # the view alone makes the teacher another one
+
+
+def test_a_resumed_run_is_the_same_run(refreshed: tuple[Path, list[dict[str, float]]]) -> None:
+    run_dir, own = refreshed
+    done = mopd("train", run_dir.with_suffix(".yaml"), "--resume", "--from", "step_2")
+    assert done.returncode == 0, done.stderr
+    assert read_metrics(run_dir) == own
+
+
+def test_servers_are_given_the_weights_too(
+    world: World, refreshed: tuple[Path, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    """Teacher and rollout in processes of their own; a server that had kept its weights would show at step 3."""
+    _, own = refreshed
+    groups = {"engine": {"type": "torch", "dtype": "float32"}, "placement": {"type": "local"}}
+    rollout = {"max_response_length": 4, **groups}
+    served = trained(world, tmp_path / "run", {"every_steps": 2}, teacher_defaults=groups, rollout=rollout)
+    for here, there in zip(own, served, strict=True):
+        assert there["loss"] == pytest.approx(here["loss"], rel=ALIKE)
