@@ -48,7 +48,7 @@ class Needs:
         served = [] if is_rollout else [name for name in asked if recipe.teachers[name].model == model]
         scored = max((asked[name].width for name in served), default=0)
         return cls(
-            length=max(map(recipe.longest_sequence, served or [None])),
+            length=max(map(recipe.longest_sequence, served), default=recipe.longest_sequence()),
             num_ids=told if is_rollout else scored,
             temperature=recipe.loss.temperature,
             preflight=recipe.preflight,

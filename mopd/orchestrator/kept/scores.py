@@ -59,7 +59,8 @@ class Questions:
     def at(self, places: Sequence[int]) -> Questions:
         """Return the questions about some of the samples."""
         images = None if self.images is None else [self.images[i] for i in places]
-        tokens, starts, given = ([own[i] for i in places] for own in (self.tokens, self.starts, self.given))
+        tokens, starts = [self.tokens[i] for i in places], [self.starts[i] for i in places]
+        given = [self.given[i] for i in places]
         return Questions(tokens, starts, images, given, self.top_k, self.hidden_size)
 
 

@@ -197,12 +197,18 @@ def test_the_students_weights_are_all_that_it_has(
 def test_new_weights_answer_at_once_and_old_caches_do_not(
     rollout: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop
 ) -> None:
+    """Responses, and scores: a teacher that is the student is such an engine, and its views begin alike."""
     shared = [6 + i % 17 for i in range(140)]  # longer than one block of the prefix cache
     prompts = [*PROMPTS, shared, [*shared, 9], [*shared, 4, 4]]
+    rows, starts = [torch.tensor([*prompt, 7, 12, 2]) for prompt in prompts], [len(prompt) for prompt in prompts]
     for version, name in enumerate(["student", "newer", "student"], start=3):
         loop.run_until_complete(load_staged(rollout, stage_updates(weights_of(folders[name]), version)))
         assert rollout.weight_version == version
         assert_answers_like(loop, rollout, folders[name], prompts)
+        scores = loop.run_until_complete(rollout.score(rows, starts, top_k=4, temperature=1.0))
+        for prompt, own in zip(prompts, scores, strict=True):
+            expected = logprobs_of(folders[name], prompt, [7, 12, 2]).topk(4).values
+            torch.testing.assert_close(own.logprobs, expected, rtol=0, atol=1e-3)
 
 
 def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(

@@ -102,7 +102,7 @@ def test_what_our_launcher_sets_counts_as_set(monkeypatch: pytest.MonkeyPatch) -
 SMALL = """\
 run_dir: run
 student: {model: student, parallel: {data_parallel_size: 2}}
-teachers: {one: {model: student, domains: [math]}}
+teachers: {one: {model: ./student, domains: [math]}}
 data: {train: [train.jsonl]}
 schedule: {steps: 3, prompts_per_step: 4}
 """

@@ -99,6 +99,20 @@ def test_a_prompt_that_stands_in_the_data_twice_is_shown_twice(run_dir: Path) ->
     assert page_of(run_dir).text.count("twice?") == 2
 
 
+def test_what_a_teacher_read_stands_beside_the_students_prompt(run_dir: Path) -> None:
+    row = {"prompt": "<b>2+2</b>", "response": "4", "ground_truth": "4 & four", "reward": 1.0, "view": "2+2 <4>"}
+    headroom = {"code": {"teacher": 0.7, "examples": [row]}, "open/maths": {"teacher": 1.0}}
+    (run_dir / "headroom.json").write_text(json.dumps(headroom))
+    html = _html(run_dir)
+    assert (
+        '<pre>&lt;b&gt;2+2&lt;/b&gt;</pre><span class="soft">the teacher reads</span><pre>2+2 &lt;4&gt;</pre>' in html
+    )
+    assert html.count("the teacher reads") == 1
+    (run_dir / "headroom.json").write_text(json.dumps({"code": {"teacher": 0.7, "examples": [row | {"view": 4}]}}))
+    with pytest.raises(UserError, match=r"headroom.json"):
+        page_of(run_dir)
+
+
 def _run_with_images(run_dir: Path, images: object) -> None:
     row = {"prompt": "<image>read", "response": "a", "ground_truth": "ab", "reward": 0.0}
     lines = [

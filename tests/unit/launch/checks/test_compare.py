@@ -23,7 +23,7 @@ from tests.fixtures.tiny_models import make_hf_model
 RECIPE = """\
 run_dir: run
 student: {model: student, parallel: {data_parallel_size: 2}}
-teachers: {one: {model: student, domains: [math]}}
+teachers: {one: {model: ./student, domains: [math]}}
 data: {train: [train.jsonl]}
 schedule: {steps: 3, prompts_per_step: 4}
 """
