@@ -66,7 +66,8 @@ class PromptRow:
 
     def tokens_of(self, teacher: str | None) -> tuple[int, ...]:
         """Return the prompt that a teacher reads; the student's for ``None`` and for teachers without a view."""
-        return self.views[teacher].tokens if teacher in self.views else self.tokens
+        view = None if teacher is None else self.views.get(teacher)
+        return self.tokens if view is None else view.tokens
 
 
 @dataclass(eq=False)

@@ -194,8 +194,8 @@ class TeacherWorker:
         for meta, ids_RG in zip(metas, given, strict=True):
             answer = answers[meta.sample_id]
             if isinstance(answer, Scores):
-                rows = support_rows(answer, ids_RG, self._width)
-                views[meta.sample_id] = View(*rows, token_logprobs=answer.token_logprobs, hidden=answer.hidden)
+                support = support_rows(answer, ids_RG, self._width)
+                views[meta.sample_id] = View(*support, token_logprobs=answer.token_logprobs, hidden=answer.hidden)
             else:
                 views[meta.sample_id] = answer
         return views

@@ -242,8 +242,10 @@ class Preflight:
         workers, dtype = self.workers, self._infos[f"teachers.{name}"][0].dtype
         group, images = workers.teacher_groups[name], workers.dataset.images
         prompts = workers.teachers.prompts_of(name, own, rows)
-        is_folders = self.student.weight_version == 0 or name not in self.recipe.refreshed
-        scores = ScoresCheck(self.recipe, group, workers.plane, images, dtype, prompts=prompts, is_folders=is_folders)
+        has_folders_weights = self.student.weight_version == 0 or name not in self.recipe.refreshed
+        scores = ScoresCheck(
+            self.recipe, group, workers.plane, images, dtype, prompts=prompts, has_folders_weights=has_folders_weights
+        )
         check = await scores.judge(own)
         if scores.parity is not None:
             self.parity[name] = scores.parity

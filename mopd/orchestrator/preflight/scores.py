@@ -55,12 +55,12 @@ class ScoresCheck:
         dtype: str,
         *,
         prompts: OwnPrompts = MappingProxyType({}),
-        is_folders: bool = True,
+        has_folders_weights: bool = True,
     ) -> None:
         """``images``: store of the images that samples name; ``dtype``: that of the teacher's engine; ``prompts``: what
-        it reads in the place of the student's; ``is_folders``: its weights are those of its folder."""
+        it reads in the place of the student's; ``has_folders_weights``: its weights are those of its folder."""
         self._recipe, self._group, self._plane, self._name, self._dtype = recipe, group, plane, group.name, dtype
-        self._is_folders = is_folders
+        self._has_folders_weights = has_folders_weights
         self._images, self._prompts = images if group.sees_images else None, prompts
         self.parity: Parity | None = None
         """Distance from the teacher's folder, where that was compared and is right."""
@@ -73,7 +73,7 @@ class ScoresCheck:
             weights_bytes=weights_bytes(Path(teacher.model)) if has_own_weights(teacher) else None,
             free_memory_bytes=free_memory_bytes(),
         )
-        if not self._is_folders:
+        if not self._has_folders_weights:
             is_compared, why = False, "its weights are the student's of this step"
         judging = self._against_folder(samples) if is_compared else self._against_itself(samples, why)
         is_right, detail = await judging
