@@ -32,6 +32,7 @@ def trained(world: World, run_dir: Path, refresh: Any, **overrides: Any) -> list
                 "view": {"system": "say {ground_truth}", "prompt": "{prompt} {extra_info.index}"},
             }
         },
+        student__parallel={"tensor_model_parallel_size": 1},
         preflight={"require_better_teacher": False, "compare_with_transformers": True},
         schedule__steps=STEPS,
         checkpoint={"every_steps": 2, "keep_last": 3, "keep_best": False},

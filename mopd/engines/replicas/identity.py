@@ -67,8 +67,8 @@ def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str,
                 found.append(f"{name} is {theirs[:12]}… there ({info.model}) and {ours[:12]}… in {manifest.path}")
     if needs.length > info.max_positions:
         found.append(
-            f"it takes {info.max_positions} tokens, data.max_prompt_length (or that of its view) + "
-            f"rollout.max_response_length is {needs.length}"
+            f"it takes {info.max_positions} tokens, data.max_prompt_length + rollout.max_response_length is "
+            f"{needs.length} (with a view: its own max_prompt_length)"
         )
     if needs.num_ids > info.most_logprobs:
         found.append(
