@@ -29,7 +29,7 @@ def trained(world: World, run_dir: Path, refresh: Any, **overrides: Any) -> list
                 "model": "student",
                 "refresh": refresh,
                 "domains": ["left", "right"],
-                "view": {"system": "say {ground_truth}", "prompt": "{prompt} {extra_info.index}"},
+                "view": {"system": "say {ground_truth}", "prompt": "{prompt} of ten", "max_prompt_length": 64},
             }
         },
         student__parallel={"tensor_model_parallel_size": 1},
