@@ -315,6 +315,7 @@ class Recipe(Checked):
         for name, every in self.refreshed.items():
             dtype = self.teachers[name].engine.dtype
             problems = {
+                "payload is 'hidden', and the student's ranks keep the output matrix of a folder": self.sends_hidden,
                 "objective or schedule.warm_up trains on its own answers, which are kept": self.draws_answers,
                 "data.scores_cache keeps scores, and its own change": self.data.scores_cache is not None,
                 "there is no rollout that the weights are made ready for": not self.needs_rollout,

@@ -65,6 +65,11 @@ REFUSED = [
     (SELF.replace("frozen", "{every_steps: 0}"), "", "teachers.math.refresh.every_steps is 0"),
     (SELF.replace("frozen", "{every: 3}"), "", "unknown key 'teachers.math.refresh.every'"),
     (EVERY, ROLLOUT + "checkpoint: {every_steps: 3}\n", "is 2, but checkpoint.every_steps is 3, no multiple of it"),
+    (
+        EVERY[:-1] + ", payload: hidden}",
+        ROLLOUT + "loss: {type: full_reverse_kl}\n",
+        "is 2, but payload is 'hidden', and the student's ranks keep the output matrix of a folder",
+    ),
     (EVERY, "", "but its engine.dtype is float32 and rollout.engine.dtype auto, in which the weights travel"),
     (EVERY, ROLLOUT + "data: {scores_cache: kept}\n", "every_steps is 2, but data.scores_cache keeps scores"),
     (EVERY, ROLLOUT + "objective: sft_on_teacher\n", "but objective or schedule.warm_up trains on its own answers"),
