@@ -37,9 +37,9 @@ from mopd.run.stopping import request_stop
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from mopd.cli.watching.status import RunStatus
     from mopd.launch.checks.inputs import Check
     from mopd.report.build import Report
-    from mopd.run.status import RunStatus
 
 WATCH_S = 0.5
 """Seconds between two looks into the run's folder for callbacks."""
@@ -109,7 +109,7 @@ class Run:
 
     def status(self) -> RunStatus:
         """Return what ``mopd status`` tells. ``UserError`` for a folder without a run."""
-        from mopd.run.status import status_of
+        from mopd.cli.watching.status import status_of
 
         return status_of(self.path)
 
