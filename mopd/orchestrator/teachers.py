@@ -118,16 +118,16 @@ class TeacherWorker:
         failed: dict[int, FailedSample] = {}
         fields: dict[int, dict[str, Tensor]] = {}
         for meta in metas:
-            views: list[View] = []
+            said: list[TeacherRows] = []
             for name in self._assignment.teachers_of(meta.domain):
                 answer = by_teacher[name][meta.sample_id]
                 if isinstance(answer, FailedSample):
                     failed.setdefault(meta.sample_id, answer)
                 else:
-                    views.append(answer)
+                    said.append(answer)
             if meta.sample_id not in failed:
                 weights = self._assignment.weights_of(meta.domain)
-                fields[meta.sample_id] = merge(views, weights, num_teachers=self._assignment.max_teachers)
+                fields[meta.sample_id] = merge(said, weights, num_teachers=self._assignment.max_teachers)
         if fields:
             names = next(iter(fields.values()))
             await self._plane.update([*fields], {name: [own[name] for own in fields.values()] for name in names})
@@ -171,7 +171,7 @@ class TeacherWorker:
 
     async def _ask(
         self, group: TeacherGroup, metas: Sequence[SampleMeta], rows: Mapping[int, int]
-    ) -> dict[int, View | FailedSample]:
+    ) -> dict[int, TeacherRows | FailedSample]:
         """Return what a teacher says of some samples, by their ids."""
         ids, images = [meta.sample_id for meta in metas], None
         store = self._images if group.sees_images else None
@@ -190,15 +190,15 @@ class TeacherWorker:
         ]
         questions = Questions(tokens, starts, images, given, asked.own, group.hidden_size)
         answers = await self._kept_or_asked(group, metas, questions)
-        views: dict[int, View | FailedSample] = {}
+        said: dict[int, TeacherRows | FailedSample] = {}
         for meta, ids_RG in zip(metas, given, strict=True):
             answer = answers[meta.sample_id]
             if isinstance(answer, Scores):
                 support = support_rows(answer, ids_RG, self._width)
-                views[meta.sample_id] = View(*support, token_logprobs=answer.token_logprobs, hidden=answer.hidden)
+                said[meta.sample_id] = TeacherRows(*support, token_logprobs=answer.token_logprobs, hidden=answer.hidden)
             else:
-                views[meta.sample_id] = answer
-        return views
+                said[meta.sample_id] = answer
+        return said
 
     async def _kept_or_asked(self, group: TeacherGroup, metas: Sequence[SampleMeta], asked: Questions) -> Answers:
         """Return what the cache holds, and have the teacher score the rest."""
@@ -258,7 +258,7 @@ def with_prompt(prompt: Sequence[int] | None, meta: SampleMeta, tokens: Tensor) 
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TeacherRows:
     """What one teacher says of one response."""
 
     ids: Tensor
@@ -271,27 +271,27 @@ class View:
     """[R, H] bf16, where it sends them."""
 
 
-def merge(views: Sequence[View], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:
+def merge(said: Sequence[TeacherRows], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:
     """Return ``TEACHER_FIELDS`` (and ``HIDDEN_FIELD``) of one sample from its teachers' scores; ``weights`` add up
     to 1.
 
     ``teacher_ids`` int32 and ``teacher_logprobs`` fp32 are [R, D, K] for D = ``num_teachers`` (teachers beyond
-    ``views`` repeat the first one; the loss gives them weight 0), or [R, K] for D = 1; there are none for K = 0.
+    ``said`` repeat the first one; the loss gives them weight 0), or [R, K] for D = 1; there are none for K = 0.
     ``teacher_token_logprobs`` [R] fp32 is the weighted mean of the teachers' log-probs: the log of their weighted
     geometric mean (``docs/losses.md``).
     """
     if num_teachers == 1:
-        (only,) = views
+        (only,) = said
         rows, token_logprobs_R = {"teacher_ids": only.ids, "teacher_logprobs": only.logprobs}, only.token_logprobs
         states = {} if only.hidden is None else {HIDDEN_FIELD: only.hidden}
     else:
         states = {}  # no ensemble sends any
-        padded = [*views, *[views[0]] * (num_teachers - len(views))]
-        token_logprobs = torch.stack([view.token_logprobs for view in views])
+        padded = [*said, *[said[0]] * (num_teachers - len(said))]
+        token_logprobs = torch.stack([own.token_logprobs for own in said])
         shares = torch.tensor(weights, dtype=torch.float64)
         rows = {
-            "teacher_ids": torch.stack([view.ids for view in padded], dim=1),
-            "teacher_logprobs": torch.stack([view.logprobs for view in padded], dim=1),
+            "teacher_ids": torch.stack([own.ids for own in padded], dim=1),
+            "teacher_logprobs": torch.stack([own.logprobs for own in padded], dim=1),
         }
         token_logprobs_R = (shares[:, None] * token_logprobs.double()).sum(0).float()
-    return (rows if views[0].ids.shape[1] else {}) | states | {TOKEN_FIELD: token_logprobs_R}
+    return (rows if said[0].ids.shape[1] else {}) | states | {TOKEN_FIELD: token_logprobs_R}

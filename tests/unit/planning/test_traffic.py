@@ -15,7 +15,7 @@ from mopd.config.payloads import Asked
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.teachers import View, merge
+from mopd.orchestrator.teachers import TeacherRows, merge
 from mopd.planning.traffic import draw_bytes, score_bytes
 from mopd.planning.workload import Workload, sample_bytes
 from tests.fixtures.recipe import RECIPE
@@ -110,8 +110,8 @@ def test_a_sample_weighs_what_its_tensors_do(engine: TorchEngine, tmp_path: Path
     scores = asyncio.run(engine.score(tokens, PROMPTS, temperature=1.0, **asked))
     total = 0
     for own, score, length in zip(tokens, scores, RESPONSES, strict=True):
-        view = View(score.ids, score.logprobs, token_logprobs=score.token_logprobs, hidden=score.hidden)
-        fields = merge([view], (1.0,), num_teachers=1)
+        said = TeacherRows(score.ids, score.logprobs, token_logprobs=score.token_logprobs, hidden=score.hidden)
+        fields = merge([said], (1.0,), num_teachers=1)
         fields |= {"tokens": own, "loss_mask": torch.ones(length, dtype=torch.bool)}
         fields |= {"rollout_logprobs": torch.ones(length), "token_versions": torch.ones(length, dtype=torch.int32)}
         total += sum(value.nbytes for value in fields.values())
