@@ -87,11 +87,13 @@ def buildah(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def unpacked() -> Iterator[Path]:
-    """The image's files, with an environment for vLLM that has no packages yet."""
+    """The image's files, with an environment for vLLM that has no packages yet, and a library that vLLM wants."""
     container = buildah("from", IMAGE)
     try:
         root = Path(buildah("mount", container))
         subprocess.run(["chroot", root, "python3", "-m", "venv", "--without-pip", VLLM], check=True)
+        for library in Path("/usr/lib").glob("*/libnuma.so.1"):
+            shutil.copy(library, root / library.relative_to("/"))
         yield root
     finally:
         buildah("rm", container)
