@@ -53,7 +53,7 @@ LEAST_THROUGHPUT = 0.85
 STOP_TIMEOUT_S = 30.0
 COLUMNS = {"s": "median_s:.3f", "tokens/s": "tokens_per_s:,.0f"}
 BARE = "bare"
-PAYLOADS: tuple[Payload, ...] = ("topk", "student_topk", "union", "sampled")
+PAYLOADS: tuple[Payload, ...] = ("topk", "student_topk", "union", "sampled", "hidden")
 SIZED_SEQUENCES, SIZED_LENGTH, SIZED_PROMPT, SIZED_PER_FORWARD, SIZED_ROUNDS = 16, 2048, 512, 4, 5
 
 
@@ -142,7 +142,8 @@ def _path(router: Router, wants: Asked, lengths: Sequence[int]) -> Score:
     """Return the score function of the whole path for sequences of these lengths: every row is given the same ids."""
     ids = torch.arange(wants.given, dtype=torch.int32)
     given = [ids.expand(length - PROMPT_LENGTH, -1).contiguous() for length in lengths] if wants.given else None
-    return functools.partial(router.score, top_k=wants.own, temperature=1.0, given=given)
+    size = MODEL["hidden_size"] if wants.hidden else 0
+    return functools.partial(router.score, top_k=wants.own, temperature=1.0, given=given, hidden_size=size)
 
 
 def _engine_config(engine: str) -> TorchEngineConfig | VllmEngineConfig:

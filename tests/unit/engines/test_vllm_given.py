@@ -238,3 +238,26 @@ def test_an_aborted_request_leaves_no_hidden_states(
     assert loop.run_until_complete(asyncio.wait_for(give_up(), 60)) == [0]
     with pytest.raises(ValueError, match="hidden states of size 32 are asked for"):
         loop.run_until_complete(rollout.score(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=32))
+
+
+def test_one_worker_of_a_tensor_parallel_teacher_keeps_hidden_states(
+    tmp_path: Path, loop: asyncio.AbstractEventLoop
+) -> None:
+    own = make_hf_model(tmp_path / "model", "qwen2", seed=6, tie_word_embeddings=False)
+    cfg = replace(CFG, max_model_len=128, max_num_batched_tokens=160, tensor_parallel_size=2)
+    engine = loop.run_until_complete(VllmEngine.start_teacher(own, cfg, max_logprobs=1, startup_timeout_s=STARTUP_S))
+    try:
+        tokens, _ = questions(1)
+        asked = engine.score(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=64)
+        scores = loop.run_until_complete(asked)
+        check_scores(scores, tokens, STARTS, top_k=0, vocab_size=VOCAB_SIZE, hidden_size=64)
+        head = AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).lm_head.weight.detach()
+        for sequence, start, one in zip(tokens, STARTS, scores, strict=True):
+            if start < len(sequence):
+                assert one.hidden is not None
+                expected = logprobs_of(own, sequence[:start].tolist(), sequence[start:].tolist())
+                found = (one.hidden.float() @ head.T).log_softmax(-1)
+                assert float((expected.exp() * (expected - found)).sum(-1).max()) < 1e-3
+        assert loop.run_until_complete(engine.workers.tell("mopd_num_hidden")) == [0, 0]
+    finally:
+        loop.run_until_complete(engine.close())
