@@ -26,7 +26,7 @@ from mopd.report.terminal import Terminal
 from tests.fixtures.runs import DOMAINS, make_run, step_record
 
 WIDTH = 80
-WITHOUT_TABLES = {"serve", "init", "logs", "slurm", "stop"}
+WITHOUT_TABLES = {"completion", "serve", "init", "logs", "slurm", "stop"}
 DOMAIN = DOMAINS[1]
 
 

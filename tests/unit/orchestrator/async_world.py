@@ -158,7 +158,7 @@ class _Teacher:
     world: World
     num_scored: int = 0
 
-    async def score(self, samples: Sequence[SampleMeta]) -> list[FailedSample]:
+    async def score(self, samples: Sequence[SampleMeta], rows: Mapping[int, int]) -> list[FailedSample]:
         self.num_scored += len(samples)
         await asyncio.sleep(self.world.score_s)
         return []

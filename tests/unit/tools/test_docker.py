@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mopd.cli.main import _parse
+from mopd.cli.main import parse
 from mopd.config.load import load_recipe
 from mopd.config.placements import RegisteredConfig
 from tests.architecture.source import ROOT
@@ -83,7 +83,7 @@ def test_commands_of_services_are_mopds_and_their_recipe_loads(
         assert isinstance(command, list)
         if command[0] != "mopd":
             continue
-        args = _parse(command[1:])
+        args = parse(command[1:])
         recipe = load_recipe(args.recipe, args.set).recipe
         assert all(isinstance(teacher.placement, RegisteredConfig) for teacher in recipe.teachers.values())
         if command[1] == "serve":

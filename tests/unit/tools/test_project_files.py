@@ -43,7 +43,8 @@ def test_a_workflow_calls_what_exists(name: str) -> None:
 
 def test_every_long_form_runs_nightly() -> None:
     tests = {target for target, commands in RULES.items() if re.search(TESTS, commands)}
-    assert set(made(WORKFLOWS["nightly.yml"])) == tests - set(made(WORKFLOWS["ci.yml"])) and len(tests) > 8
+    by_hand = {"image-jobs"}  # wants root and an image that was built before
+    assert set(made(WORKFLOWS["nightly.yml"])) == tests - set(made(WORKFLOWS["ci.yml"])) - by_hand and len(tests) > 8
     assert {"lint", "docs", "dist", "test"} == set(made(WORKFLOWS["ci.yml"]))
 
 
