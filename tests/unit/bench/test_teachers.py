@@ -35,7 +35,7 @@ def test_the_whole_path_beside_the_bare_engine(
     carried = {row["name"]: row["row_bytes"] for row in part["rows"]}
     for payload, numbers in (("topk", 16), ("student_topk", 16), ("union", 32)):  # k = 8: ids and log-probs
         assert carried[payload] - carried["sampled"] == pytest.approx(4 * numbers, rel=0.02)
-    assert carried["hidden"] - carried["sampled"] == pytest.approx(2 * 512, rel=0.02)
+    assert carried["hidden"] - carried["sampled"] == pytest.approx(2 * small["hidden_size"], rel=0.02)
     assert part["num_rows"] == part["num_tokens"] - 6 * teachers.PROMPT_LENGTH
     answer = goals["answer_bytes_per_token"]
     assert 8 * 8 + 4 < answer["value"] < 8 * 8 + 4 + 400 / part["num_rows"]  # nothing of it belongs to prompts

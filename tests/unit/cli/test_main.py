@@ -16,7 +16,8 @@ import pytest
 
 from mopd.base.hardware import this_hardware
 from mopd.cli.completion import parts_of
-from mopd.cli.main import _parser, main, parse
+from mopd.cli.main import _parser, main
+from mopd.cli.main import parse as parse_words
 from mopd.config.load import load_recipe
 from mopd.launch.preparing import settled
 from tests.fixtures.recipe import RECIPE
@@ -114,7 +115,7 @@ def test_resume_auto_is_one_word_or_two() -> None:
 
 
 def parse(*words: str) -> argparse.Namespace:
-    args = parse(words)
+    args = parse_words(words)
     del args.parser
     return args
 
