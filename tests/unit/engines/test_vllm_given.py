@@ -243,7 +243,7 @@ def test_an_aborted_request_leaves_no_hidden_states(
 def test_one_worker_of_a_tensor_parallel_teacher_keeps_hidden_states(
     tmp_path: Path, loop: asyncio.AbstractEventLoop
 ) -> None:
-    own = make_hf_model(tmp_path / "model", "qwen2", seed=6, tie_word_embeddings=False)
+    own = make_hf_model(tmp_path / "model", "qwen3", seed=6)
     cfg = replace(CFG, max_model_len=128, max_num_batched_tokens=160, tensor_parallel_size=2)
     engine = loop.run_until_complete(VllmEngine.start_teacher(own, cfg, max_logprobs=1, startup_timeout_s=STARTUP_S))
     try:
