@@ -85,4 +85,5 @@ class RefreshConfig(Checked):
     """When a student that is its own teacher gets the student's new weights."""
 
     every_steps: Count
-    """Optimizer steps from one update of the teacher to the next, by the way of ``weight_sync``."""
+    """Optimizer steps from one update of the teacher to the next: over HTTP, or inside the process, whatever
+    ``weight_sync`` is."""

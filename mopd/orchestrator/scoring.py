@@ -185,7 +185,7 @@ def _require_one_tokenizer(recipe: Recipe) -> None:
 async def _require_right_model(recipe: Recipe, group: TeacherGroup, manifest: Manifest) -> str:
     """Return the dtype of a teacher's engine. Raise ``UserError`` unless each replica is the recipe's model."""
     key = f"teachers.{group.name}"
-    needs = Needs.of(recipe, model=recipe.teachers[group.name].model, is_rollout=False)
+    needs = Needs.of(recipe, group.name)
     for replica in group.router.replicas:
         info = await info_of(replica)
         problems = "; ".join(problems_of(info, manifest, needs, key=key, is_rollout=False))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from mopd.base.types import DomainSums, MicroBatchPlan, SampleMeta
 from mopd.config.schema import Recipe
-from mopd.config.weights import HttpConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import packing_rules
+from mopd.engines.wire.weights import StagedWeights
 from mopd.orchestrator.ranks import Ranks
 from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.placement.sharing.turns import GpuTurns
@@ -49,11 +50,8 @@ class StudentGroup:
         """Optimizer steps so far."""
         self._ranks, self._weights, self._turns = ranks, weights, turns
         self._refreshed = {name: (recipe.refreshed[name], sync) for name, sync in refreshed.items()}
-        # From host memory, where they are kept: a replica that is started again gets what the others have, while the
-        # ranks' weights are newer.
-        by_http = replace(recipe, weight_sync=HttpConfig(type="http"))
-        for sync in refreshed.values():
-            sync.attach(ranks, by_http, facts["announced"], takes_turns=False, newest=lambda: self.weight_version)
+        self._tensors: str = facts["announced"]["tensors"] if refreshed else ""
+        """JSON of what the ranks send to teachers."""
         if weights is not None:
             weights.attach(
                 ranks,
@@ -97,21 +95,27 @@ class StudentGroup:
         """Stage the weights and send them, to teachers that are the student too. Done once, as a run begins."""
         await self.stage(weight_version)
         await self.send()
-        for name, (every, sync) in self._refreshed.items():
+        for name, (every, _) in self._refreshed.items():
             if weight_version % every:
                 logger.warning(
                     "teachers.%s goes on with the weights of step %d: those of step %d, which it had, are in no "
                     "checkpoint", name, weight_version, weight_version - weight_version % every,
                 )  # fmt: skip
-            await sync.stage(weight_version)
-            await sync.send_staged()
+        await self._give(weight_version, [sync for _, sync in self._refreshed.values()])
 
     async def refresh(self, step: int) -> None:
         """Give the weights of ``step`` to the teachers whose turn it is (``refresh.every_steps``)."""
-        for every, sync in self._refreshed.values():
-            if step % every == 0:
-                await sync.stage(step)
-                await sync.send_staged()
+        await self._give(step, [sync for every, sync in self._refreshed.values() if step % every == 0])
+
+    async def _give(self, step: int, teachers: Sequence[GroupWeightSync]) -> None:
+        """Take the weights over once, and send them to all of these teachers. They stay in host memory: a replica that
+        is started again gets what the others have, while the ranks' weights are newer."""
+        if teachers:
+            async with self._ranks.turn:
+                tensors, frames = await self._ranks.ask_for_frames("weights", tensors=self._tensors)
+            staged = await asyncio.to_thread(StagedWeights.pack, step, tensors.encode(), frames)
+            for sync in teachers:
+                await sync.send(staged)
 
     async def stage(self, weight_version: int) -> None:
         """Take the weights over into this process, or send them all the way by a group; replicas on shared GPUs are

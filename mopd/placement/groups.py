@@ -63,7 +63,7 @@ def plan_groups(recipe: Recipe, only: Sequence[str] | None = None) -> dict[str, 
             name=name,
             model=model,
             group=group,
-            needs=Needs.of(recipe, model=model, is_rollout=is_rollout),
+            needs=Needs.of(recipe, None if is_rollout else name),
             files=tuple(rollout_file(recipe, i) if is_rollout else teacher_file(recipe, name, i) for i in range(count)),
         )
     return plans

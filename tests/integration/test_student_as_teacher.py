@@ -21,16 +21,14 @@ ALIKE = 2e-4
 
 
 def trained(world: World, run_dir: Path, refresh: Any, **overrides: Any) -> list[dict[str, float]]:
-    """Return the metrics of a run in which the student, shown the answers, teaches itself."""
+    """Return the metrics of a run in which the student, shown the answers, teaches itself, in each domain with engines
+    of its own."""
+    view = {"system": "say {ground_truth}", "prompt": "{prompt} of ten", "max_prompt_length": 64}
     recipe = world.write_recipe(
         run_dir,
         teachers={
-            "self": {
-                "model": "student",
-                "refresh": refresh,
-                "domains": ["left", "right"],
-                "view": {"system": "say {ground_truth}", "prompt": "{prompt} of ten", "max_prompt_length": 64},
-            }
+            f"self_{domain}": {"model": "student", "refresh": refresh, "domains": [domain], "view": view}
+            for domain in world.teachers
         },
         student__parallel={"tensor_model_parallel_size": 1},
         preflight={"require_better_teacher": False, "compare_with_transformers": True},

@@ -38,18 +38,15 @@ class Needs:
     """``ImageProcessing.fingerprint`` of the student, if student and model see images."""
 
     @classmethod
-    def of(cls, recipe: Recipe, *, model: str, is_rollout: bool) -> Needs:
-        """Return the requirements on replicas of ``model``, a teacher or the rollout."""
-        student, processing = recipe.student.model, None
+    def of(cls, recipe: Recipe, teacher: str | None) -> Needs:
+        """Return the requirements on replicas of a teacher, or, for ``None``, of the rollout."""
+        student, processing, asked = recipe.student.model, None, recipe.asked
+        model = student if teacher is None else recipe.teachers[teacher].model
         if sees_images(student) and sees_images(model):
             processing = read_image_processing(student, recipe.data.max_pixels).fingerprint
-        asked = recipe.asked
-        told = max(own.student for own in asked.values())
-        served = [] if is_rollout else [name for name in asked if recipe.teachers[name].model == model]
-        scored = max((asked[name].width for name in served), default=0)
         return cls(
-            length=max(map(recipe.longest_sequence, served), default=recipe.longest_sequence()),
-            num_ids=told if is_rollout else scored,
+            length=recipe.longest_sequence(teacher),
+            num_ids=max(own.student for own in asked.values()) if teacher is None else asked[teacher].width,
             temperature=recipe.loss.temperature,
             preflight=recipe.preflight,
             image_processing=processing,

@@ -173,8 +173,7 @@ class Preflight:
         title, replicas = f"identity of {name}", self.workers.routers[key].replicas
         infos = self._infos[key] = [await info_of(replica) for replica in replicas]
         manifest = self.manifests["student" if is_rollout else key]
-        model = self.recipe.student.model if is_rollout else self.recipe.teachers[name].model
-        needs = Needs.of(self.recipe, model=model, is_rollout=is_rollout)
+        needs = Needs.of(self.recipe, None if is_rollout else name)
         for replica, info in zip(replicas, infos, strict=True):
             problems = "; ".join(problems_of(info, manifest, needs, key=key, is_rollout=is_rollout))
             if problems:

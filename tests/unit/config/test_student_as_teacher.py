@@ -11,6 +11,7 @@ from mopd.base.types import UserError
 from mopd.cli.main import main
 from mopd.config.load import dump, load_recipe
 from mopd.config.schema import Recipe
+from mopd.engines.replicas.identity import Needs
 from mopd.placement.engine_file import teacher_file
 from tests.fixtures.recipe import RECIPE
 
@@ -47,6 +48,20 @@ def test_a_view_makes_sequences_of_its_own_length(tmp_path: Path) -> None:
     recipe = load(tmp_path, EXPERT[:-1] + f", {view}}}")
     assert (recipe.longest_sequence(), recipe.longest_sequence("math")) == (2048, 4024)
     assert teacher_file(recipe, "math").longest_sequence == 4024
+
+
+def test_teachers_of_one_model_need_what_each_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of the one without the long view, which vLLM starts for its own length, is not too short for it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("student", "math"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").write_text('{"model_type": "qwen3"}')
+    view = "view: {prompt: '{prompt}', max_prompt_length: 3000}"
+    plain = "{model: models/math, domains: [code], payload: union, engine: {type: torch, dtype: float32}}"
+    recipe = load(tmp_path, f"{EXPERT[:-1]}, {view}}}\n  again: {plain}")
+    for name, length, width in (("math", 4024, recipe.loss.top_k), ("again", 2048, 2 * recipe.loss.top_k)):
+        needs, file = Needs.of(recipe, name), teacher_file(recipe, name)
+        assert (needs.length, needs.num_ids) == (length, width) == (file.longest_sequence, file.max_logprobs)
 
 
 OPENAI = "}, placement: {type: external, protocol: openai, urls: ['http://a'], served_model_name: m}}"

@@ -147,13 +147,13 @@ def test_a_text_teacher_may_lack_the_ids_of_vision_alone(
 def test_other_pixels_are_another_teacher(recipe: Callable[..., Path], models: Path, tmp_path: Path) -> None:
     """A server tells by what settings it makes pixels; the student's are asked for where both see images."""
     loaded = load_recipe(recipe()).recipe
-    needs = Needs.of(loaded, model=str(models / "seeing"), is_rollout=False)
+    needs = Needs.of(loaded, "read")
     write_image_processing(tmp_path, max_pixels=50_000)
     other = read_image_processing(tmp_path, None).fingerprint
     smaller = replace(loaded, data=replace(loaded.data, max_pixels=6000))
-    assert Needs.of(loaded, model=loaded.student.model, is_rollout=True).image_processing == needs.image_processing
-    assert Needs.of(loaded, model=str(models / "text"), is_rollout=False).image_processing is None
-    assert Needs.of(smaller, model=loaded.student.model, is_rollout=True).image_processing != needs.image_processing
+    assert Needs.of(loaded, None).image_processing == needs.image_processing
+    assert Needs.of(loaded, "sort").image_processing is None
+    assert Needs.of(smaller, None).image_processing != needs.image_processing
     manifest = make_manifest(models / "seeing", cache_file=None, with_weights=False)
 
     def problems(processing: str | None) -> list[str]:
