@@ -323,7 +323,7 @@ class Recipe(Checked):
                 f"its engine.dtype is {dtype} and rollout.engine.dtype {self.rollout.engine.dtype}, in which the "
                 "weights travel": dtype != self.rollout.engine.dtype,
                 f"checkpoint.every_steps is {self.checkpoint.every_steps}, no multiple of it, and a resumed run would "
-                "lack the weights between": self.checkpoint.every_steps % every != 0,
+                "lack the weights between": every > 0 and self.checkpoint.every_steps % every != 0,
             }
             for problem, is_so in problems.items():
                 if is_so:

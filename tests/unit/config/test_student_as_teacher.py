@@ -9,7 +9,7 @@ import pytest
 
 from mopd.base.types import UserError
 from mopd.cli.main import main
-from mopd.config.load import dump, load_recipe
+from mopd.config.load import draft_recipe, dump, load_recipe
 from mopd.config.schema import Recipe
 from mopd.engines.replicas.identity import Needs
 from mopd.placement.engine_file import teacher_file
@@ -109,5 +109,6 @@ def test_what_would_not_be_true_is_one_line(
     with pytest.raises(UserError) as caught:
         load_recipe(path)
     assert line in str(caught.value) and "\n" not in str(caught.value)
+    assert any(line in problem for problem in draft_recipe(path).problems)  # of mopd check --static, which goes on
     assert main(["config", str(path)]) == 2
     assert line in capsys.readouterr().err
