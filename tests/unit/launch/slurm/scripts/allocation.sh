@@ -85,7 +85,6 @@ await() {  # PROCESS: its exit code; a signal's trap runs meanwhile
 }
 
 finish() {  # EXIT-CODE: the end of this job, or its way back into the queue
-  jobs -p | xargs -r kill 2>/dev/null  # no replica is started again; Slurm ends those that run
   case $1 in
     0 | 2) exit "$1" ;;                   # done, or a line has said what to change: it would come again
     75) [ -n "$stopping" ] || exit 75 ;;  # `mopd stop` ends the job for good
@@ -138,6 +137,7 @@ serve() {  # NODE ROLE GPUS ARGUMENTS…: a replica, which registers with the ru
       >>"$run/logs/$node/$role.log" 2>&1
     code=$?
     [ "$code" -ne 0 ] || is_lost "$node" || return 0  # it was asked to; but to srun a lost node's step has ended with 0
+    kill -0 $$ 2>/dev/null || return 0  # the job is over, and has ended its steps
     if [ "$code" -eq 2 ] && [ ! -e "$run/metrics.jsonl" ]; then  # the recipe's fault: end what waits for it
       echo "$role has ended with an error: $run/logs/$node/$role.log"
       while [ ! -e "$run/metrics.jsonl" ]; do  # a start forgets older requests
@@ -151,6 +151,7 @@ serve() {  # NODE ROLE GPUS ARGUMENTS…: a replica, which registers with the ru
     echo "$role has ended on $node with exit code $code, $failures of 4 in a row: $run/logs/$node/$role.log"
     [ "$failures" -lt 4 ] || return
     sleep $((5 * 2 ** (failures - 1)))
+    kill -0 $$ 2>/dev/null || return 0
     node=$(place_of 0 "$node" "$failures")
   done
 }
