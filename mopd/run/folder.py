@@ -106,8 +106,11 @@ class RunDir(RunFiles):
         """
         self._refuse_state(loaded, resume)
         self._refuse_unwritable(loaded)
-        with RunDir(self.path) as trial:
+        trial = RunDir(self.path)
+        try:
             trial.open(loaded, resume=resume)
+        finally:
+            trial.close(forget_request=False)  # a request meanwhile is to the run that begins
 
     def open(self, loaded: Loaded, *, resume: bool) -> None:
         """Take the folder for this process until ``close`` or its end. Raises as ``check`` does."""
@@ -181,12 +184,12 @@ class RunDir(RunFiles):
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
-    def close(self) -> None:
-        """Unlock the folder, and remove it if nothing was written."""
+    def close(self, *, forget_request: bool = True) -> None:
+        """Unlock the folder, and remove it if nothing was written; with ``forget_request`` a request to stop, too."""
         if self._lock is not None:
             self.lock_path.unlink()
         if self._made:
-            self.discard_if_unused()
+            self.discard_if_unused(forget_request=forget_request)
         for folder in self._made:
             with suppress(OSError):  # it holds something, or is gone
                 folder.rmdir()
@@ -194,9 +197,9 @@ class RunDir(RunFiles):
             os.close(self._lock)
             self._lock = None
 
-    def discard_if_unused(self) -> None:
-        """Remove a folder without a run: one that holds at most empty logs, a request to stop, and the lock of a
-        process that was killed before it could close the folder."""
+    def discard_if_unused(self, *, forget_request: bool = True) -> None:
+        """Remove a folder without a run: one that holds at most empty logs, a request to stop (``forget_request``), and
+        the lock of a process that was killed before it could close the folder."""
         if not self.path.is_dir() or self.recipe.is_file():
             return
         empty = [path for path in self.logs.glob("*/*.log") if path.stat().st_size == 0]
@@ -205,10 +208,12 @@ class RunDir(RunFiles):
         for folder in (*self.logs.glob("*"), self.logs):
             with suppress(OSError):  # it holds something, or is not there
                 folder.rmdir()
-        if not {entry.name for entry in self.path.iterdir()} - {self.lock_path.name, self.stop.name}:
-            for path in (self.lock_path, self.stop):
+        unused = (self.lock_path, self.stop) if forget_request else (self.lock_path,)
+        if not {entry.name for entry in self.path.iterdir()} - {path.name for path in unused}:
+            for path in unused:
                 path.unlink(missing_ok=True)
-            self.path.rmdir()
+            with suppress(OSError):  # something has come meanwhile
+                self.path.rmdir()
 
     def __enter__(self) -> RunDir:
         return self

@@ -172,6 +172,24 @@ def test_folder_of_a_killed_writer_is_discarded_unless_it_holds_something(load: 
     assert Path("runs/one/recipe.yaml").is_file()
 
 
+def test_a_request_to_stop_while_the_folder_is_tried_is_kept(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, run = RunDir._lock_folder, RunDir("runs/one")
+
+    def locked(trial: RunDir) -> None:
+        lock(trial)
+        trial.stop.touch()
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(RunDir, "_lock_folder", locked)
+        run.check(load(), resume=False)
+    assert list(run.path.iterdir()) == [run.stop]
+    with run:
+        run.open(load(), resume=False)
+    assert run.stop.exists()  # the folder was there: whoever ends the run looks at the request first
+    run.discard_if_unused()
+    assert not run.path.exists()
+
+
 def test_logs_that_ranks_began_after_the_end_are_discarded_while_empty(load: Load) -> None:
     run = RunDir(load().recipe.run_dir)
     run.logs_here.mkdir(parents=True)
