@@ -29,8 +29,9 @@ from mopd.config.data import DataConfig, ValidationConfig
 from mopd.config.groups import TeacherConfig
 from mopd.config.losses import TopKLossConfig
 from mopd.config.rewards import ExactMatchConfig
+from mopd.config.rollout import RolloutConfig
 from mopd.config.schedule import ScheduleConfig
-from mopd.config.schema import Recipe, RolloutConfig
+from mopd.config.schema import Recipe
 from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import pack

@@ -18,8 +18,9 @@ from mopd.base.types import SampleMeta, UserError
 from mopd.config.data import DataConfig
 from mopd.config.groups import SettledEngine, TeacherConfig, TorchEngineConfig
 from mopd.config.losses import TopKLossConfig
+from mopd.config.rollout import RolloutConfig
 from mopd.config.schedule import ScheduleConfig
-from mopd.config.schema import Recipe, RolloutConfig
+from mopd.config.schema import Recipe
 from mopd.config.student import OptimizerConfig, StudentConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.data_plane.local import LocalDataPlane

@@ -22,8 +22,9 @@ from mopd.config.groups import TeacherConfig
 from mopd.config.losses import Loss, MismatchCorrectionConfig, PolicyGradientConfig, TopKLossConfig
 from mopd.config.output import CheckpointConfig
 from mopd.config.rewards import ExactMatchConfig
+from mopd.config.rollout import RolloutConfig
 from mopd.config.schedule import ScheduleConfig
-from mopd.config.schema import PreflightConfig, Recipe, RolloutConfig
+from mopd.config.schema import PreflightConfig, Recipe
 from mopd.config.student import StudentConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.stream import PromptStream

@@ -34,8 +34,9 @@ from mopd.config.losses import (
 )
 from mopd.config.output import MetricsConfig
 from mopd.config.rewards import ExactMatchConfig
+from mopd.config.rollout import AnswersConfig, RolloutConfig
 from mopd.config.schedule import ScheduleConfig, WarmUpConfig
-from mopd.config.schema import AnswersConfig, Recipe, RolloutConfig
+from mopd.config.schema import Recipe
 from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.models import reading
 from mopd.data.packing import pack

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from mopd.config.data import DataConfig
 from mopd.config.groups import TeacherConfig
+from mopd.config.rollout import RolloutConfig
 from mopd.config.schedule import ScheduleConfig
-from mopd.config.schema import Recipe, RolloutConfig
+from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.data_plane.local import LocalDataPlane
 from mopd.launch.leading import joined

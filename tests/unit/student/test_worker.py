@@ -15,8 +15,9 @@ from mopd.base.types import MicroBatchPlan, NonFiniteError
 from mopd.config.data import DataConfig
 from mopd.config.groups import TeacherConfig
 from mopd.config.losses import TopKLossConfig
+from mopd.config.rollout import RolloutConfig
 from mopd.config.schedule import ScheduleConfig, WarmUpConfig
-from mopd.config.schema import Recipe, RolloutConfig
+from mopd.config.schema import Recipe
 from mopd.config.student import OptimizerConfig, StudentConfig
 from mopd.data.packing import pack
 from mopd.data_plane.local import LocalDataPlane
