@@ -69,6 +69,8 @@ class TopKLossConfig(Checked):
     budget with equal shares."""
     logprob_min_clamp: float | None = None
     """Floor of both sides' log-probs (verl's); gradient is zero where it bites, and the share is reported."""
+    entry_max_clamp: Positive | None = None
+    """Cap of each id's own term of the divergence; gradient is zero where it bites, and the share is reported."""
     loss_max_clamp: Positive | None = None
     """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
     loss_soft_cap: Positive | None = None
@@ -104,6 +106,11 @@ class TopKLossConfig(Checked):
     def is_sampled(self) -> bool:
         """Some term of the loss rests on the sampled token, which must then be the student's own."""
         return self.tail == "sampled" or self.task_reward_weight > 0
+
+    @property
+    def holds_entries(self) -> bool:
+        """Some clamp holds single ids of a token."""
+        return self.logprob_min_clamp is not None or self.entry_max_clamp is not None
 
     @property
     def resolved_tail(self) -> str:

@@ -82,6 +82,7 @@ def parallel_topk_distill(
     logprob_min_clamp: float | None = None,
     loss_max_clamp: float | None = None,
     loss_soft_cap: float | None = None,
+    entry_max_clamp: float | None = None,
     teacher_weights: Tensor | None = None,
     target: Tensor | None = None,
     target_logprobs: Tensor | None = None,
@@ -111,6 +112,8 @@ def parallel_topk_distill(
             gradient 0. The tail's own term keeps the unclamped masses.
         loss_max_clamp: per teacher, min(loss, c), gradient 0 above c.
         loss_soft_cap: per teacher, c (1 + log(loss / c)) above c, gradient times c / loss.
+        entry_max_clamp: largest term of an id of S; a term above has this value and gradient 0. The tail's own term
+            is not held.
         teacher_weights: fp32 ``[rows, D]``, required for D > 1; a teacher of weight 0 is ignored on that row.
         target: int64 ``[rows]``, the sampled token; adds its log-prob to the metrics at no extra pass.
         target_logprobs: fp32 ``[rows]``, the one teacher's log-prob of ``target``; needed by ``tail: sampled`` alone.
@@ -123,16 +126,17 @@ def parallel_topk_distill(
     Returns:
         loss ``[rows]`` (or the sum) and metrics ``[rows]``: ``unweighted_loss``; ``teacher_mass`` and ``student_mass``
         on S; ``clamped`` 1 where a clamp or cap takes effect; ``clamped_entries``, the share of S whose student
-        log-prob is at the floor; ``tail_floored`` 1 where a tail is below 1e-6; ``student_logprobs`` with ``target``;
-        ``task_loss`` and ``correction_weight`` with ``task_advantage``; ``tail_loss``, the policy gradient's term of
-        ``tail: sampled``, and ``outside``, 1 where the sampled token is not in S; ``entropy`` in nats.
+        log-prob is at the floor, or whose term is held; ``tail_floored`` 1 where a tail is below 1e-6;
+        ``student_logprobs`` with ``target``; ``task_loss`` and ``correction_weight`` with ``task_advantage``;
+        ``tail_loss``, the policy gradient's term of ``tail: sampled``, and ``outside``, 1 where the sampled token is
+        not in S; ``entropy`` in nats.
     """
     call = open_call(inp, **shared)
     checks.check_choice(loss, tail, beta)
-    checks.check_caps(logprob_min_clamp, loss_max_clamp, loss_soft_cap)
+    checks.check_caps(logprob_min_clamp, loss_max_clamp, loss_soft_cap, entry_max_clamp)
     checks.check_teacher(call.rows, teacher_ids, teacher_logprobs, teacher_weights, call.shard.vocab_size)
     summed = "bucket" if tail == "sampled" else tail
-    kind = TopKLoss(loss, summed, beta, logprob_min_clamp, loss_max_clamp, loss_soft_cap)
+    kind = TopKLoss(loss, summed, beta, logprob_min_clamp, loss_max_clamp, loss_soft_cap, entry_max_clamp)
     given = (teacher_ids, teacher_logprobs, teacher_weights, target)
     check_task(task_advantage is not None, task_reward_weight, target is not None)
     check_correction(correction, rollout=rollout_logprobs is not None)

@@ -68,11 +68,17 @@ def check_sampled_tail(loss: str, target: Tensor | None, target_logprobs: Tensor
         raise ValueError("tail 'sampled' needs target, target_logprobs, and ids [rows, K] of one teacher: pass them")
 
 
-def check_caps(logprob_min_clamp: float | None, loss_max_clamp: float | None, loss_soft_cap: float | None) -> None:
+def check_caps(
+    logprob_min_clamp: float | None,
+    loss_max_clamp: float | None,
+    loss_soft_cap: float | None,
+    entry_max_clamp: float | None = None,
+) -> None:
     """Check clamps and caps."""
     if logprob_min_clamp is not None and logprob_min_clamp >= 0:
         raise ValueError(f"logprob_min_clamp is {logprob_min_clamp}: log-probs are negative, set for example -10")
-    for name, value in (("loss_max_clamp", loss_max_clamp), ("loss_soft_cap", loss_soft_cap)):
+    caps = {"loss_max_clamp": loss_max_clamp, "loss_soft_cap": loss_soft_cap, "entry_max_clamp": entry_max_clamp}
+    for name, value in caps.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}: set it above 0")
     if loss_max_clamp is not None and loss_soft_cap is not None:

@@ -77,6 +77,12 @@ class Terms:
     """Whether sum a = 0 by construction."""
     a_held: Tensor | None = None
     """[T, D, K] a_k of entries at the clamp; None for 0."""
+    own: Tensor | None = None
+    """[T, D, K] gradient of an id's own term by its renormalised log-prob; None for ``a`` itself."""
+    share: Tensor | None = None
+    """[T, D, K] renormalised student, with ``own``: a = own - share x sum of own."""
+    over: Tensor | None = None
+    """[T, D, K] marks terms of S that the entry clamp holds; None without one."""
     far: Tensor | None = None
     """[T, D] marks student tails below ``SMALLEST``, where ``b`` is 0: the tail's pull on its own ids, -q_tail P in
     all, has to be distributed by ratios of their probabilities."""
@@ -130,16 +136,28 @@ def _renormalized(o: Outcomes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return result[0], result[1], result[2], result[3]
 
 
-def forward_kl(o: Outcomes, tail: str) -> Terms:
-    """Return KL(teacher || student) over the teacher's K ids."""
+def _sum_terms(terms: Tensor, rest: Tensor | float, limit: float | None) -> tuple[Tensor, Tensor | None]:
+    """Return the sum [T, D] of the terms of S, and which of them the entry clamp holds: an id's term of the divergence
+    is ``terms + rest``, of which ``rest`` cancels in the sum over all outcomes."""
+    if limit is None:
+        return terms.sum(-1), None
+    over = terms + rest > limit
+    return torch.where(over, limit - rest, terms).sum(-1), over
+
+
+def forward_kl(o: Outcomes, tail: str, limit: float | None = None) -> Terms:
+    """Return KL(teacher || student) over the teacher's K ids; no term of S above ``limit``."""
     if tail == "renormalize":
         p, log_p, q, log_q = _renormalized(o)
-        return Terms(bregman(q, log_q, p, log_p).sum(-1), p - q, None, closed=True)
+        value, over = _sum_terms(bregman(q, log_q, p, log_p), q - p, limit)
+        return Terms(value, p - q, None, closed=True, own=-q, over=over, share=p)
     if tail == "none":
-        return Terms(torch.where(o.q == 0, 0, o.q * (o.logq - o.logp)).sum(-1), -o.q, None)
-    on_ids = bregman(o.q, o.logq, o.p_seen, o.logp).sum(-1)
+        value, over = _sum_terms(torch.where(o.q == 0, 0, o.q * (o.logq - o.logp)), 0.0, limit)
+        return Terms(value, -o.q, None, over=over)
+    rest = o.q - o.p_seen if tail == "bucket" else 0.0
+    on_ids, over = _sum_terms(bregman(o.q, o.logq, o.p_seen, o.logp), rest, limit)
     if tail == "generalized":
-        return Terms(on_ids, o.p_seen - o.q, None)
+        return Terms(on_ids, o.p_seen - o.q, None, over=over)
     u, t = o.tail_p.clamp_min(SMALLEST), o.tail_q
     log_t = t.clamp_min(SMALLEST).log()
     extended = t * (log_t - math.log(TAIL_FLOOR) - (u / TAIL_FLOOR - 1)) - t + u
@@ -148,47 +166,53 @@ def forward_kl(o: Outcomes, tail: str) -> Terms:
     if o.log_tail_p is not None:  # an empty tail has no ids to pull
         far = (o.tail_p < SMALLEST) & (o.log_tail_p > -torch.inf)
     b = torch.where(far, 0, t / u)
-    return Terms(on_ids + on_tail + o.excess_q - o.excess_p, -o.q, b, u < TAIL_FLOOR, far=far)
+    return Terms(on_ids + on_tail + o.excess_q - o.excess_p, -o.q, b, u < TAIL_FLOOR, far=far, over=over)
 
 
-def reverse_kl(o: Outcomes, tail: str) -> Terms:
-    """Return KL(student || teacher) over the teacher's K ids."""
+def reverse_kl(o: Outcomes, tail: str, limit: float | None = None) -> Terms:
+    """Return KL(student || teacher) over the teacher's K ids; no term of S above ``limit``."""
     if tail == "renormalize":
         p, log_p, q, log_q = _renormalized(o)
-        value = bregman(p, log_p, q, log_q).sum(-1)
-        return Terms(value, _times(p, log_p - log_q - value.unsqueeze(-1)), None, closed=True)
+        terms, ratio = bregman(p, log_p, q, log_q), log_p - log_q
+        value, over = _sum_terms(terms, p - q, limit)
+        a = _times(p, ratio - terms.sum(-1, keepdim=True))
+        return Terms(value, a, None, closed=True, own=_times(p, ratio + 1), over=over, share=p)
     weighted = _times(o.p_seen, o.logp - o.logq)
     if tail == "none":
-        return Terms(weighted.sum(-1), weighted + o.p_seen, None)
-    on_ids = bregman(o.p_seen, o.logp, o.q, o.logq).sum(-1)
+        value, over = _sum_terms(weighted, 0.0, limit)
+        return Terms(value, weighted + o.p_seen, None, over=over)
+    rest = o.p_seen - o.q if tail == "bucket" else 0.0
+    on_ids, over = _sum_terms(bregman(o.p_seen, o.logp, o.q, o.logq), rest, limit)
     if tail == "generalized":
-        return Terms(on_ids, weighted, None)
+        return Terms(on_ids, weighted, None, over=over)
     u, t = o.tail_p, o.tail_q.clamp_min(TAIL_FLOOR)
     log_u = u.clamp_min(SMALLEST).log()
     value = on_ids + bregman(u.clamp_min(0), log_u, t, t.log()) + o.excess_p - o.excess_q - (t - o.tail_q)
     # d(x log x)/dx = log x + 1: the ones of ids and tail cancel, except at ids whose own the clamp stops
-    return Terms(value, weighted, t.log() - log_u, o.tail_q < TAIL_FLOOR, a_held=-o.p)
+    return Terms(value, weighted, t.log() - log_u, o.tail_q < TAIL_FLOOR, a_held=-o.p, over=over)
 
 
-def jsd(o: Outcomes, tail: str, beta: float) -> Terms:
-    """Return beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student.
+def jsd(o: Outcomes, tail: str, beta: float, limit: float | None = None) -> Terms:
+    """Return beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student; no term of S
+    above ``limit``.
 
     beta 0 is the forward and 1 the reverse KL, by special case.
     """
     if beta == 0:
-        return forward_kl(o, tail)
+        return forward_kl(o, tail, limit)
     if beta == 1:
-        return reverse_kl(o, tail)
+        return reverse_kl(o, tail, limit)
     p, log_p, q, log_q = _renormalized(o) if tail == "renormalize" else (o.p_seen, o.logp, o.q, o.logq)
-    value, slope = _mixture(p, log_p, q, log_q, beta)
-    value, weighted = value.sum(-1), (1 - beta) * _times(p, slope)
+    terms, slope = _mixture(p, log_p, q, log_q, beta)
+    (value, over), weighted = _sum_terms(terms, 0.0, limit), (1 - beta) * _times(p, slope)
     if tail == "renormalize":
-        return Terms(value, weighted - p * weighted.sum(-1, keepdim=True), None, closed=True)
+        a = weighted - p * weighted.sum(-1, keepdim=True)
+        return Terms(value, a, None, closed=True, own=weighted, over=over, share=p)
     if tail != "bucket":
-        return Terms(value, weighted, None)
+        return Terms(value, weighted, None, over=over)
     u, t = o.tail_p.clamp_min(0), o.tail_q
     on_tail, slope = _mixture(u, u.clamp_min(SMALLEST).log(), t, t.clamp_min(SMALLEST).log(), beta)
-    return Terms(value + on_tail, weighted, -(1 - beta) * slope)
+    return Terms(value + on_tail, weighted, -(1 - beta) * slope, over=over)
 
 
 def _times(p: Tensor, factor: Tensor) -> Tensor:
@@ -210,14 +234,22 @@ def _mixture(p: Tensor, log_p: Tensor, q: Tensor, log_q: Tensor, beta: float) ->
     return value, -m_over_p
 
 
-def divergence(o: Outcomes, tail: str, beta: float) -> tuple[Terms, Tensor, Tensor]:
+def divergence(
+    o: Outcomes, tail: str, beta: float, entry_max_clamp: float | None = None
+) -> tuple[Terms, Tensor, Tensor]:
     """Return the loss, its gradient at the ids ``g_k - G p_k`` [T, D, K] and the coefficient ``G`` [T, D], without
     ``far``.
 
     ``beta`` is the teacher's share in the mixture, as ``jsd`` takes it. Gradients are with respect to z / temperature.
     """
-    terms = jsd(o, tail, beta)
-    a = torch.where(o.moving, terms.a, 0 if terms.a_held is None else terms.a_held)
+    terms = jsd(o, tail, beta, entry_max_clamp)
+    a, moving = terms.a, o.moving
+    if terms.over is not None and terms.own is not None:
+        held = torch.where(terms.over, terms.own, 0)
+        a = a - held + terms.share * held.sum(-1, keepdim=True)
+    elif terms.over is not None:
+        moving = moving & ~terms.over
+    a = torch.where(moving, a, 0 if terms.a_held is None else terms.a_held)
     exact_zero = terms.closed and o.moving is o.valid
     total_a = torch.zeros_like(o.mass_p) if exact_zero else a.sum(-1)
     if terms.b is None:

@@ -101,22 +101,23 @@ def one_teacher(log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: Tails
         log_p, log_q = _normalized(log_p, valid), _normalized(log_q, valid)
     beta = kind.teacher_share
     if beta == 0:
-        return _forward(log_p, log_q, valid, student_tail, q_tail, kind.tail)
+        return _forward(log_p, log_q, valid, student_tail, q_tail, kind)
     if beta == 1:
-        return _reverse(log_p, log_q, valid, student_tail, q_tail, kind.tail)
-    loss = _sum(_jensen_shannon(log_p, log_q, beta), valid)
+        return _reverse(log_p, log_q, valid, student_tail, q_tail, kind)
+    loss = _sum(_jensen_shannon(log_p, log_q, beta), valid, kind.entry_max_clamp)
     if kind.tail == "bucket":
         loss = loss + _jensen_shannon(student_tail[1], q_tail.clamp_min(TINY).log(), beta)
     return loss
 
 
-def _forward(log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: Tails, q_tail: Tensor, tail: str) -> Tensor:
+def _forward(
+    log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: Tails, q_tail: Tensor, kind: TopKLoss
+) -> Tensor:
     """Return KL(teacher || student) ``[T]``."""
     (p_tail, log_p_tail), p, q = student_tail, log_p.exp(), log_q.exp()
-    loss = _sum(q * (log_q - log_p), valid)
-    if tail == "generalized":
-        return loss + _sum(p - q, valid)
-    if tail != "bucket":
+    extra = p - q if kind.tail == "generalized" else 0
+    loss = _sum(q * (log_q - log_p) + extra, valid, kind.entry_max_clamp)
+    if kind.tail != "bucket":
         return loss
     # Straight-through: the value is the tangent's, the gradient that of log p_tail.
     tangent = math.log(TAIL_FLOOR) + (p_tail - TAIL_FLOOR) / TAIL_FLOOR
@@ -124,13 +125,14 @@ def _forward(log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: Tails, q
     return loss + q_tail * (q_tail.clamp_min(TINY).log() - log_p_tail)
 
 
-def _reverse(log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: Tails, q_tail: Tensor, tail: str) -> Tensor:
+def _reverse(
+    log_p: Tensor, log_q: Tensor, valid: Tensor, student_tail: Tails, q_tail: Tensor, kind: TopKLoss
+) -> Tensor:
     """Return KL(student || teacher) ``[T]``."""
     (p_tail, log_p_tail), p, q = student_tail, log_p.exp(), log_q.exp()
-    loss = _sum(_expectation(log_p, log_p - log_q), valid)
-    if tail == "generalized":
-        return loss + _sum(q - p, valid)
-    if tail != "bucket":
+    extra = q - p if kind.tail == "generalized" else 0
+    loss = _sum(_expectation(log_p, log_p - log_q) + extra, valid, kind.entry_max_clamp)
+    if kind.tail != "bucket":
         return loss
     return loss + p_tail * (log_p_tail - q_tail.clamp_min(TAIL_FLOOR).log())
 
@@ -147,8 +149,9 @@ def _expectation(log_p: Tensor, x: Tensor) -> Tensor:
     return torch.where(some, log_p, 0).exp() * torch.where(some, x, 0) * some
 
 
-def _sum(x: Tensor, valid: Tensor) -> Tensor:
-    return torch.where(valid, x, 0).sum(-1)
+def _sum(x: Tensor, valid: Tensor, limit: float | None = None) -> Tensor:
+    """Return the sum over S of terms that are at most ``limit``."""
+    return torch.where(valid, x, 0).clamp_max(math.inf if limit is None else limit).sum(-1)
 
 
 def _normalized(log: Tensor, valid: Tensor) -> Tensor:

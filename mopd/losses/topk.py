@@ -29,6 +29,7 @@ class TopKLoss:
     logprob_min_clamp: float | None = None
     loss_max_clamp: float | None = None
     loss_soft_cap: float | None = None
+    entry_max_clamp: float | None = None
 
     @property
     def teacher_share(self) -> float:
@@ -158,7 +159,7 @@ def solve(kind: TopKLoss, teacher: TeacherRows, logprobs_TN: Tensor, log_tail_T:
     if kind.tail == "bucket" and kind.teacher_share == 0:
         log_tails = _log_tails(log_tail_T, torch.where(first, logprobs_TN, -torch.inf), surplus)
     o = outcomes(logprobs_TN.view_as(ids), teacher.logprobs_TDK, valid, tail_p, log_tails, kind.logprob_min_clamp)
-    terms, at_ids, total = divergence(o, kind.tail, kind.teacher_share)
+    terms, at_ids, total = divergence(o, kind.tail, kind.teacher_share, kind.entry_max_clamp)
     undefined_T = log_tail_T.isnan()  # NaN or +inf among the student's logits, or all of them -inf
     broken = teacher.broken_TD | undefined_T.unsqueeze(1)
     value, factor, capped = cap(torch.where(broken, torch.nan, terms.value), kind.loss_max_clamp, kind.loss_soft_cap)
@@ -228,7 +229,7 @@ def _metrics(teacher: TeacherRows, o: Outcomes, terms: Terms, capped: Tensor | N
     """Return row metrics; with several teachers masses are weighted means, marks hold if they hold for any teacher."""
     used = teacher.weights_TD != 0
     share = teacher.weights_TD.abs() / teacher.weights_TD.abs().sum(1, keepdim=True).clamp_min(1e-30)
-    held = o.valid & ~o.moving
+    held = o.valid & ~o.moving if terms.over is None else terms.over | (o.valid & ~o.moving)
     marked = held.any(-1) if capped is None else held.any(-1) | (capped & used)
     floored = torch.zeros_like(used) if terms.floored is None else terms.floored & used
     entries = teacher.valid_TDK.flatten(1).sum(1).clamp_min(1)

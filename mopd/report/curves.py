@@ -72,6 +72,7 @@ PANELS = {
     "response_length": Panel("Response length", "Tokens, mean over the step's responses."),
     "truncated_share": Panel("Truncated responses", "Share cut at the length limit."),
     "clamped_share": Panel("Clamped tokens", "Share whose loss met a clamp: their gradient is zero."),
+    "clamped_entries": Panel("Clamped entries", "Share of the ids whose own term met a clamp."),
     "tail_floored_share": Panel("Floored tails",
         "Share of tokens whose mass outside the top-k met its numerical floor."),
     "ratio": Panel("Policy ratio", "PPO's ratio of new to old probability.", from_zero=False),

@@ -232,6 +232,7 @@ class Objective:
         ]
         if isinstance(self.loss, TopKLossConfig):
             names += ["student_mass", "clamped", "tail_floored"]
+            names += ["clamped_entries"] if self.loss.holds_entries else []
             names += ["divergence", "task_loss"] if self.loss.task_reward_weight else []
             names += ["tail_loss", "outside"] if self.loss.tail == "sampled" else []
         elif isinstance(self.loss, KLLossConfig):
@@ -493,6 +494,7 @@ class Objective:
                 logprob_min_clamp=loss.logprob_min_clamp,
                 loss_max_clamp=loss.loss_max_clamp,
                 loss_soft_cap=loss.loss_soft_cap,
+                entry_max_clamp=loss.entry_max_clamp,
                 target=own["targets"],
                 target_logprobs=own[TOKEN_FIELD] if loss.tail == "sampled" else None,
                 teacher_weights=own.get("teacher_weights"),

@@ -138,9 +138,10 @@ def _capped(value, limit, CAP: tl.constexpr):
 @triton.jit
 def _divergence(
     p, logp, logq, valid, member, mass_p, tail_p, tail_q, excess_q, far, min_clamp, clamp_floor,
-    beta, rest, log_beta, log_rest, LOSS: tl.constexpr, TAIL: tl.constexpr, CLAMP: tl.constexpr,
+    beta, rest, log_beta, log_rest, entry_limit,
+    LOSS: tl.constexpr, TAIL: tl.constexpr, CLAMP: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Return value [D], gradient at the ids [N], G [D], floored [D], and the entries at the clamp [N].
+    """Return value [D], gradient at the ids [N], G [D], floored [D], and the entries that a clamp holds [N].
 
     G leaves out the pull of tails that are ``far`` [D].
     """
@@ -157,17 +158,24 @@ def _divergence(
         excess += by_teacher(raised - q, member) - by_teacher(p_seen - p, member)
         q = raised
     if LOSS == FORWARD:
-        value, a, b, floored, a_held = forward_kl(p, logp, p_seen, q, logq, valid, member, tail_p, tail_q, TAIL)
+        value, a, b, floored, a_held, over = forward_kl(
+            p, logp, p_seen, q, logq, valid, member, tail_p, tail_q, entry_limit, TAIL, LIMIT
+        )
         if TAIL == BUCKET:
             value += excess
     elif LOSS == REVERSE:
-        value, a, b, floored, a_held = reverse_kl(p, logp, p_seen, q, logq, valid, member, tail_p, tail_q, TAIL)
+        value, a, b, floored, a_held, over = reverse_kl(
+            p, logp, p_seen, q, logq, valid, member, tail_p, tail_q, entry_limit, TAIL, LIMIT
+        )
         if TAIL == BUCKET:
             value -= excess
     else:
-        value, a, b, floored, a_held = jsd(
-            p, logp, p_seen, q, logq, valid, member, tail_p, tail_q, beta, rest, log_beta, log_rest, TAIL
-        )
+        value, a, b, floored, a_held, over = jsd(
+            p, logp, p_seen, q, logq, valid, member, tail_p, tail_q, beta, rest, log_beta, log_rest, entry_limit,
+            TAIL, LIMIT,
+        )  # fmt: skip
+    if LIMIT and TAIL != RENORMALIZE:  # whose sum has left them out
+        a = tl.where(over, a_held, a)
     a = tl.where(moving, a, a_held)
     total = tl.where(mass_p < mass_p, 1.0, 0.0)
     if TAIL != RENORMALIZE or CLAMP:  # else 0 exactly: the sum of a closed form
@@ -177,7 +185,10 @@ def _divergence(
         total += tl.where(far, 0.0, b * mass_p)
     else:
         at_ids = a - p * spread(total, member)
-    return value, at_ids, total, floored, valid & (moving == 0)
+    held = valid & (moving == 0)
+    if LIMIT:
+        held = held | (valid & over)
+    return value, at_ids, total, floored, held
 
 
 @triton.jit
@@ -297,9 +308,10 @@ def loss_kernel(
     pay_ptr, ids_ptr, order_ptr, logq_ptr, teacher_weight_ptr, weight_ptr, target_ptr,
     advantage_ptr, rollout_ptr, least, most, beyond, loss_ptr, metrics_ptr, entry_ptr, row_data_ptr, runs_ptr,
     num_rows, vocab_size, parts, pay_width, pay_begin, scale, inv_tau, min_clamp, clamp_floor, limit,
-    beta, rest, log_beta, log_rest,
+    beta, rest, log_beta, log_rest, entry_limit,
     N: tl.constexpr, K: tl.constexpr, N_PAD: tl.constexpr, D_PAD: tl.constexpr, PARTS_PAD: tl.constexpr,
     LOSS: tl.constexpr, TAIL: tl.constexpr, CLAMP: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr,
+    LIMIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute loss [T], metrics [M, T], gradient at the ids [T, N] (sorted order), ``row_data`` [2, T], ``runs`` int32
     [T].
@@ -332,7 +344,7 @@ def loss_kernel(
     far, top, high, rest_mass = _far_tails(pay, selected, surplus, tail_p, shift, parts, scale, PARTS_PAD, LOSS, TAIL)
     value, at_ids, total, floored, held = _divergence(
         p, logp, logq, valid, member, mass_p, tail_p, tail_q, excess_q, far, min_clamp, clamp_floor,
-        beta, rest, log_beta, log_rest, LOSS, TAIL, CLAMP,
+        beta, rest, log_beta, log_rest, entry_limit, LOSS, TAIL, CLAMP, LIMIT,
     )  # fmt: skip
     broken = undefined | _broken(listed_logq, order, number, N, K, D_PAD)
     value, factor, over = _capped(tl.where(broken, NAN, value), limit, CAP)

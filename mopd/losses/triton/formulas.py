@@ -97,24 +97,45 @@ def mixture(p, log_p, q, log_q, beta, rest, log_beta, log_rest):
 
 
 @triton.jit
-def forward_kl(p, logp, p_seen, q, logq, valid, member, u, t, TAIL: tl.constexpr):
-    """Return KL(teacher || student): value [D], a [N], b [D], floored [D], a_held [N]; ``u``, ``t`` are tails [D]."""
+def sum_terms(terms, rest, limit, member, LIMIT: tl.constexpr):
+    """Return the sum [D] of the terms of S, and which of them the entry clamp holds [N]: an id's term of the divergence
+    is ``terms + rest``, of which ``rest`` cancels in the sum over all outcomes."""
+    over = terms != terms
+    if LIMIT:
+        over = terms + rest > limit
+        terms = tl.where(over, limit - rest, terms)
+    return by_teacher(terms, member), over
+
+
+@triton.jit
+def without(a, own, share, over, member, LIMIT: tl.constexpr):
+    """Return the gradient ``a`` [N] of a renormalised loss without the terms ``own`` that the entry clamp holds."""
+    if LIMIT:
+        held = tl.where(over, own, 0.0)
+        a += share * spread(by_teacher(held, member), member) - held
+    return a
+
+
+@triton.jit
+def forward_kl(p, logp, p_seen, q, logq, valid, member, u, t, limit, TAIL: tl.constexpr, LIMIT: tl.constexpr):
+    """Return KL(teacher || student): value [D], a [N], b [D], floored [D], a_held [N], over [N]; ``u``, ``t`` are tails
+    [D]. No term of S is above ``limit``, which holds those in ``over``."""
     # False for every teacher, in the shape of ``u``.
     floored = u < u
     b, a_held = tl.where(floored, 1.0, 0.0), tl.zeros_like(p)
     if TAIL == RENORMALIZE:
         p, logp = conditional(logp, valid, member)
         q, logq = conditional(logq, valid, member)
-        value = by_teacher(bregman(q, logq, p, logp), member)
-        a = p - q
+        value, over = sum_terms(bregman(q, logq, p, logp), q - p, limit, member, LIMIT)
+        a = without(p - q, -q, p, over, member, LIMIT)
     elif TAIL == NONE:
-        value = by_teacher(tl.where(q == 0, 0.0, q * (logq - logp)), member)
+        value, over = sum_terms(tl.where(q == 0, 0.0, q * (logq - logp)), a_held, limit, member, LIMIT)
         a = -q
     elif TAIL == GENERALIZED:
-        value = by_teacher(bregman(q, logq, p_seen, logp), member)
+        value, over = sum_terms(bregman(q, logq, p_seen, logp), a_held, limit, member, LIMIT)
         a = p_seen - q
     else:
-        value = by_teacher(bregman(q, logq, p_seen, logp), member)
+        value, over = sum_terms(bregman(q, logq, p_seen, logp), q - p_seen, limit, member, LIMIT)
         a = -q
         u = tl.maximum(u, SMALLEST)
         log_t = tl.log(tl.maximum(t, SMALLEST))
@@ -122,26 +143,30 @@ def forward_kl(p, logp, p_seen, q, logq, valid, member, u, t, TAIL: tl.constexpr
         floored = u < TAIL_FLOOR
         value += tl.where(floored, extended, bregman(t, log_t, u, tl.log(u)))
         b = t / u
-    return value, a, b, floored, a_held
+    return value, a, b, floored, a_held, over
 
 
 @triton.jit
-def reverse_kl(p, logp, p_seen, q, logq, valid, member, u, t, TAIL: tl.constexpr):
+def reverse_kl(p, logp, p_seen, q, logq, valid, member, u, t, limit, TAIL: tl.constexpr, LIMIT: tl.constexpr):
     """Return KL(student || teacher), in the form of ``forward_kl``."""
     floored = u < u
     b, a_held = tl.where(floored, 1.0, 0.0), tl.zeros_like(p)
     if TAIL == RENORMALIZE:
         p, logp = conditional(logp, valid, member)
         q, logq = conditional(logq, valid, member)
-        value = by_teacher(bregman(p, logp, q, logq), member)
-        a = times(p, logp - logq - spread(value, member))
+        terms = bregman(p, logp, q, logq)
+        value, over = sum_terms(terms, p - q, limit, member, LIMIT)
+        a = times(p, logp - logq - spread(by_teacher(terms, member), member))
+        a = without(a, times(p, logp - logq + 1.0), p, over, member, LIMIT)
     else:
         a = times(p_seen, logp - logq)
         if TAIL == NONE:
-            value = by_teacher(a, member)
+            value, over = sum_terms(a, a_held, limit, member, LIMIT)
             a += p_seen
+        elif TAIL == BUCKET:
+            value, over = sum_terms(bregman(p_seen, logp, q, logq), p_seen - q, limit, member, LIMIT)
         else:
-            value = by_teacher(bregman(p_seen, logp, q, logq), member)
+            value, over = sum_terms(bregman(p_seen, logp, q, logq), a_held, limit, member, LIMIT)
         if TAIL == BUCKET:
             floored = t < TAIL_FLOOR
             held = tl.maximum(t, TAIL_FLOOR)
@@ -149,11 +174,14 @@ def reverse_kl(p, logp, p_seen, q, logq, valid, member, u, t, TAIL: tl.constexpr
             value += bregman(tl.maximum(u, 0.0), log_u, held, tl.log(held)) - (held - t)
             b = tl.log(held) - log_u
             a_held = -p
-    return value, a, b, floored, a_held
+    return value, a, b, floored, a_held, over
 
 
 @triton.jit
-def jsd(p, logp, p_seen, q, logq, valid, member, u, t, beta, rest, log_beta, log_rest, TAIL: tl.constexpr):
+def jsd(
+    p, logp, p_seen, q, logq, valid, member, u, t, beta, rest, log_beta, log_rest, limit,
+    TAIL: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
     """Return beta KL(teacher || M) + (1 - beta) KL(student || M), in the form of ``forward_kl``."""
     floored = u < u
     b, a_held = tl.where(floored, 1.0, 0.0), tl.zeros_like(p)
@@ -161,15 +189,15 @@ def jsd(p, logp, p_seen, q, logq, valid, member, u, t, beta, rest, log_beta, log
     if TAIL == RENORMALIZE:
         seen, logp = conditional(logp, valid, member)
         q, logq = conditional(logq, valid, member)
-    value, slope = mixture(seen, logp, q, logq, beta, rest, log_beta, log_rest)
-    value = by_teacher(value, member)
+    terms, slope = mixture(seen, logp, q, logq, beta, rest, log_beta, log_rest)
+    value, over = sum_terms(terms, a_held, limit, member, LIMIT)
     a = rest * times(seen, slope)
     if TAIL == RENORMALIZE:
-        a -= seen * spread(by_teacher(a, member), member)
+        a = without(a - seen * spread(by_teacher(a, member), member), a, seen, over, member, LIMIT)
     elif TAIL == BUCKET:
         u = tl.maximum(u, 0.0)
         log_u, log_t = tl.log(tl.maximum(u, SMALLEST)), tl.log(tl.maximum(t, SMALLEST))
         on_tail, slope = mixture(u, log_u, t, log_t, beta, rest, log_beta, log_rest)
         value += on_tail
         b = -rest * slope
-    return value, a, b, floored, a_held
+    return value, a, b, floored, a_held, over

@@ -128,6 +128,7 @@ def _solve(
     loss = {0.0: formulas.FORWARD.value, 1.0: formulas.REVERSE.value}.get(beta, formulas.JSD.value)
     mixes = 0 < beta < 1
     clamp, hard, soft = kind.logprob_min_clamp, kind.loss_max_clamp, kind.loss_soft_cap
+    entry = kind.entry_max_clamp
     limit, cap = 0.0, coefficients.NO_CAP.value
     if hard is not None:
         limit, cap = hard, coefficients.HARD.value
@@ -143,8 +144,10 @@ def _solve(
         scale_of(temperature), 1.0 / temperature,
         0.0 if clamp is None else clamp, 1.0 if clamp is None else math.exp(clamp), limit,
         beta, 1.0 - beta, math.log(beta) if mixes else 0.0, math.log1p(-beta) if mixes else 0.0,
+        0.0 if entry is None else entry,
         N=n, K=teacher.k, N_PAD=padded, D_PAD=teachers, PARTS_PAD=power_of_two(gathered.parts),
         LOSS=loss, TAIL=TAILS[kind.tail], CLAMP=clamp is not None, CAP=cap, ENTROPY=entropy,
+        LIMIT=entry is not None,
         num_warps=small_warps(padded * teachers),
     )  # fmt: skip
 

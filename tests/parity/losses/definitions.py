@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 
-def divergence(a: Tensor, b: Tensor, generalized: bool) -> Tensor:
-    """sum_i a_i log(a_i / b_i), plus sum_i (b_i - a_i) for the generalised form; 0 log 0 = 0."""
-    total = a.new_zeros(())
+def terms(a: Tensor, b: Tensor, generalized: bool) -> list[Tensor]:
+    """a_i log(a_i / b_i), plus b_i - a_i for the generalised form; 0 log 0 = 0."""
+    found = []
     for x, y in zip(a, b, strict=True):
-        if float(x.detach()) > 0:
-            total = total + x * torch.log(x / y)
-        if generalized:
-            total = total + y - x
-    return total
+        term = x * torch.log(x / y) if float(x.detach()) > 0 else x.new_zeros(())
+        found.append(term + y - x if generalized else term)
+    return found
+
+
+def divergence(a: Tensor, b: Tensor, generalized: bool) -> Tensor:
+    """The sum of the terms."""
+    return torch.stack([a.new_zeros(()), *terms(a, b, generalized)]).sum()
 
 
 def outcome_vectors(
@@ -51,15 +54,21 @@ def topk_loss(
     tail: str,
     beta: float = 0.5,
     temperature: float = 1.0,
+    entry_max_clamp: float = math.inf,
 ) -> Tensor:
-    """One teacher, one row."""
+    """One teacher, one row; no id's own term is above the clamp."""
     p, q = outcome_vectors(z, ids, logq, tail, temperature)
     generalized = tail == "generalized"
     if loss == "jsd" and 0 < beta < 1:
         mixture = beta * q + (1 - beta) * p
-        return beta * divergence(q, mixture, generalized) + (1 - beta) * divergence(p, mixture, generalized)
-    forward = loss == "forward_kl" or (loss == "jsd" and beta == 0)
-    return divergence(q, p, generalized) if forward else divergence(p, q, generalized)
+        sides = zip(terms(q, mixture, generalized), terms(p, mixture, generalized), strict=True)
+        found = [beta * of_q + (1 - beta) * of_p for of_q, of_p in sides]
+    else:
+        forward = loss == "forward_kl" or (loss == "jsd" and beta == 0)
+        found = terms(q, p, generalized) if forward else terms(p, q, generalized)
+    num_ids = len(found) - (tail == "bucket")
+    held = [term.clamp_max(entry_max_clamp) for term in found[:num_ids]] + found[num_ids:]
+    return torch.stack([z.double().new_zeros(()), *held]).sum()
 
 
 def reverse_kl_and_gradient(z: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,6 +93,28 @@ def test_three_teachers_with_everything(
     assert torch.count_nonzero(got[:, VOCAB:]) == 0
 
 
+@in_every_layer
+@in_every_form
+def test_no_entry_counts_for_more_than_its_clamp(
+    loss: str, tail: str, backend: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Two teachers that share ids; rows with none, some and all of their entries held, the tail's term above it; a
+    student that has no mass on an id."""
+    z, teachers = students_and_teachers(5, 2)
+    ids, logq = teacher_topk(teachers, 5)
+    z[1] = teachers[1].mean(0)
+    z[2, ids[2].flatten()] -= 12
+    z[3, ids[3, 0, 0]] = -40.0
+    weights = torch.rand(5, 2, generator=torch.Generator().manual_seed(2))
+    upstream = torch.linspace(0.5, 2, 5)
+    options = {"loss": loss, "tail": tail, "beta": 0.4, "temperature": 1.3, "entry_max_clamp": 0.05}
+    expected = rows_and_gradient(z, ids, logq, upstream, weights, **options)
+    got = run(z.to(dtype), ids, logq, upstream, backend=backend, teacher_weights=weights, **options)
+    assert_close(got, expected, tolerance)
+    held = got[2]["clamped_entries"]
+    assert float(held.max()) > 0 and torch.equal(got[2]["clamped"] > 0, held > 0)
+
+
 CORRECTIONS = {"none": None, "tis": ("tis", 0.5, 1.2), "icepop": ("icepop", 0.5, 1.5), "gate": ("gate", 0.9, 1.5)}
 
 

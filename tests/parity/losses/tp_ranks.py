@@ -83,7 +83,13 @@ def cases(
             kind = {"loss": loss, "tail": tail, "beta": 0.3}
             calls[f"{loss}/{tail}"] = lambda x, kind=kind: parallel_topk_distill(x, **one, **kind, **shared)
             calls[f"{loss}/{tail}/two"] = lambda x, kind=kind: parallel_topk_distill(x, **two, **kind, **shared)
-    clamped = {"logprob_min_clamp": -3.0, "loss_soft_cap": 0.2, "with_entropy": True, "target": data["target"]}
+    clamped = {
+        "logprob_min_clamp": -3.0,
+        "loss_soft_cap": 0.2,
+        "entry_max_clamp": 0.05,
+        "with_entropy": True,
+        "target": data["target"],
+    }
     calls["clamped"] = lambda x: parallel_topk_distill(x, **two, **clamped, **shared)
     tail = {"loss": "reverse_kl", "tail": "sampled", "target": data["target"], "target_logprobs": data["sampled"] - 0.5}
     calls["sampled_tail"] = lambda x: parallel_topk_distill(x, **one, **tail, **shared)

@@ -45,7 +45,15 @@ def test_logprob_clamp_as_verl_does_it() -> None:
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("options", [{"logprob_min_clamp": -3.0}, {"loss_soft_cap": 0.05}, {"loss_max_clamp": 0.05}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logprob_min_clamp": -3.0},
+        {"loss_soft_cap": 0.05},
+        {"loss_max_clamp": 0.05},
+        {"entry_max_clamp": 0.05, "logprob_min_clamp": -3.0},
+    ],
+)
 def test_both_layers_agree(loss: str, tail: str, options: dict[str, float]) -> None:
     """The reference differentiates torch.clamp by autograd."""
     results = [from_probabilities(P, Q, loss=loss, tail=tail, backend=b, **options) for b in ("chunked", "reference")]
@@ -61,6 +69,16 @@ def test_clamp_that_holds_nothing_changes_nothing(loss: str) -> None:
     torch.testing.assert_close(clamped[0], plain[0])
     torch.testing.assert_close(clamped[1], plain[1])
     assert float(clamped[2]["clamped"]) == 0
+
+
+def test_an_entry_is_held_by_itself() -> None:
+    """Of 0.3 log(0.3 / 0.5), 0.4 log(0.4 / 0.01) and 0.02 log(0.02 / 0.2) the second is above 0.05."""
+    loss, gradient, metrics = from_probabilities(P, Q, tail="none", entry_max_clamp=0.05)
+    assert float(loss) == pytest.approx(0.3 * math.log(0.6) + 0.05 + 0.02 * math.log(0.1))
+    g = [-0.3, 0.0, -0.02]
+    expected = [g[j] - sum(g) * P[j] for j in range(3)] + [-sum(g) * P[3]]
+    torch.testing.assert_close(gradient, torch.tensor(expected, dtype=torch.float64))
+    assert float(metrics["clamped"]) == 1 and float(metrics["clamped_entries"]) == pytest.approx(1 / 3)
 
 
 def test_hard_clamp_stops_the_gradient() -> None:

@@ -62,6 +62,7 @@ in_both_layers = pytest.mark.parametrize("backend", ["chunked", "triton"])
         ({"logprob_min_clamp": 0.5}, "logprob_min_clamp is 0.5"),
         ({"loss_max_clamp": 0.0}, "loss_max_clamp is 0.0"),
         ({"loss_soft_cap": -1.0}, "loss_soft_cap is -1.0"),
+        ({"entry_max_clamp": 0.0}, "entry_max_clamp is 0.0"),
         ({"loss_soft_cap": 1.0, "loss_max_clamp": 1.0}, "keep one"),
         ({"loss_weight": torch.ones(3)}, r"loss_weight is torch.float32 \[3\]"),
         ({"loss_weight": torch.ones(4, dtype=torch.bool)}, "loss_weight is torch.bool"),

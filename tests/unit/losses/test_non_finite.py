@@ -116,7 +116,13 @@ MASKED: dict[str, Spoil] = {
     "all of a teacher's log-probs are -inf": teacher(-INF, slice(None)),
 }
 WAYS = {**UNDEFINED, **CLEAN, **ZERO, **MASKED}
-OPTIONS: list[dict[str, float]] = [{}, {"logprob_min_clamp": -3.0}, {"loss_max_clamp": 0.05}, {"loss_soft_cap": 0.05}]
+OPTIONS: list[dict[str, float]] = [
+    {},
+    {"logprob_min_clamp": -3.0},
+    {"loss_max_clamp": 0.05},
+    {"loss_soft_cap": 0.05},
+    {"entry_max_clamp": 0.05},
+]
 
 
 def masked_value(way: str, loss: str, tail: str, options: dict[str, float]) -> str:
