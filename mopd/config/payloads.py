@@ -7,7 +7,7 @@ states, of which its output matrix makes the logits of all ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 from mopd.config.losses import (
@@ -20,6 +20,7 @@ from mopd.config.losses import (
 )
 
 Payload = Literal["topk", "sampled", "student_topk", "union", "hidden"]
+Combine = Literal["weighted_mean", "mean_logprob", "mean_probability", "best_reward", "per_token_lowest_entropy"]
 
 
 class Asked(NamedTuple):
@@ -117,6 +118,35 @@ def require_payloads(
             "one mean: set tail: bucket"
         )
     _require_gradient(payloads, loss)
+
+
+def require_combine(
+    combine: Combine,
+    loss: Loss,
+    payloads: Collection[Payload],
+    *,
+    is_ensemble: bool,
+    unknown_rewards: str | None,
+    draws_answers: bool,
+) -> None:
+    """``ValueError`` where a rule for several teachers has nothing to work on. ``unknown_rewards``: why the rewards of
+    teachers are not known, if they are not; ``draws_answers``: some steps train on the teachers' own answers."""
+    chooses = combine == "best_reward"
+    problems = {
+        "no domain has several teachers": not is_ensemble,
+        f"loss.type is {loss.type!r}, where weighted_mean already is the mean of log-probs": (
+            combine == "mean_logprob" and not isinstance(loss, TopKLossConfig)
+        ),
+        "payload 'sampled' has no ids whose entropy could be had": (
+            combine == "per_token_lowest_entropy" and "sampled" in payloads
+        ),
+        f"{unknown_rewards}": chooses and unknown_rewards is not None,
+        "objective or schedule.warm_up trains on answers, which teachers give by their weights": (
+            chooses and draws_answers
+        ),
+    }
+    for problem in [problem for problem, is_so in problems.items() if is_so and combine != "weighted_mean"]:
+        raise ValueError(f"combine is {combine!r}, but {problem}: set combine: weighted_mean, or change that")
 
 
 def _require_payload(key: str, payload: Payload, loss: Loss) -> None:

@@ -23,7 +23,7 @@ from mopd.config.losses import (
     require_own_samples,
 )
 from mopd.config.output import CheckpointConfig, MetricsConfig
-from mopd.config.payloads import Asked, asked, require_payloads
+from mopd.config.payloads import Asked, Combine, asked, require_combine, require_payloads
 from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.rewards import RewardConfig
 from mopd.config.rollout import AnswersConfig, RolloutConfig
@@ -90,6 +90,11 @@ class Recipe(Checked):
     """Keys that every teacher inherits, the one such table; a teacher's own keys win."""
     teachers: Mapping[str, TeacherConfig]
     """Domain experts by name; metrics and reports use the name."""
+    combine: Combine = "weighted_mean"
+    """What several teachers of a domain make of a token. weighted_mean: the mean of their losses; mean_probability: the
+    loss to the mean of their probabilities; mean_logprob: to their geometric mean; per_token_lowest_entropy: to the one
+    that is surest there; best_reward: to the one with the best reward on the domain's validation prompts before
+    training. The first three weigh by ``weight`` (docs/losses.md)."""
     on_failure: Literal["stop", "replace"] = "stop"
     """A sample that no replica of its teacher could score: end the run, or count it and take the stream's next prompt
     of its domain instead. Never a smaller batch."""
@@ -126,6 +131,7 @@ class Recipe(Checked):
         payloads = {name: (teacher.payload, teacher.is_openai) for name, teacher in self.teachers.items()}
         elsewhere = {"data.scored": bool(self.data.scored), "objective": "off_policy_scores" in self.objectives}
         require_payloads(payloads, self.loss, elsewhere=elsewhere, is_ensemble=self.assignment.max_teachers > 1)
+        self._check_combine()
         self._check_objective()
         self._check_vllm_rollout()
         self._check_staleness()
@@ -207,6 +213,20 @@ class Recipe(Checked):
                     f"loss.temperature is {self.loss.temperature}, but teachers.{name} runs vLLM, which scores at "
                     f"temperature 1 only: set loss.temperature: 1.0, or teachers.{name}.engine.type: torch"
                 )
+
+    def _check_combine(self) -> None:
+        unknown = "validation is absent, which measures rewards" if self.validation is None else None
+        for name in [name for names in self.assignment.by_domain.values() if len(names) > 1 for name in names]:
+            if self.teachers[name].is_openai:
+                unknown = f"teachers.{name} is behind an openai server, which only scores"
+        require_combine(
+            self.combine,
+            self.loss,
+            [teacher.payload for teacher in self.teachers.values()],
+            is_ensemble=self.assignment.max_teachers > 1,
+            unknown_rewards=unknown,
+            draws_answers=self.draws_answers,
+        )
 
     def _check_refresh(self) -> None:
         """A teacher that is the student can be given its weights, and what is kept of its answers stays true."""
@@ -417,8 +437,15 @@ class Recipe(Checked):
 
     @property
     def support_width(self) -> int:
-        """K: places of a row of ids in the data plane, those of the teacher asked for most; 0: there are no rows."""
-        return max(own.width for own in self.asked.values())
+        """K: places of a row of ids in the data plane, those of the teacher asked for most, or of all that have their
+        probabilities averaged; 0: there are no rows."""
+        width = max(own.width for own in self.asked.values())
+        return width * (self.assignment.max_teachers if self.combine == "mean_probability" else 1)
+
+    @property
+    def teachers_per_row(self) -> int:
+        """D: teachers whose ids stand beside one another in the data plane."""
+        return self.assignment.max_teachers if self.combine == "weighted_mean" else 1
 
     @property
     def has_in_process_engines(self) -> bool:

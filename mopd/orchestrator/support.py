@@ -42,6 +42,11 @@ def support_rows(scores: Scores, given: Tensor | None, width: int) -> tuple[Tens
         is_repeat = torch.zeros_like(ids, dtype=torch.bool)
         is_repeat.scatter_(1, order[:, 1:], in_order[:, 1:] == in_order[:, :-1])
         ids, logprobs = ids.masked_fill(is_repeat, NO_ID), logprobs.masked_fill(is_repeat, -torch.inf)
+    return widened(ids, logprobs, width)
+
+
+def widened(ids: Tensor, logprobs: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return rows [R, K] with empty places up to ``width``."""
     missing = width - ids.shape[1]
     if missing:
         ids = torch.nn.functional.pad(ids, (0, missing), value=NO_ID)

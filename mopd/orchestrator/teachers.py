@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from mopd.base.text import named_samples, one_line
 from mopd.base.types import HIDDEN_FIELD, TOKEN_FIELD, Batch, FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment
-from mopd.config.payloads import Asked
+from mopd.config.payloads import Asked, Combine
 from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import Storage
@@ -27,9 +27,10 @@ from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import CorruptAnswer, Scores
 from mopd.engines.replicas.interface import NoReplica, SampleFailed
 from mopd.engines.replicas.router import Router
+from mopd.losses import combine
 from mopd.losses.sampled import domain_baselines
 from mopd.orchestrator.kept.scores import Questions, ScoreCache
-from mopd.orchestrator.support import Coverage, coverage_metrics, given_ids, support_rows
+from mopd.orchestrator.support import Coverage, coverage_metrics, given_ids, support_rows, widened
 
 Answers = dict[int, Scores | FailedSample]
 """One teacher's answers by sample id."""
@@ -99,6 +100,20 @@ class TeacherWorker:
         self.cache: ScoreCache | None = None
         """What teachers have said before. Absent until they have shown that they are the right ones: the checks before
         a run ask the teachers themselves."""
+        self._rule, self._best = Rule(), dict[str, str]()
+        self._told: dict[str, tuple[float, int]] = {}
+        """Metric of the teachers of an ensemble -> its sum, and the number of tokens."""
+
+    def join_by(self, rule: Rule, best: Mapping[str, str]) -> None:
+        """From now on make one distribution of an ensemble's scores by ``rule``; of domains in ``best`` ask that
+        teacher alone. Not before the checks, which look at each teacher."""
+        self._rule, self._best = rule, dict(best)
+
+    def teachers_of(self, domain: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        """Return the teachers that a domain's samples are scored by, and their weights, which add up to 1."""
+        if domain in self._best:
+            return (self._best[domain],), (1.0,)
+        return self._assignment.teachers_of(domain), self._assignment.weights_of(domain)
 
     async def score(self, metas: Sequence[SampleMeta], rows: Mapping[int, int] = NO_ROWS) -> list[FailedSample]:
         """Score each sample with its domain's teachers, all teachers at the same time; return the samples that cannot
@@ -111,7 +126,7 @@ class TeacherWorker:
         """
         asked: dict[str, list[SampleMeta]] = defaultdict(list)
         for meta in metas:
-            for name in self._assignment.teachers_of(meta.domain):
+            for name in self.teachers_of(meta.domain)[0]:
                 asked[name].append(meta)
         answers = await all_or_none(self._ask(self._groups[name], share, rows) for name, share in asked.items())
         by_teacher = dict(zip(asked, answers, strict=True))
@@ -119,23 +134,46 @@ class TeacherWorker:
         fields: dict[int, dict[str, Tensor]] = {}
         for meta in metas:
             said: list[TeacherRows] = []
-            for name in self._assignment.teachers_of(meta.domain):
+            names, weights = self.teachers_of(meta.domain)
+            for name in names:
                 answer = by_teacher[name][meta.sample_id]
                 if isinstance(answer, FailedSample):
                     failed.setdefault(meta.sample_id, answer)
                 else:
                     said.append(answer)
             if meta.sample_id not in failed:
-                weights = self._assignment.weights_of(meta.domain)
-                fields[meta.sample_id] = merge(said, weights, num_teachers=self._assignment.max_teachers)
+                fields[meta.sample_id] = self._joined(meta.domain, names, said, weights)
         if fields:
             names = next(iter(fields.values()))
             await self._plane.update([*fields], {name: [own[name] for own in fields.values()] for name in names})
         return [*failed.values()]
 
     def take_numbers(self) -> dict[str, float]:
-        """Return the cache's numbers since the last call."""
-        return {} if self.cache is None else self.cache.take_numbers()
+        """Return the cache's numbers since the last call, and those of what was joined."""
+        told = {name: total / count for name, (total, count) in sorted(self._told.items())}
+        self._told.clear()
+        return told | ({} if self.cache is None else self.cache.take_numbers())
+
+    def _joined(
+        self, domain: str, names: Sequence[str], said: Sequence[TeacherRows], weights: Sequence[float]
+    ) -> dict[str, Tensor]:
+        """Return the fields of one sample, made of what its teachers say of it, and count how they differ."""
+        if self._rule.combine == "weighted_mean":
+            return merge(said, weights, num_teachers=self._assignment.max_teachers)
+        (only, *others), told = said, None
+        if others:
+            only, told = self._rule.join(said, weights)
+        if told is not None and not told.is_floating_point():
+            for i, name in enumerate(names):
+                self._count(f"teacher_chosen_share/{name}", told == i)
+        elif told is not None:
+            self._count(f"teacher_disagreement/{domain}", told)
+        ids, logprobs = widened(only.ids, only.logprobs, self._rule.width)
+        return merge([replace(only, ids=ids, logprobs=logprobs)], (1.0,), num_teachers=1)
+
+    def _count(self, name: str, values: Tensor) -> None:
+        total, count = self._told.get(name, (0.0, 0))
+        self._told[name] = total + float(values.double().sum()), count + len(values)
 
     async def coverage(self, batch: Batch) -> dict[str, float]:
         """Return metrics of what the rows of a claimed batch hold of their teachers (``coverage_metrics``)."""
@@ -144,10 +182,11 @@ class TeacherWorker:
         fields = await self._plane.get(batch.sample_ids, ["teacher_logprobs"])
         by_domain: dict[str, list[Coverage]] = defaultdict(list)
         for meta, logprobs in zip(batch.samples, fields["teacher_logprobs"], strict=True):
-            names = self._assignment.teachers_of(meta.domain)
+            names, _ = self.teachers_of(meta.domain)
             of_teachers = logprobs.unbind(1) if logprobs.dim() == 3 else (logprobs,)
+            joined = Asked(own=logprobs.shape[-1]) if len(names) > len(of_teachers) else None  # in an order of its own
             for name, own in zip(names, of_teachers, strict=False):  # teachers that a domain lacks stand behind its own
-                by_domain[meta.domain].append(Coverage.of(own, self._asked[name]))
+                by_domain[meta.domain].append(Coverage.of(own, joined or self._asked[name]))
         return coverage_metrics(by_domain)
 
     async def compare(self, batch: Batch) -> None:
@@ -269,6 +308,26 @@ class TeacherRows:
     """[R] fp32."""
     hidden: Tensor | None = None
     """[R, H] bf16, where it sends them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the scores of an ensemble become those of one teacher, if they do."""
+
+    combine: Combine = "weighted_mean"
+    width: int = 0
+    """Places of a row that all samples get."""
+
+    def join(self, said: Sequence[TeacherRows], weights: Sequence[float]) -> tuple[TeacherRows, Tensor]:
+        """Return the rows of one distribution, and what ``mopd.losses.combine`` tells of each [R]."""
+        ids, logprobs = (torch.stack([getattr(own, name) for own in said]) for name in ("ids", "logprobs"))
+        token_logprobs = torch.stack([own.token_logprobs for own in said])
+        if self.combine == "per_token_lowest_entropy":
+            joined = combine.lowest_entropy(ids, logprobs, token_logprobs)
+        else:
+            rule = combine.mean_logprob if self.combine == "mean_logprob" else combine.mean_probability
+            joined = rule(ids, logprobs, token_logprobs, weights)
+        return TeacherRows(joined.ids, joined.logprobs, joined.token_logprobs), joined.told
 
 
 def merge(said: Sequence[TeacherRows], weights: Sequence[float], *, num_teachers: int) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from mopd.orchestrator.leading import Orchestrator, RunParts
 from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.preflight.checks import Preflight
 from mopd.orchestrator.student import StudentGroup
+from mopd.orchestrator.teachers import Rule
 from mopd.orchestrator.validation import append_record, is_due
 from mopd.orchestrator.workers import Workers
 from mopd.placement.sharing.rollout import TurnsGenerator
@@ -144,6 +145,7 @@ def train_task(orchestrator: Orchestrator, *, resume: bool, from_step: str | Non
             await parts.student.publish(ledger.step)
             await begin(training, loaded, manifests, is_fresh=is_fresh)
             parts.workers.teachers.cache = cache
+            join_teachers(training)
             await train(training, ledger, is_fresh=is_fresh, as_json=as_json)
 
         return orchestrator.with_workers(work, run.path)
@@ -264,6 +266,29 @@ async def begin(training: Training, loaded: Loaded, manifests: Mapping[str, Mani
         training.reweigh(preflight.validation)
 
 
+def join_teachers(training: Training) -> None:
+    """Have ensembles scored by the recipe's rule, ``best_reward`` by the rewards before the first step.
+
+    Raises:
+        UserError: the reward of a domain's teachers is not known.
+    """
+    recipe, run, workers = training.recipe, training.run, training.parts.workers
+    best: dict[str, str] = {}
+    if recipe.combine == "best_reward":
+        known = run.best_teachers()
+        for domain in workers.dataset.rows_by_domain:
+            names = recipe.assignment.teachers_of(domain)
+            if len(names) > 1 and known.get(domain) not in names:
+                raise UserError(
+                    f"combine is 'best_reward', but {run.headroom.name} names none of {', '.join(names)} as the best "
+                    f"on {domain!r}: add validation prompts of that domain, or set combine: weighted_mean"
+                )
+            if len(names) > 1:
+                best[domain] = known[domain]
+                logger.info("domain %r: combine best_reward chooses teachers.%s", domain, best[domain])
+    workers.teachers.join_by(Rule(recipe.combine, recipe.support_width), best)
+
+
 async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: bool = False) -> None:
     """Train from the ledger's step until the last one, then export and report: on standard output, as a table or as
     the JSON of ``report.json``, in which case the progress goes to standard error.
@@ -358,9 +383,9 @@ class RunObserver:
         values = self.workers.take_numbers() | self.checkpointer.take_numbers()
         values |= {} if self.pusher is None else self.pusher.take_numbers()
         for domain, kl in metrics.by_domain("kl_k1").items():
-            names = self.recipe.assignment.teachers_of(domain)
-            if all(name in self.floors for name in names):
-                weights = self.recipe.assignment.weights_of(domain)
+            names, weights = self.workers.teachers.teachers_of(domain)
+            is_mean = self.recipe.combine == "weighted_mean" or len(names) == 1  # of joint ones no floor is known
+            if is_mean and all(name in self.floors for name in names):
                 floor = sum(w * self.floors[name] for w, name in zip(weights, names, strict=True))
                 values |= {f"kl_floor/{domain}": floor, f"kl_net/{domain}": kl - floor}
         self.sinks.log(metrics.plus(values))

@@ -155,7 +155,7 @@ def _workload(recipe: Recipe, domains: Mapping[str, float], **lengths: Any) -> W
         longest_response=recipe.rollout.max_response_length,
         max_tokens=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
         teacher_shares=shares,
-        max_teachers=recipe.assignment.max_teachers,
+        max_teachers=recipe.teachers_per_row,
         **lengths,
     )
 

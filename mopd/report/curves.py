@@ -73,6 +73,8 @@ PANELS = {
     "truncated_share": Panel("Truncated responses", "Share cut at the length limit."),
     "clamped_share": Panel("Clamped tokens", "Share whose loss met a clamp: their gradient is zero."),
     "clamped_entries": Panel("Clamped entries", "Share of the ids whose own term met a clamp."),
+    "teacher_disagreement": Panel("Disagreement of teachers", "Nats per token, of several teachers of a domain."),
+    "teacher_chosen_share": Panel("Surest teacher", "Share of tokens at which each teacher was the surest of several."),
     "tail_floored_share": Panel("Floored tails",
         "Share of tokens whose mass outside the top-k met its numerical floor."),
     "ratio": Panel("Policy ratio", "PPO's ratio of new to old probability.", from_zero=False),

@@ -102,6 +102,10 @@ class RunFiles:
         """Read the rewards of each domain's own teacher on the validation prompts; empty if not measured."""
         return _numbers(self.headroom, "teacher", cure=f"{CURE}, or remove it")
 
+    def best_teachers(self) -> dict[str, str]:
+        """Read, by domain, the name of the teacher with the best reward; without the domains that have none."""
+        return self._of_teachers("name", lambda value: isinstance(value, str))
+
     def teacher_scores(self) -> dict[str, list[float]]:
         """Read, by domain, the teacher's score of each validation prompt; without the domains that have none."""
         return self._of_teachers("scores", _are_numbers)
@@ -111,9 +115,9 @@ class RunFiles:
         none."""
         return self._of_teachers("examples", _are_examples)
 
-    def _of_teachers(self, key: str, is_sound: Callable[[Any], bool]) -> dict[str, list[Any]]:
+    def _of_teachers(self, key: str, is_sound: Callable[[Any], bool]) -> dict[str, Any]:
         cure = f"{CURE}, or remove it"
-        found: dict[str, list[Any]] = {}
+        found: dict[str, Any] = {}
         for domain, entry in _entries(self.headroom, cure):
             values = entry.get(key) if isinstance(entry, dict) else None
             if values is not None and not is_sound(values):

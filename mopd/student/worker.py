@@ -100,7 +100,7 @@ class StudentWorker:
                 student.optimizer, self._chunks, num_steps=recipe.schedule.steps
             )
         shares = None
-        if recipe.assignment.max_teachers > 1:
+        if recipe.teachers_per_row > 1:
             shares = torch.tensor(recipe.assignment.weight_table(self.domains), device=self.layout.device)
         limits = {
             "true_vocab_size": self.dims.vocab_size,

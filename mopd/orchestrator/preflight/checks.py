@@ -72,7 +72,7 @@ class Preflight:
         self.manifests = manifests
         self.is_fresh = is_fresh
         self.headroom: dict[str, Any] | None = None
-        """Domain -> its teacher's reward, scores and example answers (the best one's of an ensemble)."""
+        """Domain -> its teacher's reward, name, scores and example answers (the best one's of an ensemble)."""
         self.validation: dict[str, Any] | None = None
         """The student's validation at step 0, a line of ``validation.jsonl``: a run need not validate twice."""
         self.parity: dict[str, Parity] = {}
@@ -265,7 +265,7 @@ class Preflight:
         start = time.perf_counter()
         student = await validator.run(self.workers.generator)
         wall_s = time.perf_counter() - start
-        best: dict[str, ValidationResult] = {}
+        best: dict[str, tuple[str, ValidationResult]] = {}
         for name, teacher in self.recipe.teachers.items():
             domains = self.recipe.assignment.domains_of(name, validator.domains)
             if not domains:
@@ -277,14 +277,14 @@ class Preflight:
             async with group.kept_awake():
                 result = await validator.run(group.router, domains=domains, teacher=name)
             for domain in domains:
-                if domain not in best or result.rewards[domain] > best[domain].rewards[domain]:
-                    best[domain] = result
+                if domain not in best or result.rewards[domain] > best[domain][1].rewards[domain]:
+                    best[domain] = name, result
                 yield self._better(name, domain, teacher=result, student=student)
-        examples = {domain: result.examples[domain] for domain, result in best.items()}
+        examples = {domain: result.examples[domain] for domain, (_, result) in best.items()}
         plain = plain_examples(examples, "headroom.json", MAX_TEXT_BYTES)
         self.headroom = {
-            d: {"teacher": result.rewards[d], "scores": result.scores[d], "examples": plain.get(d, [])}
-            for d, result in best.items()
+            d: {"teacher": result.rewards[d], "name": name, "scores": result.scores[d], "examples": plain.get(d, [])}
+            for d, (name, result) in best.items()
         }
         self.validation = record_of(0, student, wall_s=wall_s, watch=self.recipe.watched_domains)
 

@@ -29,6 +29,51 @@ def recipe_of(folder: Path, *overrides: str) -> Recipe:
     return load_recipe(path, list(overrides)).recipe
 
 
+PAIR = ["teachers.a.weight=1", "teachers.b={model: b, domains: [a, b], weight: 1}"]
+JUDGED = ["validation={every_steps: 5}", "data.validation=[x.parquet]", "rewards={default: {type: exact_match}}"]
+
+
+def test_rows_of_joint_teachers(tmp_path: Path) -> None:
+    for rule, shape in (
+        ("weighted_mean", (2, 64)),
+        ("mean_probability", (1, 128)),
+        ("mean_logprob", (1, 64)),
+        ("best_reward", (1, 64)),
+        ("per_token_lowest_entropy", (1, 64)),
+    ):
+        recipe = recipe_of(tmp_path, *PAIR, *JUDGED, f"combine={rule}")
+        assert (recipe.teachers_per_row, recipe.support_width) == shape
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["combine=mean_probability"], "no domain has several teachers"),
+        ([*PAIR, "combine=mean_logprob", "loss={type: k2}"], "where weighted_mean already is the mean of log-probs"),
+        (
+            [*PAIR, "combine=per_token_lowest_entropy", "loss={type: k2}", "teacher_defaults.payload=sampled"],
+            "payload 'sampled' has no ids whose entropy",
+        ),
+        ([*PAIR, "combine=best_reward"], "validation is absent, which measures rewards"),
+        (
+            [
+                *(*PAIR, *JUDGED, "combine=best_reward"),
+                "teachers.a.placement={type: external, urls: ['http://a:1'], protocol: openai}",
+            ],
+            "teachers.a is behind an openai server, which only scores",
+        ),
+        (
+            [*PAIR, *JUDGED, "combine=best_reward", "objective=sft_on_teacher"],
+            "trains on answers, which teachers give by their weights",
+        ),
+    ],
+)
+def test_rules_that_have_nothing_to_work_on(tmp_path: Path, overrides: list[str], problem: str) -> None:
+    with pytest.raises(UserError, match=problem) as raised:
+        recipe_of(tmp_path, *overrides)
+    assert "set combine: weighted_mean, or change that" in str(raised.value) and "\n" not in str(raised.value)
+
+
 def test_numbers_of_ids(tmp_path: Path) -> None:
     keys = ("loss.top_k=16", "loss.always_ids=[<tool_call>, 7]", "teacher_defaults.payload=union")
     recipe = recipe_of(tmp_path, *keys, "teachers.b.payload=student_topk")

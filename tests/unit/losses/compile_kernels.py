@@ -193,7 +193,8 @@ CASES: dict[str, dict[str, Any]] = {
     "odd": {"dtype": torch.bfloat16, "vocab": 151_669, "true_vocab": 151_665, "k": 512, "teachers": 1},
     "fp32": {"dtype": torch.float32, "vocab": 32_000, "true_vocab": 32_000, "k": 512, "teachers": 1,
              "loss": "reverse_kl", "tail": "renormalize", "logprob_min_clamp": -10.0, "entropy": True},
-    "task": {"dtype": torch.bfloat16, "vocab": 151_936, "true_vocab": 151_669, "k": 64, "teachers": 1, "task": True},
+    "task": {"dtype": torch.bfloat16, "vocab": 151_936, "true_vocab": 151_669, "k": 64, "teachers": 1, "task": True,
+             "entry_max_clamp": 0.05},
 }  # fmt: skip
 FULL_CASES: dict[str, dict[str, Any]] = {
     "full": {"dtype": torch.bfloat16, "vocab": 151_936, "true_vocab": 151_669, "loss": "forward_kl"},

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from mopd.base.types import TEACHER_FIELDS, FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment, TeacherConfig, TorchEngineConfig
-from mopd.config.payloads import Asked
+from mopd.config.payloads import Asked, Combine
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Scores
 from mopd.engines.replicas.interface import RouterLimits
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
+from mopd.losses import combine
+from mopd.orchestrator.teachers import Rule, TeacherGroup, TeacherWorker
 from tests.fixtures.samples import meta_of
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
 from tests.unit.orchestrator.groups import teacher_of
@@ -76,7 +77,11 @@ def samples(*domains: str) -> tuple[list[SampleMeta], list[Tensor]]:
 
 
 def run_worker(
-    teachers: dict[str, TeacherConfig], groups: dict[str, TeacherGroup], *domains: str, keep_going: bool = False
+    teachers: dict[str, TeacherConfig],
+    groups: dict[str, TeacherGroup],
+    *domains: str,
+    keep_going: bool = False,
+    prepare: Callable[[TeacherWorker], None] = lambda worker: None,
 ) -> tuple[dict[str, list[Tensor]], list[FailedSample], tuple[int, ...]]:
     """Fields of the samples that were scored, the others, and the ids of the former."""
     metas, tokens = samples(*domains)
@@ -92,6 +97,7 @@ def run_worker(
             temperature=0.8,
             keep_going=keep_going,
         )
+        prepare(worker)
         failed = await worker.score(metas)
         lost = {failure.sample.sample_id for failure in failed}
         batch = await plane.claim([m.sample_id for m in metas if m.sample_id not in lost], TEACHER_FIELDS)
@@ -131,6 +137,56 @@ def test_an_ensemble_writes_every_view_and_the_weighted_mean(engines: dict[str, 
     assert fields["teacher_ids"][1].shape == (code.response_length, 2, 5)
     assert torch.equal(fields["teacher_ids"][1][:, 0], only.ids)
     torch.testing.assert_close(fields["teacher_token_logprobs"][1], only.token_logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
+
+
+@pytest.mark.parametrize(
+    ("rule", "width"), [("mean_probability", 10), ("mean_logprob", 5), ("per_token_lowest_entropy", 5)]
+)
+def test_a_rule_makes_one_teacher_of_several(engines: dict[str, TorchEngine], rule: Combine, width: int) -> None:
+    """Rows of all samples are equally wide, also those of a domain with one teacher, which are as they were."""
+    workers: list[TeacherWorker] = []
+
+    def prepare(worker: TeacherWorker) -> None:
+        workers.append(worker)
+        worker.join_by(Rule(rule, width), {})
+
+    groups = {name: group(name, engines[name]) for name in ENSEMBLE}
+    fields, _, _ = run_worker(ENSEMBLE, groups, "math", "code", prepare=prepare)
+    (math, code), (math_tokens, code_tokens) = samples("math", "code")
+    views = [alone(engines[name], math_tokens, math) for name in ENSEMBLE]
+    stacked = [torch.stack([getattr(view, name) for view in views]) for name in ("ids", "logprobs", "token_logprobs")]
+    expected = {
+        "mean_probability": lambda: combine.mean_probability(*stacked, (0.75, 0.25)),
+        "mean_logprob": lambda: combine.mean_logprob(*stacked, (0.75, 0.25)),
+        "per_token_lowest_entropy": lambda: combine.lowest_entropy(*stacked),
+    }[rule]()
+    assert fields["teacher_ids"][0].shape == (math.response_length, width)
+    close = {"rtol": 0, "atol": FP32_FORWARD_ATOL}
+    torch.testing.assert_close(fields["teacher_logprobs"][0], expected.logprobs, **close)
+    torch.testing.assert_close(fields["teacher_token_logprobs"][0], expected.token_logprobs, **close)
+    only = alone(engines["coder"], code_tokens, code)
+    assert torch.equal(fields["teacher_ids"][1][:, :5], only.ids)
+    assert fields["teacher_logprobs"][1].shape == (code.response_length, width)
+    assert (fields["teacher_logprobs"][1][:, 5:] == -torch.inf).all()
+    numbers = workers[0].take_numbers()
+    if rule == "per_token_lowest_entropy":
+        shares = [float((expected.told == i).double().mean()) for i in range(2)]
+        assert [numbers[f"teacher_chosen_share/{name}"] for name in ENSEMBLE] == pytest.approx(shares)
+    else:
+        assert numbers == {"teacher_disagreement/math": pytest.approx(float(expected.told.mean()), abs=1e-4)}
+    assert workers[0].take_numbers() == {}
+
+
+def test_the_best_teacher_alone_is_asked(engines: dict[str, TorchEngine]) -> None:
+    other = Altered(engines["mathematician"], length=0, change=lambda scores: scores)
+    groups = {"mathematician": group("mathematician", other), "coder": group("coder", engines["coder"])}
+
+    def prepare(worker: TeacherWorker) -> None:
+        worker.join_by(Rule("best_reward", 5), {"math": "coder"})
+
+    fields, _, _ = run_worker(ENSEMBLE, groups, "math", prepare=prepare)
+    (meta,), (tokens,) = samples("math")
+    assert other.requests == 0 and torch.equal(fields["teacher_ids"][0], alone(engines["coder"], tokens, meta).ids)
 
 
 def test_a_response_is_compared_with_the_other_responses_of_its_domain() -> None:
