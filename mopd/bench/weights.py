@@ -318,7 +318,9 @@ class BenchStudent:
         """Return no metrics."""
         return {}
 
-    def weights(self, part: WeightPart = "all", *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, part: WeightPart = "all", *, in_place: bool = False, ema: float | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Return all weights as ``StudentWorker.weights`` does."""
         return iter_hf_weights([self._model], self.dims, self.layout, in_place=in_place)
 

@@ -236,8 +236,8 @@ class TeacherConfig(EngineGroupConfig):
     """The teacher's Hugging Face checkpoint: its folder, or its name on the Hub; config and tokenizer are enough for
     ``protocol: openai``. ``student``: the student itself, with ``refresh``."""
     refresh: Literal["frozen"] | RefreshConfig | None = None
-    """Weights of a teacher that is the student: those of ``student.model`` for the whole run (``frozen``), or those of
-    the student as it is every so many steps."""
+    """Weights of a teacher that is the student: those of ``student.model`` for the whole run (``frozen``), those of
+    the student as it is every so many steps, or an average of all that it has had."""
     view: ViewConfig | None = None
     """What it reads in the place of the student's prompt; absent: the same."""
     domains: tuple[str, ...] = ()
@@ -280,7 +280,8 @@ class TeacherConfig(EngineGroupConfig):
         elif isinstance(self.engine, VllmEngineConfig) and self.engine.pipeline_parallel_size > 1:
             what = "engine.pipeline_parallel_size is above 1, and weights go to tensor-parallel workers alone"
         if what:
-            raise ValueError(f"refresh has every_steps, but {what}: set refresh: frozen, or remove that key")
+            key = "every_steps" if isinstance(self.refresh, RefreshConfig) and self.refresh.ema is None else "ema"
+            raise ValueError(f"refresh has {key}, but {what}: set refresh: frozen, or remove that key")
 
 
 def require_turns(

@@ -230,7 +230,8 @@ class Recipe(Checked):
 
     def _check_refresh(self) -> None:
         """A teacher that is the student can be given its weights, and what is kept of its answers stays true."""
-        for name, every in self.refreshed.items():
+        for name, refresh in self.refreshed.items():
+            every = refresh.rhythm
             dtype = self.teachers[name].engine.dtype
             problems = {
                 "payload is 'hidden', and the student's ranks keep the output matrix of a folder": self.sends_hidden,
@@ -475,10 +476,15 @@ class Recipe(Checked):
         return {name: teacher.view for name, teacher in self.teachers.items() if teacher.view is not None}
 
     @property
-    def refreshed(self) -> dict[str, int]:
-        """Teachers that are the student and get its new weights, each with the steps from one update to the next."""
+    def refreshed(self) -> dict[str, RefreshConfig]:
+        """Teachers that are the student and get its new weights."""
         refresh = {name: teacher.refresh for name, teacher in self.teachers.items()}
-        return {name: own.every_steps for name, own in refresh.items() if isinstance(own, RefreshConfig)}
+        return {name: own for name, own in refresh.items() if isinstance(own, RefreshConfig)}
+
+    @property
+    def averages(self) -> tuple[float, ...]:
+        """Decays of the averages of weights that the student's ranks keep for teachers."""
+        return tuple(sorted({own.ema for own in self.refreshed.values() if own.ema is not None}))
 
     def longest_sequence(self, teacher: str | None = None) -> int:
         """Tokens of the longest prompt with its response: the student's, or what a teacher reads."""

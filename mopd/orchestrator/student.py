@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mopd.base.types import DomainSums, MicroBatchPlan, SampleMeta
 from mopd.config.schema import Recipe
+from mopd.config.views import RefreshConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.data.packing import packing_rules
 from mopd.engines.wire.weights import StagedWeights
@@ -95,27 +96,28 @@ class StudentGroup:
         """Stage the weights and send them, to teachers that are the student too. Done once, as a run begins."""
         await self.stage(weight_version)
         await self.send()
-        for name, (every, _) in self._refreshed.items():
-            if weight_version % every:
+        for name, (own, _) in self._refreshed.items():
+            if every := weight_version % own.rhythm:
                 logger.warning(
                     "teachers.%s goes on with the weights of step %d: those of step %d, which it had, are in no "
-                    "checkpoint", name, weight_version, weight_version - weight_version % every,
+                    "checkpoint", name, weight_version, weight_version - every,
                 )  # fmt: skip
-        await self._give(weight_version, [sync for _, sync in self._refreshed.values()])
+        await self._give(weight_version, [*self._refreshed.values()])
 
     async def refresh(self, step: int) -> None:
         """Give the weights of ``step`` to the teachers whose turn it is (``refresh.every_steps``)."""
-        await self._give(step, [sync for every, sync in self._refreshed.values() if step % every == 0])
+        await self._give(step, [one for one in self._refreshed.values() if step % one[0].rhythm == 0])
 
-    async def _give(self, step: int, teachers: Sequence[GroupWeightSync]) -> None:
-        """Take the weights over once, and send them to all of these teachers. They stay in host memory: a replica that
-        is started again gets what the others have, while the ranks' weights are newer."""
-        if teachers:
+    async def _give(self, step: int, teachers: Sequence[tuple[RefreshConfig, GroupWeightSync]]) -> None:
+        """Take the weights, and each average of them, over once, and send them to all of these teachers. They stay in
+        host memory: a replica that is started again gets what the others have, while the ranks' weights are newer."""
+        for ema in dict.fromkeys(own.ema for own, _ in teachers):
             async with self._ranks.turn:
-                tensors, frames = await self._ranks.ask_for_frames("weights", tensors=self._tensors)
+                tensors, frames = await self._ranks.ask_for_frames("weights", tensors=self._tensors, ema=ema)
             staged = await asyncio.to_thread(StagedWeights.pack, step, tensors.encode(), frames)
-            for sync in teachers:
-                await sync.send(staged)
+            for own, sync in teachers:
+                if own.ema == ema:
+                    await sync.send(staged)
 
     async def stage(self, weight_version: int) -> None:
         """Take the weights over into this process, or send them all the way by a group; replicas on shared GPUs are

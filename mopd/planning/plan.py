@@ -180,7 +180,7 @@ def make_plan(given: PlanInput, pool: NodePool, rates: Rates | None) -> RunPlan:
         balanced=balanced,
         problems=[*places.problems, *_too_large(ranks, replicas, hosts, places, cluster)],
         tower=plan_tower(recipe.student, dims, work.image_tokens),
-        checkpoint_bytes=checkpoint_bytes(dims, recipe.student),
+        checkpoint_bytes=checkpoint_bytes(dims, recipe.student, len(recipe.averages)),
         checkpoints_kept=recipe.checkpoint.keep_last + (recipe.checkpoint.keep_best and recipe.validation is not None),
     )
 

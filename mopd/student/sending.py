@@ -42,7 +42,9 @@ class HasWeights(Protocol):
     dims: ModelDims
     constants: frozenset[str]
 
-    def weights(self, part: WeightPart, *, in_place: bool) -> Iterator[tuple[str, Tensor]]: ...
+    def weights(
+        self, part: WeightPart, *, in_place: bool, ema: float | None = None
+    ) -> Iterator[tuple[str, Tensor]]: ...
 
     def sender_weights(self, part: WeightPart) -> Iterator[tuple[str, Tensor | None]]: ...
 
@@ -111,11 +113,11 @@ class WeightSender:
             return None
         return {"gather_s": sent.gather_s, "send_s": sent.send_s}
 
-    def hand_on(self, tensors: str, give: Callable[[Tensor], None]) -> str:
+    def hand_on(self, tensors: str, give: Callable[[Tensor], None], ema: float | None = None) -> str:
         """Give the whole model to ``give`` on the first rank, in parts, [bytes] uint8 on the CPU, and their digests at
         the end; all others help to gather. ``tensors`` as in ``join``; returns them with the first rank as the one
-        sender. Raises ``NonFiniteError``."""
-        stream = self._stream(0, by_first=True)
+        sender. ``ema``: decay of the average that stands for the weights, if one does. Raises ``NonFiniteError``."""
+        stream = self._stream(0, by_first=True, ema=ema)
         if not self._is_first:
             collections.deque(stream, maxlen=0)
             return ""
@@ -140,11 +142,11 @@ class WeightSender:
         if carrier is not None:
             carrier.group.close()
 
-    def _stream(self, num_skipped: int, *, by_first: bool) -> Stream:
+    def _stream(self, num_skipped: int, *, by_first: bool, ema: float | None = None) -> Stream:
         parts: list[WeightPart] = ["constants"] if self._worker.constants and not num_skipped else []
         for part in (*parts, "trained"):
             if by_first:
-                yield from self._worker.weights(part, in_place=True)
+                yield from self._worker.weights(part, in_place=True, ema=ema)
             else:
                 yield from self._worker.sender_weights(part)
 

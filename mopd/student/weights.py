@@ -8,8 +8,9 @@ its own shard. Names and merges are ``mopd.conversion``'s; the parameters are fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ def iter_hf_weights(
     *,
     takes: Callable[[Placed], bool] = lambda placed: True,
     in_place: bool = False,
+    instead: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole model, or the parameters that ``takes`` chooses, as ``(hf_name, tensor)`` in checkpoint order on
     rank 0 of the job.
@@ -70,7 +72,8 @@ def iter_hf_weights(
     only hold second copies do not communicate. Vocabulary padding is stripped; tied embeddings come once.
 
     Yields:
-        Contiguous tensors in their parameters' dtypes: load and export are a bit-exact pair. They are on the CPU in
+        Contiguous tensors in their parameters' dtypes, those of ``instead`` in the place of parameters whose ``id`` it
+        names: load and export are a bit-exact pair. They are on the CPU in
         memory of their own; or, ``in_place``, on the parameters' device, in the parameters' own memory if they lie
         there unmerged.
 
@@ -79,7 +82,7 @@ def iter_hf_weights(
     """
     # Every copy holds the same values: one of the shared weights and one of the experts send, the others leave.
     if layout.copy == 0 or layout.edp_rank == 0:
-        export = _Export(model_chunks, dims, layout, in_place=in_place, by_sender=False)
+        export = _Export(model_chunks, dims, layout, in_place=in_place, by_sender=False, instead=instead)
         for placed in filter(takes, families.all_params(dims)):
             yield from export.tensors(placed)
 
@@ -154,7 +157,9 @@ class _Export:
         *,
         in_place: bool,
         by_sender: bool,
+        instead: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
+        self._instead = instead
         self._dims, self._layout, self._in_place, self._by_sender = dims, layout, in_place, by_sender
         self._owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}
         self._stages = _stages(model_chunks, layout)
@@ -216,7 +221,7 @@ class _Export:
             raise RuntimeError(f"no pipeline stage holds {name!r}: the model was not built from these dims")
         if self._owned[name].dtype != dtype:
             raise RuntimeError(f"{name} is {self._owned[name].dtype}, expected {dtype}")
-        return self._owned[name].detach()
+        return self._instead.get(id(self._owned[name]), self._owned[name]).detach().to(dtype)
 
     def _dtype_of(self, placed: Placed) -> torch.dtype:
         return torch.float32 if placed.param.stays_fp32 else self._dtype

@@ -22,6 +22,7 @@ from mopd.conversion.models.families import Placed
 from mopd.data.packing import pack, packing_rules
 from mopd.data_plane.interface import Reader
 from mopd.student import cpu_shim, parallel
+from mopd.student.averages import Averages
 from mopd.student.batch import MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
 from mopd.student.conflicts import cosines, sketch_gradient
@@ -99,6 +100,7 @@ class StudentWorker:
             self._optimizer, self._scheduler = build_optimizer(
                 student.optimizer, self._chunks, num_steps=recipe.schedule.steps
             )
+        self._averages = Averages(recipe.averages, [chunk.module for chunk in self._chunks])
         shares = None
         if recipe.teachers_per_row > 1:
             shares = torch.tensor(recipe.assignment.weight_table(self.domains), device=self.layout.device)
@@ -230,6 +232,9 @@ class StudentWorker:
             )
         self._plan = None
         self.weight_version += 1
+        if self.recipe.averages:
+            complete_weights(self._chunks)
+            self._averages.update()
         set_learning_rate(self._scheduler, self.recipe.schedule, self.weight_version)
         metrics = {"grad_norm": norm, "lr": lr} | self._cosines
         for part in (self._balance, self._clock):
@@ -270,11 +275,16 @@ class StudentWorker:
         by_id = dict(zip(ids, torch.split(flat.cpu(), lengths), strict=True))
         return [by_id[sample.sample_id] for sample in samples]
 
-    def weights(self, part: WeightPart = "all", *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield from ``iter_hf_weights``: all weights, the ``constants`` or the others. Every rank must exhaust it."""
+    def weights(
+        self, part: WeightPart = "all", *, in_place: bool = False, ema: float | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield from ``iter_hf_weights``: all weights, the ``constants`` or the others; with ``ema`` their average of
+        this decay, one of ``recipe.averages``. Every rank must exhaust it."""
         complete_weights(self._chunks)
-        takes = partial(self._is_of, part)
-        yield from iter_hf_weights(self._chunks, self.dims, self.layout, takes=takes, in_place=in_place)
+        takes, instead = partial(self._is_of, part), {} if ema is None else self._averages.of(ema)
+        yield from iter_hf_weights(
+            self._chunks, self.dims, self.layout, takes=takes, in_place=in_place, instead=instead
+        )
 
     def sender_weights(self, part: WeightPart) -> Iterator[tuple[str, Tensor | None]]:
         """Yield from ``iter_sender_weights``, as ``weights``."""
@@ -312,7 +322,8 @@ class StudentWorker:
         }
         complete_weights(self._chunks)
         background = self.saving if is_async else None
-        checkpoint.save(folder, self._chunks, self._optimizer, self.layout, state=state, background=background)
+        parts = (self._chunks, self._optimizer, self.layout, self._averages)
+        checkpoint.save(folder, *parts, state=state, background=background)
 
     def finish_save(self) -> None:
         """Wait until an asynchronous ``save`` is complete on every rank. Together: a rank that goes on alone would wait
@@ -333,7 +344,7 @@ class StudentWorker:
         """
         parallel.raise_together(self.layout, partial(checkpoint.verify, folder))
         complete_weights(self._chunks)
-        state = checkpoint.load(folder, self._chunks, self._optimizer, self.layout)
+        state = checkpoint.load(folder, self._chunks, self._optimizer, self.layout, self._averages)
         self.weight_version = state["weight_version"]
         set_learning_rate(self._scheduler, self.recipe.schedule, self.weight_version)
         self._plan = None

@@ -74,3 +74,15 @@ def test_servers_are_given_the_weights_too(
     served = trained(world, tmp_path / "run", {"every_steps": 2}, teacher_defaults=groups, rollout=rollout)
     for here, there in zip(own, served, strict=True):
         assert there["loss"] == pytest.approx(here["loss"], rel=ALIKE)
+
+
+def test_an_average_is_the_teacher_and_in_checkpoints(
+    world: World, refreshed: tuple[Path, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    """After step 1, where it still is the student that was loaded, every step has another teacher."""
+    own = trained(world, tmp_path / "run", {"ema": 0.5})
+    _, every = refreshed
+    assert own[0] == every[0] and own[1]["loss"] != every[1]["loss"]
+    done = mopd("train", tmp_path / "run.yaml", "--resume", "--from", "step_2")
+    assert done.returncode == 0, done.stderr
+    assert read_metrics(tmp_path / "run") == own

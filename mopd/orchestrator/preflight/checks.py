@@ -217,7 +217,7 @@ class Preflight:
         title = f"weights of {name}"
         refresh = self.recipe.teachers[name].refresh
         if refresh is not None:
-            told = refresh if isinstance(refresh, str) else f"every {refresh.every_steps} steps"
+            told = refresh if isinstance(refresh, str) else refresh.told
             return Check(title, "ok", f"the student's own (refresh: {told})")
         if not self._is_same_model(name):
             return Check(title, "ok", "differ from the student's")

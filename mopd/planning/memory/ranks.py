@@ -110,7 +110,10 @@ def plan_ranks(
     stages = student.parallel.pipeline_model_parallel_size
     plans = []
     for stage in range(stages):
-        parts = dict(shards.tensor_bytes(shards.shard(dims, student.parallel, stage), student))
+        own = shards.shard(dims, student.parallel, stage)
+        parts = dict(shards.tensor_bytes(own, student))
+        if recipe.averages:
+            parts["averages"] = len(recipe.averages) * shards.average_bytes(own, student)
         parts["activations"] = activation_bytes(dims, student, batch, stage=stage)
         if stage == stages - 1:
             if work.hidden_sizes:
@@ -182,7 +185,7 @@ def plan_hosts(
         for tenant in places.of(ROLLOUT) if key == REPLICAS else ():
             held[tenant.component, tenant.node][key] += size
         held[0, 0][key] += 0 if key == REPLICAS else size
-    copied = shards.checkpoint_bytes(dims, student) // parallel.pipeline_model_parallel_size
+    copied = shards.checkpoint_bytes(dims, student, len(recipe.averages)) // parallel.pipeline_model_parallel_size
     writers = max(parallel.tensor_model_parallel_size, parallel.expert_ranks)
     for tenant in rows:
         stage, number = divmod(tenant.number, parallel.ranks_per_stage)
@@ -203,6 +206,8 @@ def plan_hosts(
 def _weights_on_hosts(recipe: Recipe, dims: ModelDims) -> Iterator[tuple[str, int]]:
     """Yield what holds weights on their way to the rollout, and its bytes; ``REPLICAS`` are those of each replica."""
     model = shards.total_weights(dims) * shards.BYTES[recipe.student.dtype]
+    if recipe.refreshed:
+        yield "weights kept for teachers that are the student", len({*recipe.refreshed.values()}) * model
     if isinstance(recipe.rollout.placement, InProcessConfig):
         yield "weights for the rollout, as they come and as they are loaded", 2 * model
     elif isinstance(recipe.weight_sync, BucketsConfig):

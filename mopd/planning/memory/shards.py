@@ -152,6 +152,11 @@ def tensor_bytes(own: Shard, student: StudentConfig) -> dict[str, int]:
     }
 
 
+def average_bytes(own: Shard, student: StudentConfig) -> int:
+    """Return the bytes of one average of one rank's trained weights, in fp32 on its device."""
+    return (own.trained_dense(student.vision.freeze) + own.experts) * MAIN_BYTES
+
+
 def offloaded_bytes(own: Shard, student: StudentConfig) -> int:
     """Return the bytes of one rank's optimizer states that ``offload_fraction`` keeps in host memory, and of as many
     main weights: also of a student in fp32, which has none elsewhere."""
@@ -167,16 +172,16 @@ def _num_stepped(own: Shard, student: StudentConfig) -> float:
     return dense / parallel.num_copies + own.experts / (parallel.ranks_per_stage // parallel.expert_ranks)
 
 
-def checkpoint_bytes(dims: ModelDims, student: StudentConfig) -> int:
-    """Return the bytes of weights and optimizer states of the whole model, each once; the distributed optimizer also
-    writes fp32 weights as its own."""
+def checkpoint_bytes(dims: ModelDims, student: StudentConfig, num_averages: int = 0) -> int:
+    """Return the bytes of weights, optimizer states and averages of the whole model, each once; the distributed
+    optimizer also writes fp32 weights as its own."""
     alone = ParallelConfig()
     own = shard(dims, alone, 0)
     together = replace(student.optimizer, offload_fraction=0.0)
     parts = tensor_bytes(own, replace(student, parallel=alone, optimizer=together))
     has_main_weights = BYTES[student.dtype] < 4 or not student.optimizer.use_distributed_optimizer
     again = 0 if has_main_weights else MAIN_BYTES * (own.trained_dense(student.vision.freeze) + own.experts)
-    return parts["weights"] + parts["optimizer"] + again
+    return parts["weights"] + parts["optimizer"] + again + num_averages * average_bytes(own, student)
 
 
 def _tower(dims: ModelDims) -> tuple[int, int]:

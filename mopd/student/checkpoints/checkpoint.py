@@ -52,6 +52,7 @@ from mopd.conversion.torch_dist.plan import EXTRA_STATE
 from mopd.conversion.torch_dist.reader import MANIFEST_FILE, STATE_FILE, read_hashes
 from mopd.conversion.torch_dist.writer import CONTENT
 from mopd.student import cpu_shim
+from mopd.student.averages import Averages
 from mopd.student.checkpoints import restricted
 from mopd.student.checkpoints.states import gather_states, load_states
 from mopd.student.model.gpt import StudentModel
@@ -128,6 +129,7 @@ def save(
     chunks: Sequence[DistributedDataParallel],
     optimizer: ChainedOptimizer,
     layout: Layout,
+    averages: Averages,
     *,
     state: Mapping[str, Any],
     background: CheckpointThread | None = None,
@@ -143,7 +145,7 @@ def save(
         WriteRefusedError: on every rank, when one of them cannot write.
     """
     _require_new(folder)
-    sharded, gathered = _sharded_state(chunks, optimizer, is_loading=False)
+    sharded, gathered = _sharded_state(chunks, optimizer, averages, is_loading=False)
     if background is None:
         _write(folder, _make_ready(sharded, layout), layout, state)
         return
@@ -192,15 +194,17 @@ def load(
     chunks: Sequence[DistributedDataParallel],
     optimizer: ChainedOptimizer,
     layout: Layout,
+    averages: Averages,
 ) -> dict[str, Any]:
-    """Load weights and optimizer of a verified ``folder`` and return the ``state`` given to ``save``. Collective.
+    """Load weights, optimizer and averages of a verified ``folder``, return the ``state`` given to ``save``.
+    Collective.
 
     The caller sets the learning rate of the state's ``weight_version``, by the recipe's values. Call ``verify`` first.
     Raises ``UserError`` on every rank as ``restricted.load`` does.
     """
     state = read_state(folder)
     options = [{name: group[name] for name in _KEPT_OPTIONS} for group in optimizer.param_groups]
-    sharded, _ = _sharded_state(chunks, optimizer, is_loading=True)
+    sharded, _ = _sharded_state(chunks, optimizer, averages, is_loading=True)
     # The big states of distributed optimizers are taken out and loaded a few at a time, after everything else.
     distributed = {
         key: (part, sharded[key].pop("param_state"))
@@ -209,6 +213,7 @@ def load(
     }
     loaded = restricted.load(sharded, folder)
     _load_chunks([chunk.module for chunk in chunks], loaded["model"])
+    averages.load(loaded.get("averages", {}))
     for part, key in _parts(optimizer):
         if key == _EXPERTS_OPTIMIZER:
             _add_common_state(part, loaded.setdefault(key, {}), loaded[_OPTIMIZER])
@@ -304,11 +309,12 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _sharded_state(
-    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, *, is_loading: bool
+    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, averages: Averages, *, is_loading: bool
 ) -> tuple[dict[str, Any], set[int]]:
     """Return what is saved, as Megatron's sharded state dict, and the addresses of storages that nothing else uses.
     Random states are not part of it: nothing on a trainer rank draws from them."""
     sharded: dict[str, Any] = {"model": sharded_weights([chunk.module for chunk in chunks])}
+    sharded["averages"] = averages.sharded(sharded["model"])
     gathered: set[int] = set()
     for part, _ in _parts(optimizer):
         _create_states(part)  # all of them before the first is gathered, whose addresses may come free

@@ -20,7 +20,7 @@ from tests.parity.student.ranks import DOMAINS, Case, layout_of
 
 
 def weigh(it: Case) -> dict[str, int]:
-    """Bytes of this rank's weights, gradients and optimizer states, those in host memory apart."""
+    """Bytes of this rank's weights, gradients, averages and optimizer states, those in host memory apart."""
     worker = it.worker
     chunks, optimizer = worker._chunks, worker._optimizer
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
@@ -42,6 +42,7 @@ def weigh(it: Case) -> dict[str, int]:
         ),
         "optimizer": sum(state.nbytes for state in states.values()),
         "offloaded": sum(state.nbytes for state in hosted.values()),
+        "averages": sum(own.nbytes for decay in it.recipe.averages for own in worker._averages.of(decay).values()),
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mopd.conversion.models.reading import read_dims
 from mopd.planning.memory.activations import HeadShape
-from mopd.planning.memory.shards import BYTES, offloaded_bytes, shard, tensor_bytes
+from mopd.planning.memory.shards import BYTES, average_bytes, offloaded_bytes, shard, tensor_bytes
 from tests.fixtures.tiny_models import make_hf_model
 from tests.fixtures.vision import make_vision_model
 from tests.parity.student.harness import run_ranks
@@ -27,11 +27,11 @@ MODELS = {
     "experts": {"family": "qwen3_moe", "num_layers": 2, "tie_word_embeddings": False},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP2": {"model": "dense", "tp": 2, "pp": 1, "dp": 2, "sp": False, "distributed_optimizer": False},
+    "TP2": {"model": "dense", "tp": 2, "pp": 1, "dp": 2, "sp": False, "distributed_optimizer": False, "ema": 0.9},
     "PP2": {"model": "dense", "tp": 1, "pp": 2, "last_stage_layers": 1, "dp": 2, "sp": False, "dtype": "bfloat16"},
     "DP4 distributed optimizer": {"model": "dense", "tp": 1, "pp": 1, "dp": 4, "sp": False, "head_mib": 1},
     "TP2xPP2": {"model": "dense", "tp": 2, "pp": 2, "dp": 1, "sp": True},
-    "EP2": {"model": "experts", "tp": 1, "pp": 1, "dp": 4, "sp": False, "ep": 2, "offload": 1.0},
+    "EP2": {"model": "experts", "tp": 1, "pp": 1, "dp": 4, "sp": False, "ep": 2, "offload": 1.0, "ema": 0.9},
     "tied": {"model": "tied", "tp": 1, "pp": 2, "vp": 2, "dp": 2, "sp": False},
     "recompute": {"model": "dense", "tp": 1, "pp": 1, "dp": 4, "sp": False, "dtype": "bfloat16", "recompute": "full"},
 }
@@ -40,7 +40,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     "tower frozen": {"tp": 2, "pp": 2, "dp": 1, "sp": True, "freeze": "tower_and_merger"},
     "tower trained": {"tp": 1, "pp": 2, "dp": 2, "sp": False, "freeze": "none", "first_stage_layers": 1},
 }
-PARTS = ("weights", "gradients", "optimizer", "offloaded")
+PARTS = ("weights", "gradients", "optimizer", "offloaded", "averages")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,7 @@ def test_bytes_of_tensors_are_those_of_every_rank(name: str, measured: dict[str,
     for rank in measured[name]:
         own = shard(dims, student.parallel, rank["stage"])
         planned = {**tensor_bytes(own, student), "offloaded": offloaded_bytes(own, student)}
+        planned["averages"] = average_bytes(own, student) if "ema" in case else 0
         for part in PARTS:
             assert planned[part] == pytest.approx(rank[part], rel=0.05), (name, rank["rank"], part)
 

@@ -38,6 +38,7 @@ from mopd.config.rollout import AnswersConfig, RolloutConfig
 from mopd.config.schedule import ScheduleConfig, WarmUpConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig, VisionConfig
+from mopd.config.views import RefreshConfig
 from mopd.conversion.models import reading
 from mopd.data.packing import pack
 from mopd.data_plane.interface import Reader
@@ -97,6 +98,15 @@ TEACHERS = {
 }
 
 
+def teachers_of(case: dict[str, Any]) -> dict[str, TeacherConfig]:
+    if "hidden" in case:
+        return hidden_cases.teachers(case["hidden"])
+    if "ema" in case:
+        refresh = RefreshConfig(ema=case["ema"])
+        return {"all": TeacherConfig(model="unused", domains=DOMAINS, refresh=refresh)}
+    return TEACHERS["ensemble" if "ensemble" in case else "one"]
+
+
 def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
     """The recipe of a case; everything that a case does not name is the same for all."""
     return Recipe(
@@ -138,14 +148,12 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
                 offload_fraction=case.get("offload", 0.0),
             ),
         ),
-        teachers=hidden_cases.teachers(case["hidden"])
-        if "hidden" in case
-        else TEACHERS["ensemble" if "ensemble" in case else "one"],
+        teachers=teachers_of(case),
         data=DataConfig(train=(case.get("data", "unused"),), validation=("unused",), max_prompt_length=16),
         rollout=RolloutConfig(max_response_length=16, samples_per_prompt=2),
         loss=LOSSES[case.get("loss", "default")],
         schedule=ScheduleConfig(
-            steps=10,
+            steps=100 if "ema" in case else 10,
             prompts_per_step=NUM_SAMPLES,
             wait_timeout_s=120,
             warm_up=WarmUpConfig(objective="sft_on_teacher", steps=case["warm_up"]) if "warm_up" in case else None,
@@ -179,6 +187,8 @@ class Case:
             self.worker = StudentWorker(recipe, self.reader, DOMAINS)
         self.is_packed: set[bool] = set()
         """Forms of the micro-batches that this rank's model has seen."""
+        self.average: dict[str, Tensor] = {}
+        """Moving average of the whole model's weights, on rank 0, in float64."""
         model = self.worker._chunks[0].module
         model.register_forward_pre_hook(self._note_form, with_kwargs=True)
 
@@ -235,8 +245,23 @@ class Case:
             metrics = {f"{name}/{domain}": value for domain in sums for name, value in sums[domain].sums.items()}
             tokens = {f"num_tokens/{domain}": value.num_tokens for domain, value in sums.items()}
             exact = {"exact_grad_norm": self.exact_grad_norm()} if {"head_mib", "objective"} & self.case.keys() else {}
+            before = dict(self.worker.weights()) if "ema" in self.case and not self.average else {}
+            self.average = self.average or {name: tensor.double() for name, tensor in before.items()}
             seen.append(metrics | tokens | self.worker.optim_step() | exact)
+            if "ema" in self.case:
+                decay = self.case["ema"]
+                for name, tensor in self.worker.weights():
+                    self.average[name] = decay * self.average[name] + (1 - decay) * tensor.double()
         return seen
+
+    def average_report(self) -> dict[str, Any]:
+        """The ranks' average beside the plain one, which began with this student's first step, and the weights."""
+        of_ranks, weights = dict(self.worker.weights(ema=self.case["ema"])), dict(self.worker.weights())
+
+        def farthest(from_what: dict[str, Tensor]) -> float:
+            return max((float((of_ranks[n].double() - t).abs().max()) for n, t in from_what.items()), default=0.0)
+
+        return {"hash": hash_of(of_ranks.items()), "error": farthest(self.average), "from_weights": farthest(weights)}
 
     @cpu_shim.activate()
     def exact_grad_norm(self) -> float:
@@ -277,6 +302,8 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         with a_few_states_at_a_time(result):
             result["extra"] = it.worker.load(Path(case["load"]))
         result["weight_version"] = it.worker.weight_version
+        if "ema" in case:
+            result["loaded_average"] = it.average_report()
         result["loaded_hash"] = it.weights_hash()
     if case.get("logprobs"):
         samples = {s.sample_id: s for rank in it.plan(0).micro_batches for batch in rank for s in batch}
@@ -291,11 +318,15 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         with held_back():  # what is written after the next steps must be what was there before them
             it.worker.save(Path(case["save"]), {"note": "kept"}, is_async=is_async)
             result["saved_hash"] = it.weights_hash()
+            if "ema" in case:
+                result["saved_average"] = it.average_report()
             result["steps_after"] = it.train(case.get("steps_after", 0))
             result["was_saving"] = it.worker.saving.is_busy
         it.worker.finish_save()
     else:
         result["steps_after"] = it.train(case.get("steps_after", 0))
+    if "ema" in case:
+        result["average"] = it.average_report()
     if {"save", "load"} & case.keys():
         result["hash"] = it.weights_hash()
     if "data" in case:

@@ -11,6 +11,7 @@ from mopd.base.types import UserError
 from mopd.cli.main import main
 from mopd.config.load import draft_recipe, dump, load_recipe
 from mopd.config.schema import Recipe
+from mopd.config.views import RefreshConfig
 from mopd.engines.replicas.identity import Needs
 from mopd.placement.engine_file import teacher_file
 from tests.fixtures.recipe import RECIPE
@@ -37,7 +38,9 @@ def test_the_teacher_has_the_students_model(tmp_path: Path) -> None:
     assert frozen.teachers["math"].model == frozen.student.model == "elsewhere/model"
     assert frozen.refreshed == {} and teacher_file(load(tmp_path, EXPERT), "math").role == "teacher"
     every = load(tmp_path, EVERY, ROLLOUT + "checkpoint: {every_steps: 4}\n", "rollout.temperature=0.7")
-    assert every.refreshed == {"math": 2}
+    assert every.refreshed == {"math": RefreshConfig(every_steps=2)}
+    average = load(tmp_path, EVERY.replace("every_steps: 2", "ema: 0.99"), ROLLOUT)
+    assert (average.averages, average.refreshed["math"].rhythm) == ((0.99,), 1) and every.averages == ()
     file = teacher_file(every, "math")
     # its weights come from the student, and it scores at temperature 1 whatever the rollout draws at
     assert (file.role, file.name, file.temperature, file.max_logprobs) == ("rollout", "math", 1.0, every.loss.top_k)
@@ -78,6 +81,10 @@ REFUSED = [
     ),
     (SELF.replace("frozen", "thawed"), "", "teachers.math.refresh: expected one of frozen or a section or null"),
     (SELF.replace("frozen", "{every_steps: 0}"), "", "teachers.math.refresh.every_steps is 0"),
+    (SELF.replace("frozen", "{}"), "", "neither every_steps nor ema is set"),
+    (SELF.replace("frozen", "{ema: 1}"), "", "teachers.math.refresh.ema is 1: set a decay above 0 and below 1"),
+    (SELF.replace("frozen", "{ema: 0.0}"), "", "refresh.ema is 0: set a decay above 0 and below 1, for example 0.99"),
+    (EVERY.replace("every_steps: 2}", "ema: 0.9}").replace("}}", OPENAI), ROLLOUT, "refresh has ema, but placement"),
     (SELF.replace("frozen", "{every: 3}"), "", "unknown key 'teachers.math.refresh.every'"),
     (EVERY, ROLLOUT + "checkpoint: {every_steps: 3}\n", "is 2, but checkpoint.every_steps is 3, no multiple of it"),
     (

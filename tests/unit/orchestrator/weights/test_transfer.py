@@ -227,7 +227,9 @@ class Worker(Sending):
         super().__init__(own)
         self.recipe = recipe
 
-    def weights(self, part: str = "all", *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, part: str = "all", *, in_place: bool = False, ema: float | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         yield from self.own.items()
 
 
