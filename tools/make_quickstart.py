@@ -12,9 +12,11 @@ Left out on purpose: anything that a real expert has beyond being better than th
     python tools/make_quickstart.py --out /tmp/assets --threads 8
 
     python tools/make_quickstart.py --copier                      # also what recipes/self_distillation.yaml needs
+    python tools/make_quickstart.py --other-tokenizer             # also what recipes/own_tokenizer.yaml needs
 
     runs/quickstart_assets/base, teachers/{reversal, sorting, next_letter}   Hugging Face folders
     runs/quickstart_assets/copier       the base, which sorts, and copies an answer that its prompt ends with
+    runs/quickstart_assets/other/{base, reversal, sorting, next_letter}      experts again, with another tokenizer
     runs/quickstart_assets/data/{train, validation}.parquet                  columns as in docs/data.md
     runs/quickstart_assets/data_by_domain/DOMAIN_{train, validation}.parquet  the same rows, for runs with fewer domains
 """
@@ -48,7 +50,7 @@ LENGTHS = (3, 8)
 """Letters of an input in the data and for the experts."""
 BASE_LENGTHS = (2, 4)
 """Letters of an input for the base. It masters these, so its score is the share of short inputs: no luck involved."""
-STEPS = {"base": 400, "reversal": 300, "sorting": 300, "next_letter": 300, "copier": 150}
+STEPS = {"base": 400, "reversal": 300, "sorting": 300, "next_letter": 300, "copier": 150, "other": 300}
 BATCH_SIZE = 64
 LR = 2e-3
 TRAIN_ROWS = 6000
@@ -64,12 +66,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart_assets"), metavar="FOLDER")
     parser.add_argument("--copier", action="store_true", help="also make the student that can teach itself")
+    parser.add_argument("--other-tokenizer", action="store_true", help="also make experts with another tokenizer")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; 0 lets PyTorch choose")
     args = parser.parse_args()
     started = time.monotonic()
     folder = PartsFolder(args.out)
     with folder.locked():
-        scores = build(folder, threads=args.threads, with_copier=args.copier)
+        scores = build(folder, threads=args.threads, with_copier=args.copier, with_other=args.other_tokenizer)
     for model, by_domain in scores.items():
         print(f"{model:<14}" + "  ".join(f"{domain} {score:.3f}" for domain, score in by_domain.items()))
     problems = complaints(scores)
@@ -77,7 +80,9 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def build(folder: PartsFolder, *, threads: int, with_copier: bool = False) -> dict[str, dict[str, float]]:
+def build(
+    folder: PartsFolder, *, threads: int, with_copier: bool = False, with_other: bool = False
+) -> dict[str, dict[str, float]]:
     """Make every missing part. Returns exact match on the validation prompts: model -> domain -> share."""
     data = fingerprint(VERSION, LETTERS, LENGTHS, TRAIN_ROWS, VALIDATION_ROWS)
     base = fingerprint(data, SEED, SHAPE, LR, BATCH_SIZE, BASE_LENGTHS, STEPS["base"])
@@ -87,15 +92,21 @@ def build(folder: PartsFolder, *, threads: int, with_copier: bool = False) -> di
     }
     if with_copier:
         parts["copier"] = fingerprint(base, "copier", STEPS["copier"])
+    if with_other:
+        other = fingerprint(base, "other", LENGTHS)
+        parts |= {"other/base": other}
+        parts |= {f"other/{domain}": fingerprint(other, domain, STEPS["other"]) for domain in TASKS}
     found = {part: folder.facts(part, made_from) for part, made_from in parts.items()}
     if None in found.values():
         # Imported here: a second call answers without loading torch.
         from tools.quickstart.models import ModelMaker
         from tools.quickstart.prompts import write_prompts
+        from tools.quickstart.tokenizer import build_other_tokenizer, build_tokenizer
 
         found["data"] = folder.build("data", data, lambda out: write_prompts(out, prompts()))
         found["data_by_domain"] = folder.build("data_by_domain", data, lambda out: write_prompts(out, by_domain()))
-        maker = ModelMaker(validation(), seed=SEED, shape=SHAPE, batch_size=BATCH_SIZE, lr=LR, threads=threads)
+        options = {"seed": SEED, "shape": SHAPE, "batch_size": BATCH_SIZE, "lr": LR, "threads": threads}
+        maker = ModelMaker(build_tokenizer(), validation(), **options)
         found["base"] = folder.build(
             "base", base, lambda out: maker.make(out, None, tuple(TASKS), BASE_LENGTHS, STEPS["base"])
         )
@@ -112,7 +123,17 @@ def build(folder: PartsFolder, *, threads: int, with_copier: bool = False) -> di
                 parts["copier"],
                 lambda out: maker.make(out, start, ("sorting",), LENGTHS, STEPS["copier"], shows_answers=True),
             )
-    return {part.split("/")[-1]: facts["exact_match"] for part, facts in found.items() if not part.startswith("data")}
+        if with_other:
+            maker = ModelMaker(build_other_tokenizer(), validation(), **options)
+            for part, tasks in {"base": tuple(TASKS), **{domain: (domain,) for domain in TASKS}}.items():
+                start, steps = (None, STEPS["base"]) if part == "base" else (folder.root / "other/base", STEPS["other"])
+                found[f"other/{part}"] = folder.build(
+                    f"other/{part}",
+                    parts[f"other/{part}"],
+                    lambda out, tasks=tasks, start=start, steps=steps: maker.make(out, start, tasks, LENGTHS, steps),
+                )
+    models = {part: facts for part, facts in found.items() if not part.startswith("data")}
+    return {part.removeprefix("teachers/"): facts["exact_match"] for part, facts in models.items()}
 
 
 def validation() -> dict[str, list[Question]]:
@@ -148,6 +169,9 @@ def complaints(scores: dict[str, dict[str, float]]) -> list[str]:
     """What the quickstart's promise lacks, one line each."""
     lines = []
     for domain in TASKS:
+        other = scores.get(f"other/{domain}", {domain: 1.0})[domain]
+        if other < TEACHER_AT_LEAST:
+            lines.append(f"other/{domain}: {other:.3f} on its own domain, {TEACHER_AT_LEAST} needed")
         if scores[domain][domain] < TEACHER_AT_LEAST:
             lines.append(f"teacher {domain}: {scores[domain][domain]:.3f} on its own domain, {TEACHER_AT_LEAST} needed")
         if scores["base"][domain] > BASE_AT_MOST:

@@ -223,6 +223,10 @@ class TeacherDefaultsConfig(EngineGroupConfig):
 
     payload: Payload = "topk"
     """Ids at which a teacher gives log-probs, beside the sampled token, as a teacher's own key."""
+    tokenizer: Literal["student", "own"] = "student"
+    """Tokens that teachers read, as a teacher's own key."""
+    tokenizer_map: Mapping[str, str | None] = field(default_factory=dict)
+    """Special tokens of the student and of teachers, as a teacher's own key."""
 
     def check(self) -> None:
         """Check nothing: a teacher may override either side of a clash, and is checked complete."""
@@ -240,6 +244,13 @@ class TeacherConfig(EngineGroupConfig):
     the student as it is every so many steps, or an average of all that it has had."""
     view: ViewConfig | None = None
     """What it reads in the place of the student's prompt; absent: the same."""
+    tokenizer: Literal["student", "own"] = "student"
+    """Tokens that it reads. student: the student's, which must be its own too; own: those of ``model``, where these are
+    others: responses are encoded anew and compared chunk by chunk (docs/teachers.md)."""
+    tokenizer_map: Mapping[str, str | None] = field(default_factory=dict)
+    """With ``tokenizer: own``: the student's special and added tokens, each with the teacher's token for it, or null
+    for one that nobody is to score. Not needed for the student's eos, and for special tokens that both call the
+    same."""
     domains: tuple[str, ...] = ()
     """Values of the data's domain column that go to this teacher; may be empty for the default teacher only."""
     default: bool = False
@@ -257,6 +268,10 @@ class TeacherConfig(EngineGroupConfig):
         EngineGroupConfig.check(self)  # ``super()`` does not work in dataclasses with slots
         if isinstance(self.refresh, RefreshConfig):
             self._check_takes_weights()
+        if self.tokenizer_map and self.tokenizer == "student":
+            raise ValueError("tokenizer_map is set, but tokenizer is 'student': remove it, or set tokenizer: own")
+        if self.tokenizer == "own" and self.refresh is not None:
+            raise ValueError("tokenizer is 'own', but refresh is set, and the student reads its own: remove tokenizer")
         if not self.domains and not self.default:
             raise ValueError(
                 "domains is empty: name at least one value of the data's domain column, or set default: true"

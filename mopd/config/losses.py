@@ -308,19 +308,29 @@ def budget_of(loss: Loss, domains: Collection[str]) -> Mapping[str, float]:
 
 
 def require_own_samples(
-    loss: Loss, *, top_p: float, top_k: int, temperature: float, max_staleness: int, stored_share: float = 0.0
+    loss: Loss,
+    *,
+    top_p: float,
+    top_k: int,
+    temperature: float,
+    max_staleness: int,
+    stored_share: float = 0.0,
+    has_chunks: bool = False,
 ) -> None:
     """Check that the rollout draws what a loss of the sampled token needs: samples of the student itself, or a
-    correction for old ones. ``ValueError`` otherwise. Divergences over ids of a row take samples of any policy."""
+    correction for old ones. ``ValueError`` otherwise. Divergences over ids of a row take samples of any policy, unless
+    the loss also has chunks of several tokens (``has_chunks``, for teachers with another tokenizer)."""
     what = f"loss.type {loss.type!r}"
     if isinstance(loss, FullLossConfig):
         return
     if isinstance(loss, TopKLossConfig):
-        if not loss.is_sampled:
+        if not loss.is_sampled and not has_chunks:
             return
         what = f"loss.task_reward_weight {loss.task_reward_weight:g}"
         if loss.tail == "sampled":
             what = "loss.tail 'sampled'"
+        elif has_chunks:
+            what = "a teacher's tokenizer 'own'"
     if top_p != 1.0 or top_k != -1:
         raise ValueError(
             f"{what} estimates an expectation over the student's own distribution, but "

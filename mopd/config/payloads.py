@@ -128,6 +128,7 @@ def require_combine(
     is_ensemble: bool,
     unknown_rewards: str | None,
     draws_answers: bool,
+    has_own_tokenizers: bool,
 ) -> None:
     """``ValueError`` where a rule for several teachers has nothing to work on. ``unknown_rewards``: why the rewards of
     teachers are not known, if they are not; ``draws_answers``: some steps train on the teachers' own answers."""
@@ -140,6 +141,7 @@ def require_combine(
         "payload 'sampled' has no ids whose entropy could be had": (
             combine == "per_token_lowest_entropy" and "sampled" in payloads
         ),
+        "a teacher's tokenizer is 'own', whose chunks the mean alone joins": has_own_tokenizers,
         f"{unknown_rewards}": chooses and unknown_rewards is not None,
         "objective or schedule.warm_up trains on answers, which teachers give by their weights": (
             chooses and draws_answers
@@ -147,6 +149,52 @@ def require_combine(
     }
     for problem in [problem for problem, is_so in problems.items() if is_so and combine != "weighted_mean"]:
         raise ValueError(f"combine is {combine!r}, but {problem}: set combine: weighted_mean, or change that")
+
+
+def require_own_tokenizers(
+    payloads: Mapping[str, Payload], loss: Loss, *, max_staleness: int, elsewhere: Mapping[str, bool]
+) -> None:
+    """``ValueError`` where teachers with another tokenizer, by name with payloads, cannot do what the recipe asks.
+
+    Args:
+        payloads: those of these teachers.
+        loss: the recipe's.
+        max_staleness: ``schedule.max_staleness``.
+        elsewhere: keys of samples that the rollout does not draw, and whether each is set.
+    """
+    for name, payload in payloads.items():
+        key = f"teachers.{name}.tokenizer is 'own'"
+        if payload not in ("topk", "sampled"):
+            raise ValueError(
+                f"{key} and payload {payload!r}, but ids and rows of the student are nothing to that teacher: set "
+                "payload: sampled, or topk"
+            )
+        if payload == "topk" and not isinstance(loss, TopKLossConfig):
+            raise ValueError(
+                f"{key} and payload 'topk', but loss.type {loss.type!r} reads the sampled token alone, and its metrics "
+                "rows that this teacher has not: set payload: sampled (and loss.baseline: domain or none)"
+            )
+        for what, is_set in elsewhere.items():
+            if is_set:
+                raise ValueError(
+                    f"{key}, but {what} trains on responses of which nobody told the student's log-probs, by which a "
+                    "chunk's are divided: remove one of them"
+                )
+        if isinstance(loss, TopKLossConfig):
+            problems = {
+                f"loss.tail is {loss.resolved_tail!r}: set tail: bucket, where ids that one of them lacks belong": (
+                    loss.resolved_tail != "bucket"
+                ),
+                "loss.tokens chooses by a score that chunks of several tokens have not: set tokens: all": (
+                    loss.tokens != "all"
+                ),
+                "loss.always_ids names the student's ids: remove it": bool(loss.always_ids),
+                f"schedule.max_staleness is {max_staleness}, and chunks need the current student's own samples: set "
+                "max_staleness: 0, or loss.type: policy_gradient with a correction": max_staleness > 0,
+            }
+            for problem, is_so in problems.items():
+                if is_so:
+                    raise ValueError(f"{key}, but {problem}")
 
 
 def _require_payload(key: str, payload: Payload, loss: Loss) -> None:

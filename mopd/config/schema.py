@@ -23,7 +23,14 @@ from mopd.config.losses import (
     require_own_samples,
 )
 from mopd.config.output import CheckpointConfig, MetricsConfig
-from mopd.config.payloads import Asked, Combine, asked, require_combine, require_payloads
+from mopd.config.payloads import (
+    Asked,
+    Combine,
+    asked,
+    require_combine,
+    require_own_tokenizers,
+    require_payloads,
+)
 from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.rewards import RewardConfig
 from mopd.config.rollout import AnswersConfig, RolloutConfig
@@ -35,6 +42,8 @@ from mopd.config.views import RefreshConfig, ViewConfig
 from mopd.config.weights import AutoSyncConfig, WeightSync, check_weight_sync
 
 MAX_TEACHERS = 100
+MOST_OWN_TOKENS = 2
+"""Most tokens that a teacher with another tokenizer reads of a response, as a multiple of the student's most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +136,7 @@ class Recipe(Checked):
     def check(self) -> None:
         self._check_teachers()
         self._check_refresh()
+        self._check_own_tokenizers()
         self._check_loss()
         payloads = {name: (teacher.payload, teacher.is_openai) for name, teacher in self.teachers.items()}
         elsewhere = {"data.scored": bool(self.data.scored), "objective": "off_policy_scores" in self.objectives}
@@ -226,7 +236,13 @@ class Recipe(Checked):
             is_ensemble=self.assignment.max_teachers > 1,
             unknown_rewards=unknown,
             draws_answers=self.draws_answers,
+            has_own_tokenizers=bool(self.own_tokenizers),
         )
+
+    def _check_own_tokenizers(self) -> None:
+        payloads = {name: self.teachers[name].payload for name in self.own_tokenizers}
+        answers = {"objective or schedule.warm_up": self.draws_answers, "data.scored": bool(self.data.scored)}
+        require_own_tokenizers(payloads, self.loss, max_staleness=self.schedule.max_staleness, elsewhere=answers)
 
     def _check_refresh(self) -> None:
         """A teacher that is the student can be given its weights, and what is kept of its answers stays true."""
@@ -275,6 +291,7 @@ class Recipe(Checked):
             temperature=rollout.temperature,
             max_staleness=self.schedule.max_staleness,
             stored_share=self.stored_share,
+            has_chunks=self.has_chunks,
         )
         if self.needs_task_advantage and self.rollout.samples_per_prompt < 2:
             raise ValueError(
@@ -424,6 +441,7 @@ class Recipe(Checked):
                 return ROLLOUT_FIELDS
             case "off_policy_scores":
                 return fields
+        fields += ("chunk_advantage",) * self.has_chunks
         return (*fields, "task_advantage") if self.needs_task_advantage else fields
 
     @property
@@ -486,11 +504,26 @@ class Recipe(Checked):
         """Decays of the averages of weights that the student's ranks keep for teachers."""
         return tuple(sorted({own.ema for own in self.refreshed.values() if own.ema is not None}))
 
+    @property
+    def own_tokenizers(self) -> tuple[str, ...]:
+        """Teachers that read other tokens than the student."""
+        return tuple(name for name, teacher in self.teachers.items() if teacher.tokenizer == "own")
+
+    @property
+    def has_chunks(self) -> bool:
+        """A top-k loss has teachers of another tokenizer: chunks of several tokens have an advantage in its place."""
+        return bool(self.own_tokenizers) and isinstance(self.loss, TopKLossConfig)
+
+    def longest_response(self, teacher: str | None = None) -> int:
+        """Tokens of the longest response: the student's, or in the tokens of a teacher, of which more are not asked."""
+        factor = MOST_OWN_TOKENS if teacher in self.own_tokenizers else 1
+        return factor * self.rollout.max_response_length
+
     def longest_sequence(self, teacher: str | None = None) -> int:
         """Tokens of the longest prompt with its response: the student's, or what a teacher reads."""
         view = None if teacher is None else self.teachers[teacher].view
         own = None if view is None else view.max_prompt_length
-        return (self.data.max_prompt_length if own is None else own) + self.rollout.max_response_length
+        return (self.data.max_prompt_length if own is None else own) + self.longest_response(teacher)
 
     @property
     def assignment(self) -> Assignment:

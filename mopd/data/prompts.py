@@ -17,6 +17,7 @@ from mopd.base.text import first_few
 from mopd.base.types import ImageRef, PromptImage, UserError
 from mopd.config.data import DataConfig, DataFileConfig
 from mopd.config.groups import Assignment
+from mopd.config.views import ViewConfig
 from mopd.data.columns import RowReader
 from mopd.data.files import MISSING, described, listed, quoted, read_rows
 from mopd.data.images import ImageStore, holds_images
@@ -139,22 +140,27 @@ def load_prompts(
 
     Chat messages go through the chat template with a generation prompt and no further special tokens; a text prompt is
     tokenized plainly, with the special tokens that the tokenizer adds by itself. ``vision`` is given if the student
-    sees images. ``views`` are rendered beside, each by a template process of its own. Raise ``UserError`` with file,
+    sees images. ``views`` are rendered beside, each by a template process of its own, and for a teacher with another
+    tokenizer by its own template. Raise ``UserError`` with file,
     row, column and key for whatever cannot be used. Ground truths are not checked here: their rewards do that.
     """
     images = None if vision is None else ImageStore(entries, cfg)
     unseen: Counter[str] = Counter()
     with ExitStack() as processes:
 
-        def reading(own: DataConfig) -> _Reading:
+        def reading(own: DataConfig, tokenizer: PreTrainedTokenizerBase) -> _Reading:
             renderer = processes.enter_context(Renderer(own, tokenizer))
             return _Reading(cfg=own, tokenizer=tokenizer, renderer=renderer, vision=vision, images=images)
 
-        of_views = {
-            name: reading(replace(cfg, chat_template_kwargs={**cfg.chat_template_kwargs, **view.chat_template_kwargs}))
-            for name, view in views.by_teacher.items()
-        }
-        whole = replace(reading(cfg), views=views, of_views=of_views)
+        def of_view(name: str, view: ViewConfig | None) -> _Reading:
+            more = {} if view is None else view.chat_template_kwargs
+            own = replace(cfg, chat_template_kwargs={**cfg.chat_template_kwargs, **more})
+            if name not in views.tokenizers:
+                return reading(own, tokenizer)
+            return reading(replace(own, chat_template=None), views.tokenizers[name])
+
+        of_views = {name: of_view(name, view) for name, view in views.by_teacher.items()}
+        whole = replace(reading(cfg, tokenizer), views=views, of_views=of_views)
         rows = [row for i, file in enumerate(cfg.files(entries)) for row in _load_file(file, i, whole, unseen)]
     require_vision_student(unseen)
     return _limit_length(rows, cfg, images, views)
@@ -405,14 +411,17 @@ def _has_long_view(row: PromptRow, cfg: DataConfig, views: Views) -> bool:
     """Return whether some teacher's view of a row is too long, if such rows are dropped; ``UserError`` if not: a view
     is never cut."""
     for name, view in row.views.items():
-        own = views.by_teacher[name].max_prompt_length
+        config = views.by_teacher[name]
+        own = None if config is None else config.max_prompt_length
         limit, key = (cfg.max_prompt_length, "data") if own is None else (own, f"teachers.{name}.view")
         if len(view.tokens) > limit:
             if cfg.overlong_prompts == "filter":
                 return True
+            what, cure = f"teachers.{name}.view", f"teachers.{name}.view.max_prompt_length"
+            if config is None:
+                what, cure = f"the prompt in the tokens of teachers.{name}", "data.max_prompt_length"
             raise UserError(
-                f"{row.place}: teachers.{name}.view has {len(view.tokens)} tokens, {key}.max_prompt_length is {limit}, "
-                f"and a view is never cut: raise teachers.{name}.view.max_prompt_length, or set data.overlong_prompts: "
-                "filter"
+                f"{row.place}: {what} has {len(view.tokens)} tokens, {key}.max_prompt_length is {limit}, and a view is "
+                f"never cut: raise {cure}, or set data.overlong_prompts: filter"
             )
     return False

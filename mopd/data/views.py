@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from mopd.base.types import UserError
 from mopd.config.groups import Assignment
@@ -13,14 +13,19 @@ from mopd.config.views import GROUND_TRUTH, PROMPT, ViewConfig, parse_view
 from mopd.data.columns import Fields, as_messages
 from mopd.data.files import MISSING, described, listed, lookup
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True, slots=True)
 class Views:
     """The views of a recipe's teachers, and the domains that each teacher answers for."""
 
-    by_teacher: Mapping[str, ViewConfig]
-    """Teachers with a view of their own."""
+    by_teacher: Mapping[str, ViewConfig | None]
+    """Teachers with a view of their own; ``None`` for the student's prompts in other tokens."""
     assignment: Assignment
+    tokenizers: Mapping[str, PreTrainedTokenizerBase] = field(default_factory=dict)
+    """Those of teachers that read other tokens than the student."""
 
     def of(self, domain: str) -> list[str]:
         """Return the teachers of a domain that have a view; none where nobody teaches it."""
@@ -31,12 +36,14 @@ class Views:
     @property
     def columns(self) -> list[str]:
         """Top-level columns that the views read."""
-        return [key.split(".")[0] for view in self.by_teacher.values() for key in view.columns]
+        return [key.split(".")[0] for view in self.by_teacher.values() if view is not None for key in view.columns]
 
     def check(self, row: Mapping[str, Any], found: Fields, place: str) -> None:
         """Raise ``UserError`` if a row lacks what a view of its domain's teachers names."""
         for teacher in self.of(found.domain):
-            _values(self.by_teacher[teacher], row, found, f"{place}: teachers.{teacher}.view")
+            view = self.by_teacher[teacher]
+            if view is not None:
+                _values(view, row, found, f"{place}: teachers.{teacher}.view")
 
     def prompt(self, teacher: str, row: Mapping[str, Any], found: Fields, prompt: Any, place: str) -> Any:
         """Return a row's prompt as a teacher reads it: chat messages or a text, as ``prompt``, the student's, is.
@@ -45,6 +52,8 @@ class Views:
             UserError: file, row and key of what a view names and the row lacks, or of a prompt without a place for it.
         """
         view, where = self.by_teacher[teacher], f"{place}: teachers.{teacher}.view"
+        if view is None:
+            return prompt
         values = _values(view, row, found, where)
         if view.messages is not None:
             return as_messages(values[view.messages])

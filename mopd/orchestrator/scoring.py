@@ -174,6 +174,8 @@ def _require_one_tokenizer(recipe: Recipe) -> None:
     model = recipe.student.model
     own, vocab_size = load_tokenizer(model), read_dims(Path(model)).vocab_size
     for name, teacher in recipe.teachers.items():
+        if teacher.tokenizer == "own":
+            raise UserError(f"teachers.{name}.tokenizer is own, and kept scores are of the student's tokens: remove it")
         differences = compare_tokenizers(own, load_tokenizer(teacher.model), vocab_size)
         if differences:
             raise UserError(

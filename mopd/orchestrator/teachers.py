@@ -6,6 +6,7 @@ Shapes: R response tokens of one sample, K = places of a row of ids (``support``
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -20,6 +21,7 @@ from mopd.base.text import named_samples, one_line
 from mopd.base.types import HIDDEN_FIELD, TOKEN_FIELD, Batch, FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment
 from mopd.config.payloads import Asked, Combine
+from mopd.data.cross_tokenizer import NO_CHUNK, NO_TOKEN, Aligned, CrossTokenizer
 from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import Storage
@@ -30,7 +32,7 @@ from mopd.engines.replicas.router import Router
 from mopd.losses import combine
 from mopd.losses.sampled import domain_baselines
 from mopd.orchestrator.kept.scores import Questions, ScoreCache
-from mopd.orchestrator.support import Coverage, coverage_metrics, given_ids, support_rows, widened
+from mopd.orchestrator.support import NO_ID, Coverage, coverage_metrics, given_ids, support_rows, widened
 
 Answers = dict[int, Scores | FailedSample]
 """One teacher's answers by sample id."""
@@ -84,12 +86,13 @@ class TeacherWorker:
         always_ids: Sequence[int] = (),
         temperature: float,
         dataset: PromptDataset | None = None,
+        cross: Mapping[str, CrossTokenizer] = MappingProxyType({}),
         keep_going: bool = False,
     ) -> None:
         """Set up the worker. ``asked``: what each teacher is asked for; ``always_ids``: the ids of
         ``loss.always_ids``. ``dataset``: rows of the samples' prompts, with the images that samples name, and teachers'
-        views. ``keep_going``: samples that cannot be scored are returned (``on_failure: replace``) instead of ending
-        the run."""
+        views. ``cross``: readers of teachers with another tokenizer, by name. ``keep_going``: samples that cannot be
+        scored are returned (``on_failure: replace``) instead of ending the run."""
         self._groups, self._assignment, self._plane = dict(groups), assignment, plane
         self._asked, self._always_ids, self._temperature = dict(asked), tuple(always_ids), temperature
         self._width = max((own.width for own in asked.values()), default=0)
@@ -97,6 +100,10 @@ class TeacherWorker:
         self._images = None if dataset is None else dataset.images
         self._viewers = frozenset(name for row in (dataset.rows if dataset is not None else ()) for name in row.views)
         self._keep_going = keep_going
+        self.cross = dict(cross)
+        """Readers of teachers with another tokenizer."""
+        self._counts = {name: [0, 0, 0, 0] for name in cross}
+        """``Aligned.counts`` of the samples since ``take_numbers``, added up."""
         self.cache: ScoreCache | None = None
         """What teachers have said before. Absent until they have shown that they are the right ones: the checks before
         a run ask the teachers themselves."""
@@ -142,17 +149,26 @@ class TeacherWorker:
                 else:
                     said.append(answer)
             if meta.sample_id not in failed:
-                fields[meta.sample_id] = self._joined(meta.domain, names, said, weights)
+                own = fields[meta.sample_id] = self._joined(meta.domain, names, said, weights)
+                if self.cross and self._width:
+                    own["chunk_advantage"] = chunk_advantage(said, weights)
         if fields:
             names = next(iter(fields.values()))
             await self._plane.update([*fields], {name: [own[name] for own in fields.values()] for name in names})
         return [*failed.values()]
 
     def take_numbers(self) -> dict[str, float]:
-        """Return the cache's numbers since the last call, and those of what was joined."""
-        told = {name: total / count for name, (total, count) in sorted(self._told.items())}
+        """Return the numbers of the cache, of what was joined and of other tokenizers, since the last call."""
+        values = {name: total / count for name, (total, count) in sorted(self._told.items())}
         self._told.clear()
-        return told | ({} if self.cache is None else self.cache.take_numbers())
+        values |= {} if self.cache is None else self.cache.take_numbers()
+        for name, (tokens, one_to_one, unscored, chunks) in self._counts.items():
+            if tokens:
+                values[f"one_to_one_share/{name}"] = one_to_one / tokens
+                values[f"unscored_share/{name}"] = unscored / tokens
+                values[f"chunk_tokens/{name}"] = (tokens - unscored) / max(chunks, 1)
+            self._counts[name] = [0, 0, 0, 0]
+        return values
 
     def _joined(
         self, domain: str, names: Sequence[str], said: Sequence[TeacherRows], weights: Sequence[float]
@@ -215,12 +231,19 @@ class TeacherWorker:
         ids, images = [meta.sample_id for meta in metas], None
         store = self._images if group.sees_images else None
         asked = self._asked[group.name]
+        cross = self.cross.get(group.name)
         names = ["tokens", *(["images"] if store is not None else []), *(["student_ids"] if asked.student else [])]
+        names += ["rollout_logprobs"] if cross is not None else []
         fields = await self._plane.get(ids, names)
         if store is not None:
             images = [[store.prompt_image(ref) for ref in image_refs_from_tensor(own)] for own in fields["images"]]
         prompts = self.prompts_of(group.name, metas, rows)
-        read = [with_prompt(prompts.get(m.sample_id), m, own) for m, own in zip(metas, fields["tokens"], strict=True)]
+        aligned: list[Aligned] | list[None] = [None] * len(metas)
+        if cross is not None:
+            aligned = await asyncio.to_thread(align, cross, metas, fields["tokens"])
+            self._count(group.name, aligned)
+        rows_of_all = zip(metas, fields["tokens"], aligned, strict=True)
+        read = [with_prompt(prompts.get(meta.sample_id), meta, own, other) for meta, own, other in rows_of_all]
         tokens, starts = [own for own, _ in read], [start for _, start in read]
         students = fields.get("student_ids", [None] * len(metas))
         given = [
@@ -230,14 +253,20 @@ class TeacherWorker:
         questions = Questions(tokens, starts, images, given, asked.own, group.hidden_size)
         answers = await self._kept_or_asked(group, metas, questions)
         said: dict[int, TeacherRows | FailedSample] = {}
-        for meta, ids_RG in zip(metas, given, strict=True):
-            answer = answers[meta.sample_id]
-            if isinstance(answer, Scores):
+        for i, (meta, ids_RG) in enumerate(zip(metas, given, strict=True)):
+            answer, other = answers[meta.sample_id], aligned[i]
+            if isinstance(answer, Scores) and cross is not None and other is not None:
+                drawn = fields["rollout_logprobs"][i]
+                said[meta.sample_id] = in_students_tokens(answer, other, cross, drawn, width=self._width)
+            elif isinstance(answer, Scores):
                 support = support_rows(answer, ids_RG, self._width)
                 said[meta.sample_id] = TeacherRows(*support, token_logprobs=answer.token_logprobs, hidden=answer.hidden)
             else:
                 said[meta.sample_id] = answer
         return said
+
+    def _count(self, name: str, aligned: Sequence[Aligned]) -> None:
+        self._counts[name] = [sum(own) for own in zip(self._counts[name], *(a.counts() for a in aligned), strict=True)]
 
     async def _kept_or_asked(self, group: TeacherGroup, metas: Sequence[SampleMeta], asked: Questions) -> Answers:
         """Return what the cache holds, and have the teacher score the rest."""
@@ -288,12 +317,22 @@ class TeacherWorker:
         return error.ends(f"teachers.{group.name} did not score samples {named}: {one_line(error)}: {cure}")
 
 
-def with_prompt(prompt: Sequence[int] | None, meta: SampleMeta, tokens: Tensor) -> tuple[Tensor, int]:
+def with_prompt(
+    prompt: Sequence[int] | None, meta: SampleMeta, tokens: Tensor, aligned: Aligned | None = None
+) -> tuple[Tensor, int]:
     """Return what a teacher reads of a sample, and where the response begins there: its own ``prompt`` in the place of
-    the student's, if it has one, and always the student's response, token by token. ``tokens`` [L] are the sample's."""
+    the student's, if it has one, and the student's response, token by token or as ``aligned`` for a teacher with
+    another tokenizer. ``tokens`` [L] are the sample's."""
     if prompt is None:
+        assert aligned is None, "a teacher with another tokenizer has a prompt in its own tokens"
         return tokens, meta.prompt_length
-    return torch.cat([torch.tensor(prompt, dtype=tokens.dtype), tokens[meta.prompt_length :]]), len(prompt)
+    response = tokens[meta.prompt_length :] if aligned is None else aligned.tokens
+    return torch.cat([torch.tensor(prompt, dtype=tokens.dtype), response]), len(prompt)
+
+
+def align(cross: CrossTokenizer, metas: Sequence[SampleMeta], tokens: Sequence[Tensor]) -> list[Aligned]:
+    """Return the responses of some samples in a teacher's tokens. ``tokens`` [L] are each sample's."""
+    return [cross.align(own[meta.prompt_length :].tolist()) for meta, own in zip(metas, tokens, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +347,40 @@ class TeacherRows:
     """[R] fp32."""
     hidden: Tensor | None = None
     """[R, H] bf16, where it sends them."""
+    advantage: Tensor | None = None
+    """[R] fp32, of a teacher with another tokenizer: that of tokens in chunks of several, which have no row of ids; 0
+    elsewhere."""
+
+
+def in_students_tokens(
+    scores: Scores, aligned: Aligned, cross: CrossTokenizer, rollout_logprobs: Tensor, *, width: int
+) -> TeacherRows:
+    """Return what a teacher with another tokenizer says of its own N tokens as rows of the student's R.
+
+    A one-to-one chunk has the teacher's row with the student's ids, without those that the student lacks; other rows
+    are empty. ``rollout_logprobs`` [R] divide a chunk's log-prob (``Aligned.spread``).
+    """
+    num_rows, asked = len(rollout_logprobs), scores.ids.shape[1]
+    token_logprobs = aligned.spread(scores.token_logprobs, rollout_logprobs)
+    ids = torch.full((num_rows, width), NO_ID, dtype=torch.int32)
+    logprobs = torch.full((num_rows, width), -torch.inf)
+    chosen_R, rows = aligned.rows
+    if width:
+        own = cross.student_ids(scores.ids[rows])
+        ids[chosen_R, :asked] = own.masked_fill(own == NO_TOKEN, NO_ID).int()
+        logprobs[chosen_R, :asked] = scores.logprobs[rows].masked_fill(own == NO_TOKEN, -torch.inf)
+    is_other = chosen_R | (aligned.student_chunks == NO_CHUNK)
+    advantage = (token_logprobs - rollout_logprobs).masked_fill(is_other, 0.0)
+    return TeacherRows(ids, logprobs, token_logprobs, advantage=advantage)
+
+
+def chunk_advantage(said: Sequence[TeacherRows], weights: Sequence[float]) -> Tensor:
+    """Return the advantage [R] fp32 of tokens in chunks of several, of a domain's teachers together; ``weights`` add up
+    to 1, and a teacher with the student's tokenizer has no such chunk."""
+    found = torch.zeros(len(said[0].token_logprobs), dtype=torch.float64)
+    for own, weight in zip(said, weights, strict=True):
+        found += 0.0 if own.advantage is None else weight * own.advantage.double()
+    return found.float()
 
 
 @dataclass(frozen=True, slots=True)

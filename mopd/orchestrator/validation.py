@@ -24,6 +24,7 @@ from mopd.base.types import UserError
 from mopd.config.schema import Recipe
 from mopd.data.image_files import read_rgb
 from mopd.data.prompts import PromptDataset, PromptView
+from mopd.data.tokenizer import load_tokenizer
 from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.orchestrator.rollout import derive_seed, reward_item
 from mopd.report.thumbnails import MAX_THUMBNAILS, thumbnail
@@ -94,11 +95,13 @@ class Validator:
             for i, row in enumerate(order)
         ]
         sampling = SamplingParams(
-            max_new_tokens=self._recipe.rollout.max_response_length, temperature=self._cfg.temperature
+            max_new_tokens=self._recipe.longest_response(teacher), temperature=self._cfg.temperature
         )
+        is_other = teacher in self._recipe.own_tokenizers
+        tokenizer = load_tokenizer(self._recipe.teachers[teacher].model) if teacher and is_other else self._tokenizer
         with apart():
             generations = await generator.generate(prompts, sampling, seeds, images=self._dataset.images_of(order))
-        texts = self._tokenizer.batch_decode([g.tokens.tolist() for g in generations], skip_special_tokens=True)
+        texts = tokenizer.batch_decode([g.tokens.tolist() for g in generations], skip_special_tokens=True)
         items = [reward_item(self._dataset, row, text) for row, text in zip(order, texts, strict=True)]
         finished = list(zip(items, await self._rewards.score(items), generations, order, strict=True))
         by_domain = {domain: [entry for entry in finished if entry[0].domain == domain] for domain in chosen}

@@ -19,9 +19,10 @@ from mopd.config.losses import PolicyGradientConfig, TopKLossConfig
 from mopd.config.payloads import always_ids_of
 from mopd.config.schema import Recipe
 from mopd.conversion.models.reading import read_dims
+from mopd.data.cross_tokenizer import CrossTokenizer
 from mopd.data.image_processing import sees_images
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts, require_vision_teachers
-from mopd.data.tokenizer import load_tokenizer, token_ids
+from mopd.data.tokenizer import compare_tokenizers, load_tokenizer, token_ids
 from mopd.data.views import Views
 from mopd.data.vision_prompts import VisionPrompts, read_vision
 from mopd.data_plane.interface import Storage
@@ -58,6 +59,8 @@ class Inputs:
     rewards: DomainRewards | None
     vision: VisionPrompts | None
     """Description of how the student reads images, where it sees any."""
+    cross: Mapping[str, CrossTokenizer]
+    """Readers of teachers with another tokenizer, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +125,9 @@ def read_inputs(recipe: Recipe) -> Inputs:
     rewards = build_rewards(recipe.rewards) if recipe.needs_rewards else None
     vision = read_vision(recipe.student.model, recipe.data.max_pixels, tokenizer)
     assignment = recipe.assignment
-    views = Views(recipe.views, assignment)
+    others = {name: load_tokenizer(recipe.teachers[name].model) for name in recipe.own_tokenizers}
+    cross = {name: _cross_tokenizer(recipe, name, tokenizer, own, vision) for name, own in others.items()}
+    views = Views({**dict.fromkeys(others), **recipe.views}, assignment, others)
     train = load_prompts(recipe.data.train, recipe.data, tokenizer, vision, views)
     for warning in check_domains_have_teachers(
         train.domain_counts, assignment.by_domain, default_teacher=assignment.default
@@ -153,6 +158,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
         validation=validation,
         rewards=rewards,
         vision=vision,
+        cross=cross,
     )
 
 
@@ -200,6 +206,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
             always_ids=inputs.always_ids,
             temperature=recipe.loss.temperature,
             dataset=inputs.train,
+            cross=inputs.cross,
             keep_going=recipe.on_failure == "replace",
         ),
         validator=build_validator(recipe, inputs),
@@ -270,6 +277,27 @@ def build_validator(recipe: Recipe, inputs: Inputs) -> Validator | None:
     if inputs.validation is None or inputs.rewards is None:
         return None
     return Validator(recipe, inputs.validation, inputs.tokenizer, inputs.rewards)
+
+
+def _cross_tokenizer(
+    recipe: Recipe,
+    name: str,
+    student: PreTrainedTokenizerBase,
+    teacher: PreTrainedTokenizerBase,
+    vision: VisionPrompts | None,
+) -> CrossTokenizer:
+    """Return the reader of a teacher with ``tokenizer: own``. ``UserError`` if that is the student's, or cannot be
+    read in the student's bytes."""
+    key = f"teachers.{name}"
+    if vision is not None:
+        raise UserError(f"{key}.tokenizer is own, but student.model sees images, whose tokens no text is: remove it")
+    if not compare_tokenizers(student, teacher, read_dims(Path(recipe.student.model)).vocab_size):
+        raise UserError(
+            f"{key}.tokenizer is own, but {key}.model {recipe.teachers[name].model} has the student's tokenizer: "
+            "remove that key, and every token is compared"
+        )
+    special = recipe.teachers[name].tokenizer_map
+    return CrossTokenizer(student, teacher, special, most_tokens=recipe.longest_response(name), key=key)
 
 
 def _check_ground_truths(dataset: PromptDataset, rewards: DomainRewards) -> None:

@@ -46,6 +46,7 @@ ROW_FIELDS = (
     HIDDEN_FIELD,
     "task_advantage",
     "baseline",
+    "chunk_advantage",
 )
 """Fields with one entry per response token that a loss may read."""
 

@@ -154,14 +154,16 @@ class Objective:
         lm_head_memory_budget_mib: int,
         teacher_weights: Tensor | None = None,
         has_support: bool = True,
+        has_chunks: bool = False,
         heads: TeacherHeads | None = None,
     ) -> None:
         """``teacher_weights`` [domains, D] fp32 is given for an ensemble, where teacher fields are [T, D, K]. Each row
         adds up to 1 and holds 0 for teachers that the domain does not have. Without ``has_support`` (payloads
-        ``sampled`` and ``hidden``) no ids come from the teachers, and there is no metric of rows of ids. ``heads`` are
-        needed on the last stage by losses over the whole vocabulary."""
+        ``sampled`` and ``hidden``) no ids come from the teachers, and there is no metric of rows of ids. With
+        ``has_chunks`` rows of a top-k loss have an advantage beside their teacher's ids, or in the place of them
+        (``mopd.data.cross_tokenizer``). ``heads`` are needed on the last stage by losses over the whole vocabulary."""
         self.loss = loss
-        self._has_support = has_support
+        self._has_support, self._has_chunks = has_support, has_chunks
         self._heads = heads
         self._layout = layout
         self._budget_mib = lm_head_memory_budget_mib
@@ -186,6 +188,8 @@ class Objective:
             fields.append("rollout_logprobs")
         if not isinstance(loss, KLLossConfig) and loss.task_reward_weight:
             fields.append("task_advantage")
+        if self._has_chunks:
+            fields.append("chunk_advantage")
         if has_domain_baseline(loss):
             fields.append("baseline")
         return tuple(fields)
@@ -233,7 +237,7 @@ class Objective:
         if isinstance(self.loss, TopKLossConfig):
             names += ["student_mass", "clamped", "tail_floored"]
             names += ["clamped_entries"] if self.loss.holds_entries else []
-            names += ["divergence", "task_loss"] if self.loss.task_reward_weight else []
+            names += ["divergence", "task_loss"] if self.loss.task_reward_weight or self._has_chunks else []
             names += ["tail_loss", "outside"] if self.loss.tail == "sampled" else []
         elif isinstance(self.loss, KLLossConfig):
             names += ["clamped"]
@@ -483,6 +487,9 @@ class Objective:
             return value, metrics
         if not isinstance(loss, KLLossConfig) and loss.task_reward_weight:
             options |= {"task_advantage": own["task_advantage"], "task_reward_weight": loss.task_reward_weight}
+        if self._has_chunks:
+            task = options.get("task_reward_weight", 0) * own.get("task_advantage", 0)
+            options |= {"task_advantage": task + own["chunk_advantage"], "task_reward_weight": 1.0}
         if isinstance(loss, TopKLossConfig):
             return parallel_topk_distill(
                 logits,

@@ -116,6 +116,7 @@ class StudentWorker:
             self.layout,
             teacher_weights=shares,
             has_support=recipe.support_width > 0,
+            has_chunks=recipe.has_chunks,
             heads=heads,
             **limits,
         )

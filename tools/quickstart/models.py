@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mopd.conversion.hf.pretrained import load_weights
 from tools.quickstart.tasks import Question
-from tools.quickstart.tokenizer import build_tokenizer
 from tools.quickstart.training import Phase, exact_match, new_model, train
 
 LINE_EVERY_S = 10.0
@@ -26,6 +25,7 @@ class ModelMaker:
 
     def __init__(
         self,
+        tokenizer: transformers.PreTrainedTokenizerFast,
         validation: dict[str, list[Question]],
         *,
         seed: int,
@@ -37,7 +37,7 @@ class ModelMaker:
         if threads:
             torch.set_num_threads(threads)
         transformers.logging.disable_progress_bar()
-        self._tokenizer = build_tokenizer()
+        self._tokenizer = tokenizer
         self._validation = validation
         self._held_out = frozenset(question.prompt for asked in validation.values() for question in asked)
         self._seed = seed

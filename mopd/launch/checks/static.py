@@ -174,8 +174,13 @@ class StaticChecks:
             except UserError as error:
                 yield Check(title, "failed", str(error))
             else:
-                where = f"{self._loaded.where(*key.split('.', 1), 'model')}: {folder} and the student do not share a"
-                failed = f"{where} tokenizer: {problem}; choose a teacher with the student's tokenizer"
+                where = f"{self._loaded.where(*key.split('.', 1), 'model')}: {folder} and the student"
+                if key.removeprefix("teachers.") in self._recipe.own_tokenizers:
+                    failed = f"{where} share a tokenizer, but {key}.tokenizer is own: remove that key"
+                    yield Check(title, "ok", "its own") if problem else Check(title, "failed", failed)
+                    continue
+                failed = f"{where} do not share a tokenizer: {problem}; choose a teacher with the student's tokenizer"
+                failed += f", or set {key}.tokenizer: own (docs/teachers.md)"
                 yield Check(title, "failed", failed) if problem else Check(title, "ok", "same ids, same tokens")
 
     def _layout(self) -> str:

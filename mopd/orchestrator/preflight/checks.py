@@ -139,16 +139,20 @@ class Preflight:
         return f"teachers.{name}.model {self.recipe.teachers[name].model} and student.model {self.recipe.student.model}"
 
     def _tokenizers(self, name: str) -> Check:
+        if name in self.workers.inputs.cross:
+            return Check(f"tokenizer of {name}", "ok", "its own: responses are compared chunk by chunk")
         model = self.recipe.teachers[name].model
         differences = "; ".join(tokenizer_differences(self.workers.inputs, model, self.student.vocab_size))
         if not differences:
             return Check(f"tokenizer of {name}", "ok", "same ids mean the same tokens")
-        cure = "choose a teacher with the student's tokenizer"
+        cure = f"choose a teacher with the student's tokenizer, or set teachers.{name}.tokenizer: own"
         detail = f"{self._both(name)} do not share a tokenizer: {differences}; {cure}"
         return Check(f"tokenizer of {name}", "failed", detail)
 
     def _chat_template(self, name: str) -> Check | None:
         """Warn where the teacher's template would write a conversation with other tokens: prompts are the student's."""
+        if name in self.workers.inputs.cross:
+            return None
         data, both, student = self.recipe.data, self._both(name), self.workers.tokenizer
         own = load_tokenizer(self.recipe.teachers[name].model)
         if data.chat_template is not None or None in (own.chat_template, student.chat_template):
@@ -243,13 +247,22 @@ class Preflight:
         prompts = workers.teachers.prompts_of(name, own, rows)
         has_folders_weights = self.student.weight_version == 0 or name not in self.recipe.refreshed
         scores = ScoresCheck(
-            self.recipe, group, workers.plane, images, dtype, prompts=prompts, has_folders_weights=has_folders_weights
+            self.recipe,
+            group,
+            workers.plane,
+            images,
+            dtype,
+            prompts=prompts,
+            cross=workers.inputs.cross.get(name),
+            has_folders_weights=has_folders_weights,
         )
         check = await scores.judge(own)
         if scores.parity is not None:
             self.parity[name] = scores.parity
         yield check
-        if check.status == "ok" and self.workers.rollout is not None:
+        if check.status == "ok" and name in workers.inputs.cross:
+            yield await scores.chunks(own)
+        elif check.status == "ok" and self.workers.rollout is not None:
             yield await scores.distance(own)
             support = await scores.coverage(own)
             if support is not None:

@@ -22,6 +22,7 @@ from mopd.config.payloads import Asked
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.head import OutputHead
 from mopd.conversion.models.families import FAMILIES
+from mopd.data.cross_tokenizer import CrossTokenizer
 from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.images import ImageStore
 from mopd.data_plane.interface import Storage
@@ -33,9 +34,11 @@ from mopd.launch.preparing import weights_bytes
 from mopd.orchestrator.preflight.alignment import AlignmentCheck, Text
 from mopd.orchestrator.preflight.parity import Parity, Probe, Reference, head_difference
 from mopd.orchestrator.support import Coverage, low_quantile
-from mopd.orchestrator.teachers import OwnPrompts, TeacherGroup, with_prompt
+from mopd.orchestrator.teachers import OwnPrompts, TeacherGroup, align, with_prompt
 from mopd.run.manifests import has_own_weights
 
+MOST_UNSCORED = 0.1
+"""Share of the student's tokens that no chunk has, above which a warning says so."""
 LEAST_MASS = 0.9
 """Mean mass of a teacher on its support below which a warning says so."""
 CURE = "the scores are not this teacher's; check teachers.{name}.engine and placement, or widen {keys}"
@@ -55,13 +58,15 @@ class ScoresCheck:
         dtype: str,
         *,
         prompts: OwnPrompts = MappingProxyType({}),
+        cross: CrossTokenizer | None = None,
         has_folders_weights: bool = True,
     ) -> None:
         """``images``: store of the images that samples name; ``dtype``: that of the teacher's engine; ``prompts``: what
-        it reads in the place of the student's; ``has_folders_weights``: its weights are those of its folder."""
+        it reads in the place of the student's; ``cross``: the reader of one with another tokenizer;
+        ``has_folders_weights``: its weights are those of its folder."""
         self._recipe, self._group, self._plane, self._name, self._dtype = recipe, group, plane, group.name, dtype
         self._has_folders_weights = has_folders_weights
-        self._images, self._prompts = images if group.sees_images else None, prompts
+        self._images, self._prompts, self._cross = images if group.sees_images else None, prompts, cross
         self.parity: Parity | None = None
         """Distance from the teacher's folder, where that was compared and is right."""
 
@@ -102,6 +107,26 @@ class ScoresCheck:
             kl = torch.cat([row.double() - teacher for teacher, row in both]).mean().item()
             told = [f"KL(student || teacher) about {kl:.3f} nats a token", *told]
         return Check(f"distance of {self._name}", "ok", "; ".join(told))
+
+    async def chunks(self, samples: Sequence[SampleMeta]) -> Check:
+        """Report how the student's own ``samples`` look in the tokens of a teacher with another tokenizer, and how far
+        the student is from it, chunk by chunk."""
+        assert self._cross is not None, "only a teacher with another tokenizer is asked about"
+        fields = await self._fields_of(samples, "tokens", TOKEN_FIELD, "rollout_logprobs")
+        aligned = align(self._cross, samples, fields["tokens"])
+        tokens, one_to_one, unscored, count = map(sum, zip(*(own.counts() for own in aligned), strict=True))
+        theirs = sum(len(own.tokens) for own in aligned)
+        rows = zip(fields["rollout_logprobs"], fields[TOKEN_FIELD], strict=True)
+        kl = sum(float((drawn.double() - teacher).sum()) for drawn, teacher in rows) / tokens
+        detail = (
+            f"{one_to_one / tokens:.1%} of {tokens} tokens of the student are one token of the teacher; the mean chunk "
+            f"has {(tokens - unscored) / max(count, 1):.2f} tokens of the student and {theirs / max(count, 1):.2f} of "
+            f"the teacher; {unscored / tokens:.1%} are in none; log-ratio about {kl:.3f} nats a token"
+        )
+        if unscored > MOST_UNSCORED * tokens:
+            detail += ": the student learns nothing of those; see docs/teachers.md, another tokenizer"
+            return Check(f"chunks of {self._name}", "warning", detail)
+        return Check(f"chunks of {self._name}", "ok", detail)
 
     async def coverage(self, samples: Sequence[SampleMeta]) -> Check | None:
         """Report how much of the teacher the ids hold at which its log-probs travel, on the student's own ``samples``,
@@ -195,6 +220,8 @@ class ScoresCheck:
         fields = await self._fields_of(samples, "tokens", *(TEACHER_FIELDS if has_rows else (TOKEN_FIELD,)), *more)
         assignment, probes = self._recipe.assignment, []
         read = self._read(samples, fields["tokens"])
+        if self._cross is not None:
+            return await self._own_probes(read)
         for i, sample in enumerate(samples):
             ids, logprobs = (fields[name][i] if has_rows else None for name in TEACHER_FIELDS[:2])
             teachers = assignment.teachers_of(sample.domain)
@@ -214,10 +241,33 @@ class ScoresCheck:
             )
         return probes
 
+    async def _own_probes(self, read: Sequence[tuple[Tensor, int]]) -> list[Probe]:
+        """Ask a teacher with another tokenizer once more for scores of its own tokens, of which the data plane has what
+        the student's are to learn."""
+        tokens, starts = [own for own, _ in read], [start for _, start in read]
+        top_k, temperature = self._recipe.asked[self._name].own, self._recipe.loss.temperature
+        probes = []
+        answers = await self._group.score(tokens, starts, top_k=top_k, temperature=temperature)
+        for own, start, scores in zip(tokens, starts, answers, strict=True):
+            if isinstance(scores, SampleFailed):
+                raise scores
+            rows = (scores.ids, scores.logprobs) if top_k else (None, None)
+            probes.append(
+                Probe(
+                    tokens=own,
+                    prompt_length=start,
+                    ids=rows[0],
+                    logprobs=rows[1],
+                    token_logprobs=scores.token_logprobs,
+                )
+            )
+        return probes
+
     def _read(self, samples: Sequence[SampleMeta], tokens: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         """Return what the teacher reads of each sample, and where the response begins there (``with_prompt``)."""
-        pairs = zip(samples, tokens, strict=True)
-        return [with_prompt(self._prompts.get(sample.sample_id), sample, own) for sample, own in pairs]
+        aligned = [None] * len(samples) if self._cross is None else align(self._cross, samples, tokens)
+        rows = zip(samples, tokens, aligned, strict=True)
+        return [with_prompt(self._prompts.get(sample.sample_id), sample, own, other) for sample, own, other in rows]
 
     async def _fields_of(self, samples: Sequence[SampleMeta], *names: str) -> dict[str, list[Tensor]]:
         """Read fields of the samples, and their images where the teacher sees them."""

@@ -87,11 +87,15 @@ OTHER_LOSSES = (
     "task",
     "largest",
     "sampled_tail",
+    "chunks",
 )
 TRIED_LOSSES = [
     *(("tp2", loss) for loss in (*OTHER_LOSSES, *ENSEMBLES)),
-    *(("pp2", loss) for loss in ("task", "domain_mean", "ensemble_k2")),
-    *(("dp2", loss) for loss in ("reverse", "policy_gradient", "domain_budget", "domain_mean", "largest", "ensemble")),
+    *(("pp2", loss) for loss in ("task", "domain_mean", "ensemble_k2", "chunks")),
+    *(
+        ("dp2", loss)
+        for loss in ("reverse", "policy_gradient", "domain_budget", "domain_mean", "largest", "ensemble", "chunks")
+    ),
 ]
 """Vocabularies in parts meet every loss; a last stage, and batches in parts, those that look beyond a token."""
 TIMEOUT_S = 3600

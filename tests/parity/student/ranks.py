@@ -45,6 +45,7 @@ from mopd.data_plane.interface import Reader
 from mopd.data_plane.local import LocalDataPlane
 from mopd.data_plane.reading import SocketReader
 from mopd.launch.ranks import CommandChannel
+from mopd.orchestrator.support import NO_ID
 from mopd.student import cpu_shim, optimizer, parallel
 from mopd.student.checkpoints import checkpoint, restricted, states
 from mopd.student.worker import StudentWorker
@@ -85,12 +86,14 @@ LOSSES = {
     "sampled_tail": TopKLossConfig(
         type="topk_reverse_kl", top_k=TOP_K, tail="sampled", correction=MismatchCorrectionConfig(type="tis")
     ),
+    "chunks": TopKLossConfig(top_k=TOP_K, aggregation="sequence_mean"),
     **hidden_cases.LOSSES,
 }
 
 
 TEACHERS = {
     "one": {"all": TeacherConfig(model="unused", domains=DOMAINS)},
+    "chunks": {"all": TeacherConfig(model="unused", domains=DOMAINS, tokenizer="own")},
     "ensemble": {
         "first": TeacherConfig(model="unused", domains=DOMAINS, weight=1.0),
         "second": TeacherConfig(model="unused", domains=("math",), weight=3.0),
@@ -104,7 +107,7 @@ def teachers_of(case: dict[str, Any]) -> dict[str, TeacherConfig]:
     if "ema" in case:
         refresh = RefreshConfig(ema=case["ema"])
         return {"all": TeacherConfig(model="unused", domains=DOMAINS, refresh=refresh)}
-    return TEACHERS["ensemble" if "ensemble" in case else "one"]
+    return TEACHERS["ensemble" if "ensemble" in case else "chunks" if case.get("loss") == "chunks" else "one"]
 
 
 def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
@@ -174,6 +177,17 @@ def open_plane(plane: LocalDataPlane | None, layout: parallel.Layout) -> Reader:
     return plane.reader()
 
 
+def add_chunks(fields: dict[str, list[Tensor]], seed: int) -> None:
+    """Make every third row one of a chunk of several tokens: no ids, but an advantage."""
+    generator = torch.Generator().manual_seed(seed)
+    fields["chunk_advantage"] = []
+    for ids, logprobs in zip(fields["teacher_ids"], fields["teacher_logprobs"], strict=True):
+        drawn = torch.randn(len(ids), generator=generator)
+        drawn[torch.arange(len(ids)) % 3 != 1] = 0
+        ids[drawn != 0], logprobs[drawn != 0] = NO_ID, -torch.inf
+        fields["chunk_advantage"].append(drawn)
+
+
 class Case:
     """A student and its samples; step s trains on samples ``s * 100 …``."""
 
@@ -217,6 +231,8 @@ class Case:
             drawn |= {"weights": ENSEMBLE if "ensemble" in self.case else None, "lengths": self.case.get("lengths")}
             num = len(self.case.get("lengths", range(NUM_SAMPLES)))
             metas, fields = make_samples(num, vocab_size=self.worker.dims.vocab_size, **drawn)
+            if self.recipe.has_chunks:
+                add_chunks(fields, step)
             if "hidden" in self.case:
                 fields["teacher_hidden"] = hidden_cases.make_hidden(metas, step)
             return metas, fields
