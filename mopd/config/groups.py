@@ -86,7 +86,7 @@ class VllmEngineConfig(Checked):
     """Size of the key-value cache; absent: what ``gpu_memory_utilization`` leaves (a CPU needs the number)."""
     max_model_len: Annotated[int, at_least(1, 2 * MAX_TOKENS)] | None = None
     """Longest sequence; absent: ``data.max_prompt_length``, or that of the teacher's view, +
-    ``rollout.max_response_length``."""
+    ``rollout.max_response_length``, which counts twice for a teacher with ``tokenizer: own``."""
     max_num_batched_tokens: Count = 8192
     """Tokens of one forward step; on a CPU more than ``max_model_len``."""
     max_num_seqs: Count = 256

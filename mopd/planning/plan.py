@@ -122,13 +122,14 @@ def check_models(loaded: Loaded, models: Mapping[str, ModelDims], *, with_layout
     longest = recipe.longest_sequence()
     for key, model in models.items():
         teacher = None if key == STUDENT else key.removeprefix("teachers.")
-        own, response = recipe.longest_sequence(teacher), recipe.rollout.max_response_length
+        own, response = recipe.longest_sequence(teacher), recipe.longest_response(teacher)
         if own > model.max_positions:
-            section = "data" if own == longest else f"{key}.view"
+            section = "data" if own - response == recipe.data.max_prompt_length else f"{key}.view"
+            twice = "" if response == recipe.rollout.max_response_length else " (twice, for its own tokenizer)"
             raise UserError(
                 f"{loaded.where('rollout', 'max_response_length')}: {section}.max_prompt_length {own - response} + "
-                f"rollout.max_response_length {response} = "
-                f"{own} exceeds the {model.max_positions} positions of {key}.model: lower one of them"
+                f"rollout.max_response_length {response}{twice} = {own} exceeds the {model.max_positions} positions "
+                f"of {key}.model: lower one of them"
             )
     if longest > recipe.student.max_tokens_per_micro_batch and recipe.student.micro_batch_size is None:
         raise UserError(

@@ -65,7 +65,7 @@ def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str,
     if needs.length > info.max_positions:
         found.append(
             f"it takes {info.max_positions} tokens, data.max_prompt_length + rollout.max_response_length is "
-            f"{needs.length} (with a view: its own max_prompt_length)"
+            f"{needs.length} (with a view: its own max_prompt_length; with tokenizer: own, twice the response)"
         )
     if needs.num_ids > info.most_logprobs:
         found.append(

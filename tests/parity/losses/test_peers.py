@@ -96,3 +96,32 @@ def test_nemo_rls_forward_kl_outside_of_the_ids_is_the_truncated_sum_by_the_teac
         lambda z: mass * (nemo_rl(z, kl_type="forward", zero_outside_topk=True) + mass.log()),
         lambda z: parallel_topk_distill(z, IDS, LOGPROBS, tail="none"),
     )
+
+
+@pytest.mark.parametrize("beta", NAMES)
+def test_golds_matched_loss_is_ours_without_the_bucket(beta: float) -> None:
+    """TRL's GOLD where one token of the student is one of a teacher with another vocabulary: the divergence summed over
+    the tokens that both have, with their probabilities as they are. Ours has one more outcome, all other tokens; where
+    neither has mass there, the two are one."""
+    generator = torch.Generator().manual_seed(7)
+    ours, theirs = (torch.randperm(n, generator=generator)[:K] for n in (VOCAB, VOCAB + 5))
+    for outside in (0.0, -60.0):  # added to the logits of all other tokens
+        other_z = 2 * torch.randn(ROWS, VOCAB + 5, dtype=torch.float64, generator=generator)
+        shift, other_shift = torch.full((VOCAB,), outside).double(), torch.full((VOCAB + 5,), outside).double()
+        shift[ours], other_shift[theirs] = 0, 0
+        log_q = (other_z + other_shift).log_softmax(-1)[:, theirs]
+        ids = ours.expand(ROWS, K)
+
+        def gold(z: Tensor, log_q: Tensor = log_q, ids: Tensor = ids, shift: Tensor = shift) -> Tensor:
+            return generalized((z + shift).log_softmax(-1).gather(-1, ids), log_q, beta)
+
+        def rest(z: Tensor, log_q: Tensor = log_q, ids: Tensor = ids, shift: Tensor = shift) -> Tensor:
+            inside = (z + shift).log_softmax(-1).gather(-1, ids)
+            return generalized(*((1 - own.exp().sum(-1, keepdim=True)).log() for own in (inside, log_q)), beta)
+
+        assert_same(
+            (lambda z, own=gold, more=rest: own(z) + more(z)) if not outside else gold,
+            lambda z, log_q=log_q, ids=ids, shift=shift: parallel_topk_distill(
+                z + shift, ids, log_q, loss=NAMES[beta], tail="bucket", beta=beta
+            ),
+        )

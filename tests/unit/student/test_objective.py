@@ -24,6 +24,7 @@ from mopd.config.losses import (
     TopKLossConfig,
 )
 from mopd.losses import choose_rows
+from mopd.orchestrator.support import NO_ID
 from mopd.student.batch import LossRows
 from mopd.student.model.gpt import LMHead
 from mopd.student.objective import Objective, Sums
@@ -234,6 +235,42 @@ def test_equals_the_definition(
         assert columns["masked_sequences"].sum().item() == pytest.approx(float(expected["masked"])) == 3
     else:
         assert "masked_sequences" not in columns
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_chunks_have_their_advantage_where_they_have_no_ids(
+    layout: Layout, problem: dict[str, Tensor], weight: float
+) -> None:
+    """A row without ids is its advantage's policy gradient and nothing else, beside a task's; rows with ids are as they
+    were."""
+    has_ids = torch.rand(S, B, generator=torch.Generator().manual_seed(1)) > 0.4
+    chunk = torch.where(has_ids, 0.0, problem["advantage"].flip(1) - 0.3)
+    loss = TopKLossConfig(top_k=K, task_reward_weight=weight)
+    objective = Objective(loss, layout, true_vocab_size=VOCAB, lm_head_memory_budget_mib=64, has_chunks=True)
+    assert "chunk_advantage" in objective.field_names
+    hidden, matrix = (problem[name].clone().requires_grad_() for name in ("hidden", "weight"))
+    matrix.main_grad = torch.zeros_like(matrix)  # type: ignore[attr-defined]
+    rows = loss_rows(*(problem[part] for part in ("loss_mask", "targets", "teacher", "rollout", "advantage")))
+    fields = dict(rows.fields) | {"chunk_advantage": chunk.flatten()}
+    fields["teacher_ids"] = torch.where(has_ids.flatten()[:, None], fields["teacher_ids"], NO_ID)
+    fields["teacher_logprobs"] = torch.where(has_ids.flatten()[:, None], fields["teacher_logprobs"], -torch.inf)
+    sums, value = evaluate(objective, LMHead(hidden, matrix), replace(rows, fields=fields))  # type: ignore[arg-type]
+    value.backward()
+    own = [problem[name].double().requires_grad_() for name in ("hidden", "weight")]
+    every = torch.log_softmax(own[0] @ own[1].T, -1)
+    log_p = every.gather(2, problem["targets"][..., None]).squeeze(2)
+    advantage = chunk + weight * problem["advantage"]
+    dense = torch.stack([torch.stack([lists_to(one.exp()) for one in row]) for row in every])
+    wanted = torch.where(has_ids, dense, 0.0) - advantage * (1 + log_p - log_p.detach())
+    expected = wanted[problem["loss_mask"]].mean()
+    gradients = torch.autograd.grad(expected, own)
+    torch.testing.assert_close(value.detach().double(), expected.detach(), rtol=1e-5, atol=1e-7)
+    for got, needed in zip((hidden.grad, matrix.main_grad), gradients, strict=True):  # type: ignore[attr-defined]
+        assert got is not None
+        torch.testing.assert_close(got.double(), needed, rtol=1e-4, atol=1e-5 * float(needed.abs().max()))
+    columns = dict(zip(sums.names, sums._totals.T, strict=True))
+    total = float(torch.where(has_ids, dense, 0.0)[problem["loss_mask"]].sum())
+    assert columns["divergence"].sum().item() == pytest.approx(total, rel=1e-5)
 
 
 BUDGETED = {
