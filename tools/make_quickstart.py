@@ -12,7 +12,7 @@ Left out on purpose: anything that a real expert has beyond being better than th
     python tools/make_quickstart.py --out /tmp/assets --threads 8
 
     python tools/make_quickstart.py --copier                      # also what recipes/self_distillation.yaml needs
-    python tools/make_quickstart.py --other-tokenizer             # also what recipes/own_tokenizer.yaml needs
+    python tools/make_quickstart.py --other-tokenizer             # also what recipes/own_tokenizer_cpu.yaml needs
 
     runs/quickstart_assets/base, teachers/{reversal, sorting, next_letter}   Hugging Face folders
     runs/quickstart_assets/copier       the base, which sorts, and copies an answer that its prompt ends with
@@ -57,7 +57,7 @@ TRAIN_ROWS = 6000
 """Training prompts per domain."""
 VALIDATION_ROWS = 200
 """Validation prompts per domain."""
-TEACHER_AT_LEAST = 0.95
+TEACHER_AT_LEAST, OTHER_AT_LEAST = 0.95, 0.9
 BASE_AT_MOST = 0.5
 
 
@@ -170,8 +170,8 @@ def complaints(scores: dict[str, dict[str, float]]) -> list[str]:
     lines = []
     for domain in TASKS:
         other = scores.get(f"other/{domain}", {domain: 1.0})[domain]
-        if other < TEACHER_AT_LEAST:
-            lines.append(f"other/{domain}: {other:.3f} on its own domain, {TEACHER_AT_LEAST} needed")
+        if other < OTHER_AT_LEAST:
+            lines.append(f"other/{domain}: {other:.3f} on its own domain, {OTHER_AT_LEAST} needed")
         if scores[domain][domain] < TEACHER_AT_LEAST:
             lines.append(f"teacher {domain}: {scores[domain][domain]:.3f} on its own domain, {TEACHER_AT_LEAST} needed")
         if scores["base"][domain] > BASE_AT_MOST:

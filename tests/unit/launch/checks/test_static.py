@@ -63,6 +63,10 @@ OF_FILES = {
         "student.max_tokens_per_micro_batch: 1000 is less than the 2048 tokens of the longest sample",
     ),
     "tokenizer": (("models/law", "models/other"), "do not share a tokenizer: 1 of 3 ids mean different tokens"),
+    "own tokenizer": (
+        ("models/law", "models/law, tokenizer: own"),
+        "but teachers.law.tokenizer is own: remove that key",
+    ),
 }
 """Mistakes that the files of models show, or names of what is here."""
 
