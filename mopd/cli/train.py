@@ -149,7 +149,7 @@ def _check_folder(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> 
     """Refuse what a rank would refuse, before ranks start, and credentials that Weights & Biases refuses."""
     from mopd.report.sinks import verify_wandb
     from mopd.run import resuming
-    from mopd.run.manifests import check_commits
+    from mopd.run.manifests import check_commits, check_plugins, plugin_hashes
 
     resume = _resumes(args, run_dir)
     resuming.check_layout(run_dir)
@@ -157,6 +157,7 @@ def _check_folder(loaded: Loaded, run_dir: RunDir, args: argparse.Namespace) -> 
     if resume and resuming.choose(run_dir, loaded.recipe, wanted=args.from_step) is not None:
         resuming.check_files(run_dir)
         check_commits(run_dir.manifest, loaded.commits)
+        check_plugins(run_dir.manifest, plugin_hashes(loaded.recipe))
     if loaded.recipe.metrics.wandb is not None:
         verify_wandb(loaded.recipe.metrics.wandb)
     if args.resume_auto:

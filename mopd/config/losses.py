@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from mopd.config.values import (
     MAX_NUMBER,
@@ -15,6 +15,7 @@ from mopd.config.values import (
     Positive,
     Share,
     at_least,
+    check_reference,
     require_fraction,
 )
 
@@ -276,7 +277,41 @@ class FullLossConfig(Checked):
             raise ValueError(f"skew is {self.skew:g} and type 'full_jsd', whose mixture is beta's: set skew: 0")
 
 
-Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig | FullLossConfig
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomLossConfig(Checked):
+    """A function of yours of both sides' log-probs at the teacher's ids (``docs/extending.md``)."""
+
+    type: Literal["custom"]
+    """Loss type."""
+    module: str
+    """The function: ``file.py:name``, ``package.module:name``, or the name of an entry point ``mopd.losses`` of an
+    installed package."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of the function."""
+    own_samples: bool = False
+    """Whether the function reads log-probs of the sampled token, which must then be the student's own."""
+    top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 64
+    """Ids per position, as in a top-k loss."""
+    always_ids: tuple[int | str, ...] = ()
+    """Tokens that are among every position's ids, as in a top-k loss."""
+    temperature: Positive = 1.0
+    """Divides the logits of both sides; with ``own_samples`` it must equal ``rollout.temperature``."""
+    aggregation: Aggregation = "token_mean"
+    """How token losses become one number; denominators are global."""
+    domain_budget: Mapping[str, float] = field(default_factory=dict)
+    """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
+    sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
+    budget with equal shares."""
+    # What other losses have as keys.
+    tokens: ClassVar[Literal["all"]] = "all"
+    correction: ClassVar[None] = None
+    task_reward_weight: ClassVar[float] = 0.0
+
+    def check(self) -> None:
+        check_reference("module", self.module)
+
+
+Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig | FullLossConfig | CustomLossConfig
 
 
 def has_domain_baseline(loss: Loss) -> bool:
@@ -321,7 +356,7 @@ def require_own_samples(
     correction for old ones. ``ValueError`` otherwise. Divergences over ids of a row take samples of any policy, unless
     the loss also has chunks of several tokens (``has_chunks``, for teachers with another tokenizer)."""
     what = f"loss.type {loss.type!r}"
-    if isinstance(loss, FullLossConfig):
+    if isinstance(loss, FullLossConfig) or (isinstance(loss, CustomLossConfig) and not loss.own_samples):
         return
     if isinstance(loss, TopKLossConfig):
         if not loss.is_sampled and not has_chunks:
@@ -340,6 +375,8 @@ def require_own_samples(
         raise ValueError(
             f"loss.temperature is {loss.temperature} but rollout.temperature is {temperature}: {what} needs them equal"
         )
+    if isinstance(loss, CustomLossConfig):  # it has the sampler's log-probs, and corrects by itself
+        return
     old = f"schedule.max_staleness is {max_staleness}", "schedule.max_staleness: 0"
     if stored_share:
         old = "data.scored names samples of other weights", "leave data.scored out"
@@ -352,7 +389,7 @@ def require_own_samples(
 
 def require_dense_loss(loss: Loss, key: str) -> None:
     """``ValueError`` for a loss that cannot train on the teachers' own answers; ``key`` is what asks for that."""
-    if isinstance(loss, FullLossConfig):
+    if isinstance(loss, FullLossConfig) or (isinstance(loss, CustomLossConfig) and not loss.own_samples):
         return
     if not isinstance(loss, TopKLossConfig):
         raise ValueError(

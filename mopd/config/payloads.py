@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 from mopd.config.losses import (
+    CustomLossConfig,
     FullLossConfig,
     KLLossConfig,
     Loss,
@@ -67,7 +68,9 @@ def always_ids_of(loss: Loss) -> tuple[int | str, ...]:
 
 def reads_support(loss: Loss) -> bool:
     """Return whether the loss itself, not only a metric, reads the rows of ids."""
-    return isinstance(loss, TopKLossConfig) or (isinstance(loss, PolicyGradientConfig) and loss.baseline == "kl")
+    if isinstance(loss, PolicyGradientConfig):
+        return loss.baseline == "kl"
+    return isinstance(loss, (TopKLossConfig, CustomLossConfig))
 
 
 def require_payloads(
@@ -106,6 +109,11 @@ def require_payloads(
         raise ValueError(
             f"loss.type is {loss.type!r}, but a domain has several teachers, and hidden states of one alone travel: "
             "leave the domain in one teacher's domains, or set loss.type: topk_forward_kl and payload: topk"
+        )
+    if isinstance(loss, CustomLossConfig) and is_ensemble:
+        raise ValueError(
+            "loss.type is 'custom', but a domain has several teachers, and the function sees the row of one: leave the "
+            "domain in one teacher's domains, or set loss.type: topk_forward_kl"
         )
     if len({payload == "sampled" for payload in payloads.values()}) > 1:
         raise ValueError(

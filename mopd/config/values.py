@@ -170,6 +170,16 @@ def check_name(name: str) -> None:
         raise ValueError(f"{_shown(name)} cannot be seen: a name has at least one character that is no space")
 
 
+def check_reference(key: str, reference: str) -> None:
+    """``ValueError`` unless ``reference`` names code: ``file.py:name``, ``package.module:name``, or an entry point."""
+    source, colon, name = reference.rpartition(":")
+    dotted = source.replace(".", "").replace("_", "").isalnum()
+    if not (name.isidentifier() and (source.endswith(".py") or dotted) if colon else reference):
+        raise ValueError(
+            f"{key} is {_shown(reference)}: write file.py:name, package.module:name, or the name of an entry point"
+        )
+
+
 def check_unrepeated(key: str, items: Iterable[Item]) -> None:
     """``ValueError`` that names the first item of list ``key`` that stands in it twice."""
     seen: set[Item] = set()

@@ -44,6 +44,7 @@ FACTS = {
     "environment": "set the same on every node",
     "GPUs": "start the ranks on nodes with one kind of GPU",
     "student.model": "let all nodes read one folder, or copy it anew",
+    "plugins": "let all nodes read one file, or copy it anew",
 }
 """Facts that each node settles by itself and that must be the same on all nodes of ranks -> cure of a difference."""
 MAX_SHOWN = 60
@@ -220,12 +221,13 @@ def _machine_facts() -> dict[str, dict[str, str]]:
 def rank_facts(loaded: Loaded, num_ranks: int) -> dict[str, dict[str, str]]:
     """Return those of ``FACTS`` that need the recipe, on a machine with ``num_ranks`` of the ranks."""
     from mopd.run.machine import kinds_of_gpus  # heavy: torch
-    from mopd.run.manifests import glimpse
+    from mopd.run.manifests import glimpse, plugin_hashes
 
     files, where = glimpse(Path(loaded.recipe.student.model)), loaded.where("student", "model")
     return {
         "GPUs": {"the ranks' GPU": kinds_of_gpus(num_ranks)},
         "student.model": {f"{where}: {name}": digest for name, digest in files.items()},
+        "plugins": {key: f"sha256 {digest[:16]}" for key, digest in plugin_hashes(loaded.recipe).items()},
     }
 
 

@@ -1,8 +1,9 @@
 """Distillation losses on vocab-parallel logits. Formulas and conventions: ``docs/losses.md``.
 
-``api`` holds the public functions, ``full`` those of the whole vocabulary. ``divergences`` with ``topk``, ``sampled``,
-``aggregation`` and ``choice`` hold the formulas; ``chunked``, ``triton`` and ``reference`` are the layers that compute
-them; ``linear`` puts an LM head before any of them; ``teacher_topk`` is the teacher's side.
+``api`` holds the public functions, ``full`` those of the whole vocabulary, ``custom`` that of a user's function.
+``divergences`` with ``topk``, ``sampled``, ``aggregation`` and ``choice`` hold the formulas; ``chunked``, ``triton``
+and ``reference`` are the layers that compute them; ``linear`` puts an LM head before any of them; ``teacher_topk`` is
+the teacher's side; ``trial`` tries a user's function.
 """
 
 from mopd.losses.aggregation import domain_factors, token_weights
@@ -14,6 +15,8 @@ from mopd.losses.api import (
     parallel_topk_distill,
 )
 from mopd.losses.choice import largest_rows, num_chosen, total_chosen
+from mopd.losses.chunked.custom import TopKRows
+from mopd.losses.custom import parallel_custom_loss
 from mopd.losses.full import linear_full_distill, parallel_full_distill
 from mopd.losses.linear.head import LinearHead, choose_rows
 from mopd.losses.linear.loss import linear_loss
@@ -22,6 +25,7 @@ from mopd.losses.teacher_topk import chunked_topk_logprobs
 
 __all__ = [
     "LinearHead",
+    "TopKRows",
     "choose_rows",
     "chunked_topk_logprobs",
     "domain_factors",
@@ -30,6 +34,7 @@ __all__ = [
     "linear_full_distill",
     "linear_loss",
     "num_chosen",
+    "parallel_custom_loss",
     "parallel_entropy_and_topk_overlap",
     "parallel_full_distill",
     "parallel_gather_logprobs",

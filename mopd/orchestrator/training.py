@@ -46,9 +46,11 @@ from mopd.run.folder import RunDir
 from mopd.run.machine import describe_machine
 from mopd.run.manifests import (
     check_commits,
+    check_plugins,
     check_unchanged,
     engine_extras,
     make_manifests,
+    plugin_hashes,
     read_fingerprints,
     write_manifests,
 )
@@ -123,6 +125,7 @@ def train_task(orchestrator: Orchestrator, *, resume: bool, from_step: str | Non
         if start is not None:
             check_commits(run.manifest, loaded.commits)
             check_unchanged(run.manifest, manifests)
+            check_plugins(run.manifest, plugin_hashes(recipe))
         elif resume:
             logger.warning("%s has no complete checkpoint: the run starts again from step 0", run.checkpoints)
 
@@ -256,7 +259,8 @@ async def begin(training: Training, loaded: Loaded, manifests: Mapping[str, Mani
         write_json(run.parity, {name: asdict(measured) for name, measured in preflight.parity.items()})
     if not is_fresh:
         return
-    write_manifests(run.manifest, manifests, preflight.fingerprints, loaded.commits, engine_extras(loaded.recipe))
+    more = {"extras": engine_extras(loaded.recipe), "plugins": plugin_hashes(loaded.recipe)}
+    write_manifests(run.manifest, manifests, preflight.fingerprints, loaded.commits, **more)
     for path in (run.metrics, run.validation, run.pushed):
         path.unlink(missing_ok=True)  # of a run that died before its first checkpoint
     if preflight.headroom is not None:

@@ -14,8 +14,10 @@ from typing import Any
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import open_regular, shown_path
 from mopd.base.files.writing import WriteRefusedError, write_json, writing
+from mopd.base.plugins import plugin_hash
 from mopd.base.types import UserError
 from mopd.config.groups import TeacherConfig, VllmEngineConfig
+from mopd.config.losses import CustomLossConfig
 from mopd.config.machine.places import engine_groups
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.header import read_header
@@ -39,7 +41,8 @@ FINGERPRINTS = "fingerprints"
 """Key of ``manifest.json`` for scores on a fixed probe, by ``teachers.NAME``."""
 COMMITS = "commits"
 """Key of ``manifest.json`` for the recipe's names of the Hub at their commits, by key of the recipe."""
-
+PLUGINS = "plugins"
+"""Key of ``manifest.json`` for the SHA-256 of the files whose code decides what is learned, by key of the recipe."""
 EXTRAS = "engine.extra"
 """Key of ``manifest.json`` for arguments of vLLM that may change scores, by ``rollout`` and ``teachers.NAME``: for
 readers."""
@@ -80,16 +83,30 @@ def engine_extras(recipe: Recipe) -> dict[str, Any]:
     return {key: dict(g.engine.extra) for key, g in groups if isinstance(g.engine, VllmEngineConfig) and g.engine.extra}
 
 
+def plugin_hashes(recipe: Recipe) -> dict[str, str]:
+    """Return the SHA-256 of the files whose code decides what is learned, by key of the recipe.
+
+    Raises:
+        UserError: the code is not there.
+    """
+    loss = recipe.loss
+    if not isinstance(loss, CustomLossConfig):
+        return {}
+    return {"loss.module": plugin_hash("loss.module", loss.module, "loss")}
+
+
 def write_manifests(
     path: Path,
     manifests: Mapping[str, Manifest],
     fingerprints: Mapping[str, Any],
     commits: Mapping[str, str],
     extras: Mapping[str, Any] | None = None,
+    plugins: Mapping[str, str] | None = None,
 ) -> None:
     """Write ``manifest.json`` of the run folder."""
     content: dict[str, Any] = {key: asdict(manifest) for key, manifest in manifests.items()}
     more = {FINGERPRINTS: dict(fingerprints), COMMITS: dict(commits), EXTRAS: dict(extras or {})}
+    more[PLUGINS] = dict(plugins or {})
     write_json(path, content | {key: value for key, value in more.items() if value})
 
 
@@ -112,6 +129,18 @@ def check_commits(path: Path, current: Mapping[str, str]) -> None:
             raise UserError(f"{key}: is {name!r} on the Hub now, the run began with {began}, or set another run_dir")
 
 
+def check_plugins(path: Path, current: Mapping[str, str]) -> None:
+    """Refuse to resume with other code than the run began with. ``UserError`` names the key of the recipe."""
+    stored = _read(path)[3]
+    for key, digest in current.items():
+        if stored.get(key) != digest:
+            began = f"sha256 {stored[key][:16]}" if key in stored else "none"
+            raise UserError(
+                f"{key}: its file has sha256 {digest[:16]} now, the run began with {began}: restore the file, or set "
+                "another run_dir"
+            )
+
+
 def check_unchanged(path: Path, current: Mapping[str, Manifest]) -> None:
     """Refuse to resume with another model than the run began with.
 
@@ -132,10 +161,12 @@ def check_unchanged(path: Path, current: Mapping[str, Manifest]) -> None:
             )
 
 
-def _read(path: Path) -> tuple[dict[str, Manifest], dict[str, Any], dict[str, str]]:
-    """Return manifests by key of the model, fingerprints by ``teachers.NAME``, commits by key of the recipe."""
+def _read(path: Path) -> tuple[dict[str, Manifest], dict[str, Any], dict[str, str], dict[str, str]]:
+    """Return manifests by key of the model, fingerprints by ``teachers.NAME``, commits and hashes of code by key of the
+    recipe."""
     data = read_json_object(path, cure=CURE)
     fingerprints, commits = data.pop(FINGERPRINTS, {}), data.pop(COMMITS, {})
+    plugins = data.pop(PLUGINS, {})
     data.pop(EXTRAS, None)
     names = {field.name for field in fields(Manifest)}
     for key, value in data.items():
@@ -147,7 +178,9 @@ def _read(path: Path) -> tuple[dict[str, Manifest], dict[str, Any], dict[str, st
         raise UserError(f"{shown_path(path)}: {FINGERPRINTS!r} holds what is no score of the probe: {CURE}")
     if not _is_text(commits):
         raise UserError(f"{shown_path(path)}: {COMMITS!r} holds what are no names of the Hub: {CURE}")
-    return {key: Manifest(**value) for key, value in data.items()}, fingerprints, commits
+    if not _is_text(plugins):
+        raise UserError(f"{shown_path(path)}: {PLUGINS!r} holds what are no hashes: {CURE}")
+    return {key: Manifest(**value) for key, value in data.items()}, fingerprints, commits, plugins
 
 
 def _is_text(value: Any) -> bool:

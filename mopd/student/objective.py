@@ -23,6 +23,7 @@ from mopd.base.types import (
     UserError,
 )
 from mopd.config.losses import (
+    CustomLossConfig,
     FullLossConfig,
     KLLossConfig,
     Loss,
@@ -38,6 +39,7 @@ from mopd.losses import (
     largest_rows,
     linear_loss,
     num_chosen,
+    parallel_custom_loss,
     parallel_entropy_and_topk_overlap,
     parallel_full_distill,
     parallel_gather_logprobs,
@@ -47,9 +49,11 @@ from mopd.losses import (
     token_weights,
     total_chosen,
 )
+from mopd.losses.chunked.custom import CUSTOM
 from mopd.losses.linear.head import Rows
 from mopd.student.attention import to_device
 from mopd.student.batch import HostRows, LossRows
+from mopd.student.custom_loss import load_custom_loss
 from mopd.student.model.gpt import LMHead
 from mopd.student.parallel import Layout
 from mopd.student.teacher_heads import TeacherHeads
@@ -66,6 +70,8 @@ SEEN = ("student_logprobs", "student_mass", "score")
 """Numbers of every row, also of those that do not count, where ``loss.tokens`` ranks rows by their ``score``."""
 DIAGNOSTICS = ("entropy", "topk_overlap")
 """Names of the expensive metrics, computed only on request."""
+SUPPORT_LOSSES = (TopKLossConfig, CustomLossConfig)
+"""Losses that tell the student's mass on the teacher's ids themselves."""
 
 
 class Sums:
@@ -170,6 +176,7 @@ class Objective:
         self._teacher_weights = teacher_weights
         self._correction = loss.correction
         self._largest = None if loss.tokens == "all" else loss.tokens
+        self._custom = load_custom_loss(loss) if isinstance(loss, CustomLossConfig) else None
         self._has_warned = False
         self._options: dict[str, Any] = {
             "temperature": loss.temperature,
@@ -184,7 +191,9 @@ class Objective:
         loss = self.loss
         if isinstance(loss, FullLossConfig):
             fields.append(HIDDEN_FIELD)
-        if self._correction is not None or (isinstance(loss, PolicyGradientConfig) and loss.old_logprobs == "rollout"):
+        is_own = isinstance(loss, CustomLossConfig) and loss.own_samples
+        is_ratio = isinstance(loss, PolicyGradientConfig) and loss.old_logprobs == "rollout"
+        if self._correction is not None or is_own or is_ratio:
             fields.append("rollout_logprobs")
         if not isinstance(loss, KLLossConfig) and loss.task_reward_weight:
             fields.append("task_advantage")
@@ -243,6 +252,8 @@ class Objective:
             names += ["clamped"]
         elif isinstance(self.loss, FullLossConfig):
             names += ["hidden_error"]
+        elif self._custom is not None:
+            names += ["student_mass", *(f"{CUSTOM}{name}" for name in self._custom[1])]
         else:
             names += ["ratio", "clip_fraction", "correction_weight", "baseline"]
         if self._correction is not None:
@@ -252,7 +263,7 @@ class Objective:
             names += [CHOSEN, "score", "chosen_score"]
         if diagnostics:
             # The sampled losses do not read the teacher's top-k; the student's mass on it takes a pass by itself.
-            of_support = () if isinstance(self.loss, TopKLossConfig) else ("student_mass",)
+            of_support = () if isinstance(self.loss, SUPPORT_LOSSES) else ("student_mass",)
             names += (*DIAGNOSTICS, *of_support) if self._has_support else DIAGNOSTICS[:1]
         return Sums(names, **sizes, device=self._layout.device, domain_factors=domain_factors)
 
@@ -459,7 +470,7 @@ class Objective:
         for ids_RK in ids.unbind(1) if "teacher_weights" in own and self._has_support else (ids,):
             entropy, overlap = parallel_entropy_and_topk_overlap(logits, ids_RK, loss_weight=weights, **self._options)
             overlaps.append(overlap)
-            if self._has_support and not isinstance(self.loss, TopKLossConfig):
+            if self._has_support and not isinstance(self.loss, SUPPORT_LOSSES):
                 logprobs, _ = parallel_gather_logprobs(logits, ids_RK, loss_weight=weights, **self._options)
                 masses.append(logprobs.exp().sum(-1))
         if not self._has_support:
@@ -485,6 +496,12 @@ class Objective:
             )
             metrics["hidden_error"] = (metrics.pop("teacher_logprobs") - own[TOKEN_FIELD]).abs()
             return value, metrics
+        if isinstance(loss, CustomLossConfig):
+            assert self._custom is not None
+            if loss.own_samples:
+                options |= {"target_logprobs": own[TOKEN_FIELD], "rollout_logprobs": own["rollout_logprobs"]}
+            ids, logprobs = own["teacher_ids"], own["teacher_logprobs"]
+            return parallel_custom_loss(logits, ids, logprobs, self._custom[0], target=own["targets"], **options)
         if not isinstance(loss, KLLossConfig) and loss.task_reward_weight:
             options |= {"task_advantage": own["task_advantage"], "task_reward_weight": loss.task_reward_weight}
         if self._has_chunks:

@@ -78,7 +78,7 @@ def is_key(parts: tuple[str, ...]) -> bool:
     return len(parts) > 1 and parts[-2] in MAPPINGS and is_key(parts[:-1])
 
 
-MAPPINGS = ("domain_weights", "rewards", "chat_template_kwargs", "megatron_overrides")
+MAPPINGS = ("domain_weights", "rewards", "chat_template_kwargs", "megatron_overrides", "options")
 """Keys below which names are the user's, or Megatron's."""
 
 

@@ -17,6 +17,7 @@ from mopd.base.hardware import Hardware
 from mopd.base.text import visible
 from mopd.base.types import UserError
 from mopd.config.load import Loaded
+from mopd.config.losses import CustomLossConfig
 from mopd.config.machine.places import engine_groups
 from mopd.config.output import WandBConfig
 from mopd.config.placements import LocalConfig
@@ -91,6 +92,8 @@ def file_checks(loaded: Loaded, is_whole: Callable[..., bool]) -> Iterator[tuple
         if isinstance(group.placement, LocalConfig) and group.placement.python is not None:
             where = loaded.where(*key.split(".", 1), "placement", "python")
             yield f"{key}.placement.python", partial(check_interpreter, group.placement.python, where)
+    if is_whole("loss") and isinstance(recipe.loss, CustomLossConfig):
+        yield "loss.module", partial(_check_loss, recipe.loss)
     for name in recipe.rewards or {}:
         if is_whole("rewards", name):
             yield f"reward of {name}", partial(_check_reward, loaded, name)
@@ -111,6 +114,12 @@ def _check_reward(loaded: Loaded, name: str) -> None:
     reward = loaded.recipe.rewards[name]
     if isinstance(reward, (CustomRewardConfig, JsonSchemaConfig)) and reward.path is not None:
         _check_file(loaded, reward.path, "rewards", name, "path")
+
+
+def _check_loss(loss: CustomLossConfig) -> None:
+    from mopd.student.custom_loss import load_custom_loss  # torch, for few recipes
+
+    load_custom_loss(loss)
 
 
 def _check_push(where: str) -> None:

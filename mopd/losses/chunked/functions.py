@@ -42,7 +42,7 @@ class TopKDistill(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         valid_TN = teacher.valid_TDK.flatten(1)
         groups = group_ids(teacher.ids_TDK.flatten(1), valid_TN, teacher.ids_TDK.size(1))
-        selection = _select(teacher, groups.first_TN, call.shard)
+        selection = select_ids(teacher, groups.first_TN, call.shard)
         stats, local_T = collect(inp, selection, call)
         n = valid_TN.size(1)
         solution = solve(kind, teacher, stats.logprobs_TN[:, :n], stats.log_tail_T, groups)
@@ -78,7 +78,7 @@ class TopKDistill(torch.autograd.Function):
         call.refuse_second_backward(ctx)
         inp, entry, dense, column, owned, factor, far, far_lse = ctx.saved_tensors
         upstream = grad_loss * factor / call.temperature
-        gradient = _gradient(
+        gradient = gradient_of(
             inp,
             call,
             entry_TN=entry * upstream.unsqueeze(1),
@@ -90,7 +90,7 @@ class TopKDistill(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _select(teacher: TeacherRows, first: Tensor, shard: VocabShard) -> Selection:
+def select_ids(teacher: TeacherRows, first: Tensor, shard: VocabShard) -> Selection:
     """Return the ids to gather: the teachers', then the target (part of the tail unless a teacher lists it)."""
     ids = teacher.ids_TDK.flatten(1)
     if teacher.target_T is not None:
@@ -124,7 +124,7 @@ class GatherLogProbs(torch.autograd.Function):
         inp, logprobs, local_T, group_TN, known, column, owned = ctx.saved_tensors
         grad = torch.where(known, grad_TN, 0) / call.temperature
         total = grad.sum(1) - grad_lse_T / call.temperature
-        gradient = _gradient(
+        gradient = gradient_of(
             inp,
             call,
             entry_TN=IdGroups(group_TN, known, 1).sum_equal(grad) - logprobs.exp() * total.unsqueeze(1),
@@ -135,7 +135,7 @@ class GatherLogProbs(torch.autograd.Function):
         return gradient, None, None
 
 
-def _gradient(inp: Tensor, call: LossCall, **parts: Any) -> Tensor:
+def gradient_of(inp: Tensor, call: LossCall, **parts: Any) -> Tensor:
     """Run ``write_gradient``, over the logits if asked to; autograd is then told that they changed."""
     out = inp if call.overwrite_input else torch.empty_like(inp)
     write_gradient(inp, out, call=call, **parts)

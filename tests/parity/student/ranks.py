@@ -25,6 +25,7 @@ from mopd.base.types import MicroBatchPlan, SampleMeta, UserError
 from mopd.config.data import DataConfig, ValidationConfig
 from mopd.config.groups import TeacherConfig
 from mopd.config.losses import (
+    CustomLossConfig,
     KLLossConfig,
     LargestTokensConfig,
     MismatchCorrectionConfig,
@@ -60,6 +61,7 @@ NUM_SAMPLES = 16
 ADAM_EPS = 1e-4
 """Adam's first step is lr * g / (|g| + eps): with the usual 1e-8 a gradient that is nothing but rounding moves its
 weight as far as any, another way at another layout, and the next steps may differ by more than 1e-5."""
+COPIES = Path(__file__).parents[2] / "fixtures" / "custom_losses.py"
 LOSSES = {
     "default": TopKLossConfig(top_k=TOP_K),
     "reverse": TopKLossConfig(type="topk_reverse_kl", top_k=TOP_K, temperature=1.5, aggregation="sequence_mean"),
@@ -87,6 +89,10 @@ LOSSES = {
         type="topk_reverse_kl", top_k=TOP_K, tail="sampled", correction=MismatchCorrectionConfig(type="tis")
     ),
     "chunks": TopKLossConfig(top_k=TOP_K, aggregation="sequence_mean"),
+    "custom": CustomLossConfig(type="custom", module=f"{COPIES}:forward_kl", top_k=TOP_K),
+    "plain_tail": TopKLossConfig(tail="none", top_k=TOP_K),
+    "custom_k2": CustomLossConfig(type="custom", module=f"{COPIES}:k2", own_samples=True, top_k=TOP_K),
+    "plain_k2": KLLossConfig(type="k2", top_k=TOP_K),
     **hidden_cases.LOSSES,
 }
 

@@ -74,6 +74,7 @@ def least_section(cls: type) -> dict[str, Any]:
     own: dict[str, Any] = {"domains": ["math"]} if "domains" in field_types(cls) else {}
     own |= {"repo": "me/student"} if "repo" in field_types(cls) else {}
     own |= {"system": "one"} if "system" in field_types(cls) else {}
+    own |= {"module": "file.py:name"} if "module" in field_types(cls) else {}
     if cls is Recipe:
         own = {"checkpoint": {"keep_best": False}, "preflight": {"require_better_teacher": False}}
     needed = [field for field in dataclasses.fields(cls) if field.default is field.default_factory]

@@ -13,7 +13,15 @@ from safetensors.numpy import save_file
 
 from mopd.base.types import UserError
 from mopd.conversion.hf.manifest import make_manifest
-from mopd.run.manifests import NUM_SAMPLES, SAMPLE_BYTES, check_unchanged, glimpse, hash_cache, write_manifests
+from mopd.run.manifests import (
+    NUM_SAMPLES,
+    SAMPLE_BYTES,
+    check_plugins,
+    check_unchanged,
+    glimpse,
+    hash_cache,
+    write_manifests,
+)
 from tests.fixtures.tiny_models import make_hf_model
 
 
@@ -24,6 +32,13 @@ def test_another_model_or_another_set_of_them_is_refused(tmp_path: Path) -> None
     write_manifests(path, models, {}, {}, {"teachers.math": {"quantization": "fp8"}})
     assert json.loads(path.read_text())["engine.extra"] == {"teachers.math": {"quantization": "fp8"}}
     check_unchanged(path, models)
+    write_manifests(path, models, {}, {}, plugins={"loss.module": "a" * 64})
+    check_unchanged(path, models)
+    check_plugins(path, {"loss.module": "a" * 64})
+    with pytest.raises(UserError, match=r"^loss\.module: .* sha256 b{16} now, the run began with sha256 a{16}:"):
+        check_plugins(path, {"loss.module": "b" * 64})
+    with pytest.raises(UserError, match=r"^answers: its file has sha256 b{16} now, the run began with none: restore"):
+        check_plugins(path, {"answers": "b" * 64})
     for current, names in (({"student": one}, "teachers.math"), ({**models, "teachers.code": one}, "teachers.code")):
         with pytest.raises(UserError, match=f"manifest.json: {names} stand only in one of this file and the recipe"):
             check_unchanged(path, current)
