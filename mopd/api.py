@@ -262,7 +262,8 @@ def train(
     elif resume:
         words.append("--resume=auto" if resume == "auto" else "--resume")
     run = Run(recipe.values.run_dir)
-    events = _Events(run, callbacks, from_step)
+    start = max(run.checkpoints, default=-1) if from_step is None else from_step
+    events = Events(run, callbacks, after_step=start)
     args = main.parse(words)
     _on_ranks(lambda: train_command.start(lambda: recipe.loaded, args, words, events.watch))
     events.deliver()
@@ -306,16 +307,18 @@ def _on_ranks(start: Callable[[], Ended]) -> None:
         raise RuntimeError(ended.line)
 
 
-class _Events:
+class Events:
     """Follows the files of a run, and tells callbacks what is new in them."""
 
-    def __init__(self, run: Run, callbacks: Sequence[Callback], from_step: int | None) -> None:
-        """Begin with the folder as it is before the run; ``from_step`` as in ``train``."""
+    def __init__(self, run: Run, callbacks: Sequence[Callback], *, after_step: int, is_cut: bool = False) -> None:
+        """Begin behind a step, -1 for the run's beginning. Unless ``is_cut`` the run has not begun, and what is there
+        of later steps will be cut."""
         self._run, self._callbacks, self._next_s = run, callbacks, 0.0
-        if callbacks:
-            folder, start = RunDir(run.path), max(run.checkpoints, default=-1) if from_step is None else from_step
-            self._records = [JsonlTail(path, after_step=start) for path in (folder.metrics, folder.validation)]
-            self._checkpoints = self._complete()
+        folder = RunDir(run.path)
+        self._records = [
+            JsonlTail(path, after_step=after_step, is_cut=is_cut) for path in (folder.metrics, folder.validation)
+        ]
+        self._checkpoints = {one for one in self._complete() if one[0] <= after_step or not is_cut}
 
     def watch(self) -> None:
         """Call this often: it looks into the folder every ``WATCH_S``."""

@@ -311,12 +311,13 @@ class JsonlTail:
     done: no new record is equal to it, since records hold times.
     """
 
-    def __init__(self, path: Path, *, after_step: int) -> None:
-        """``after_step`` is the step that the run goes on from, -1 for none. Raises as ``read_jsonl`` does."""
+    def __init__(self, path: Path, *, after_step: int, is_cut: bool = False) -> None:
+        """``after_step`` is the step that the run goes on from, -1 for none; ``is_cut`` tells that later records are
+        new ones already. Raises as ``read_jsonl`` does."""
         self._path, self._offset, self._stale = path, 0, b""
         for line, record in _complete_lines(path) if os.path.lexists(path) else ():
             if record["step"] > after_step:
-                self._stale = line
+                self._stale = b"" if is_cut else line
                 break
             self._offset += len(line)
 

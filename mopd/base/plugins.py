@@ -21,7 +21,7 @@ from mopd.base.files.reading import read_bytes, shown_path
 from mopd.base.text import one_line, shortened
 from mopd.base.types import UserError
 
-GROUPS = {"loss": "mopd.losses"}
+GROUPS = {"loss": "mopd.losses", "callback": "mopd.callbacks"}
 """Kind of code -> group of entry points of installed packages that offer it."""
 
 
@@ -40,7 +40,8 @@ def load_plugin(key: str, reference: str, kind: str) -> Callable[..., Any]:
     if not callable(found):
         what = "holds no" if found is None else f"holds a {type(found).__name__}, no function,"
         raise UserError(f"{key}: {shown_path(source)!r} {what} {name!r}: correct the name")
-    return found  # type: ignore[no-any-return]  # whatever can be called
+    code: Callable[..., Any] = found
+    return code
 
 
 def plugin_hash(key: str, reference: str, kind: str) -> str:

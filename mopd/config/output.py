@@ -1,12 +1,13 @@
-"""What a run writes besides its recipe: checkpoints and numbers."""
+"""What a run writes besides its recipe, checkpoints and numbers, and who is told of it."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from mopd.config.values import Checked, Count
+from mopd.config.values import Checked, Count, Seconds, check_reference
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 """A repository's name on the Hub."""
@@ -52,6 +53,25 @@ class CheckpointConfig(Checked):
     def check(self) -> None:
         if self.push_to_hub is not None and not self.export_hf and self.export_hf_every_steps is None:
             raise ValueError("push_to_hub is set and nothing is exported: set export_hf or export_hf_every_steps")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallbackConfig(Checked):
+    """A class of yours that is told what the run has done, in a process beside it (``docs/extending.md``)."""
+
+    module: str
+    """The class, a ``mopd.Callback``: ``file.py:name``, ``package.module:name``, or the name of an entry point
+    ``mopd.callbacks`` of an installed package."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of the class."""
+    timeout_s: Seconds = 60.0
+    """Deadline of each of its calls."""
+    on_error: Literal["stop", "ignore"] = "stop"
+    """What an exception or a missed deadline, its last call, means for the run: it stops after its step, with a
+    checkpoint, or goes on without the callback. Either is told in one line."""
+
+    def check(self) -> None:
+        check_reference("module", self.module)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

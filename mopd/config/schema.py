@@ -22,7 +22,7 @@ from mopd.config.losses import (
     require_dense_loss,
     require_own_samples,
 )
-from mopd.config.output import CheckpointConfig, MetricsConfig
+from mopd.config.output import CallbackConfig, CheckpointConfig, MetricsConfig
 from mopd.config.payloads import (
     Asked,
     Combine,
@@ -130,6 +130,8 @@ class Recipe(Checked):
     """Checks before the first step."""
     metrics: MetricsConfig = MetricsConfig()
     """Metric sinks."""
+    callbacks: tuple[CallbackConfig, ...] = ()
+    """Classes of yours that are told what the run has done."""
     slurm: SlurmConfig | None = None
     """The job that ``mopd slurm`` submits; absent: the recipe is for one machine, or started by hand."""
 

@@ -6,6 +6,7 @@ Shape legend: R rows, V ids of a small vocabulary, K ids of the teacher.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,10 +161,8 @@ def _evaluated(function: RowFunction, rows: TopKRows) -> tuple[Tensor, dict[str,
 
 def _part(rows: TopKRows, which: slice) -> TopKRows:
     """Return some of the rows, as inputs that begin a graph."""
-    values = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    values: dict[str, Any] = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    given = {name: value for name, value in values.items() if value is not None}
     return TopKRows(
-        **{
-            name: value if value is None else value[which].detach().requires_grad_(value.requires_grad)
-            for name, value in values.items()
-        }
+        **{name: value[which].detach().requires_grad_(value.requires_grad) for name, value in given.items()}
     )

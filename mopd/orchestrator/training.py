@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from mopd.report.run_files import Best, best_of, mean
 from mopd.report.sinks import Sinks
 from mopd.report.terminal import Terminal, log_to_terminal
 from mopd.run import resuming
+from mopd.run.callbacks import CallbackProcess, callbacks_beside
 from mopd.run.checkpointing import Checkpointer, complete_steps
 from mopd.run.folder import RunDir
 from mopd.run.machine import describe_machine
@@ -146,10 +147,11 @@ def train_task(orchestrator: Orchestrator, *, resume: bool, from_step: str | Non
             parts.stop.check()
             cache = await open_score_cache(recipe, parts.workers.routers, manifests)
             await parts.student.publish(ledger.step)
-            await begin(training, loaded, manifests, is_fresh=is_fresh)
-            parts.workers.teachers.cache = cache
-            join_teachers(training)
-            await train(training, ledger, is_fresh=is_fresh, as_json=as_json)
+            async with callbacks_beside(recipe.callbacks, run.path) as callbacks:
+                await begin(training, loaded, manifests, is_fresh=is_fresh)
+                parts.workers.teachers.cache = cache
+                join_teachers(training)
+                await train(training, ledger, callbacks, is_fresh=is_fresh, as_json=as_json)
 
         return orchestrator.with_workers(work, run.path)
 
@@ -293,7 +295,14 @@ def join_teachers(training: Training) -> None:
     workers.teachers.join_by(Rule(recipe.combine, recipe.support_width), best)
 
 
-async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: bool = False) -> None:
+async def train(
+    training: Training,
+    ledger: Ledger,
+    callbacks: Sequence[CallbackProcess] = (),
+    *,
+    is_fresh: bool,
+    as_json: bool = False,
+) -> None:
     """Train from the ledger's step until the last one, then export and report: on standard output, as a table or as
     the JSON of ``report.json``, in which case the progress goes to standard error.
 
@@ -306,6 +315,8 @@ async def train(training: Training, ledger: Ledger, *, is_fresh: bool, as_json: 
         resuming.set_aside(run, after_step=resume_step)
         truncate_jsonl(run.validation, after_step=resume_step)
     sinks = Sinks(recipe, run.path, resume_step=resume_step, console=Terminal(stderr=as_json))
+    for callback in callbacks:
+        callback.follow(after_step=-1 if resume_step is None else resume_step)
     try:
         observer = RunObserver(training, sinks)
         try:

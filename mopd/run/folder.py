@@ -35,7 +35,7 @@ CHANGEABLE_ON_RESUME = (
     "rollout.engine.*", "rollout.placement.*", "rollout.replicas", "rollout.routing.*",
     "data.scores_cache", "data.scores_cache_max_gib", "answers.folder", "on_failure",
     "schedule.steps", "schedule.wait_timeout_s", "validation.every_steps",
-    "checkpoint.*", "preflight.*", "metrics.*", "slurm", "slurm.*",
+    "checkpoint.*", "preflight.*", "metrics.*", "callbacks", "slurm", "slurm.*",
 )  # fmt: skip
 """Keys that a resumed run may change: where and how fast it runs, how long, and what is watched and saved. All others
 decide what is learned; a run that changes them is another run."""

@@ -497,11 +497,7 @@ class Objective:
             metrics["hidden_error"] = (metrics.pop("teacher_logprobs") - own[TOKEN_FIELD]).abs()
             return value, metrics
         if isinstance(loss, CustomLossConfig):
-            assert self._custom is not None
-            if loss.own_samples:
-                options |= {"target_logprobs": own[TOKEN_FIELD], "rollout_logprobs": own["rollout_logprobs"]}
-            ids, logprobs = own["teacher_ids"], own["teacher_logprobs"]
-            return parallel_custom_loss(logits, ids, logprobs, self._custom[0], target=own["targets"], **options)
+            return self._custom_rows(logits, own, loss, options)
         if not isinstance(loss, KLLossConfig) and loss.task_reward_weight:
             options |= {"task_advantage": own["task_advantage"], "task_reward_weight": loss.task_reward_weight}
         if self._has_chunks:
@@ -544,6 +540,16 @@ class Objective:
             dual_clip=loss.dual_clip,
             **options,
         )
+
+    def _custom_rows(
+        self, logits: Tensor, own: Mapping[str, Tensor], loss: CustomLossConfig, options: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what ``_loss_rows`` does, by a user's function."""
+        assert self._custom is not None
+        if loss.own_samples:
+            options |= {"target_logprobs": own[TOKEN_FIELD], "rollout_logprobs": own["rollout_logprobs"]}
+        ids, logprobs = own["teacher_ids"], own["teacher_logprobs"]
+        return parallel_custom_loss(logits, ids, logprobs, self._custom[0], target=own["targets"], **options)
 
 
 class CrossEntropy(Objective):

@@ -39,16 +39,21 @@ def test_the_example_of_a_loss_passes_its_check(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_with_a_loss_of_a_file(world: World, folder: Path) -> None:
-    """It learns by it and tells its metrics; resumed with another file, or one that looks at other rows, it ends."""
+def test_a_run_with_a_loss_and_a_callback_of_a_file(world: World, folder: Path) -> None:
+    """It learns by the loss and tells its metrics, also to the callback. It ends when it is resumed with another file,
+    or begins with one that looks at other rows."""
     loss = {"type": "custom", "module": "my_losses.py:skewed_kl", "options": {"skew": 0.2}, "top_k": 8}
     run = folder / "run"
-    recipe = world.write_recipe(run, loss=loss, schedule__steps=3, checkpoint={"every_steps": 3}, **ONE_RANK)
+    keys = {"loss": loss, "schedule__steps": 3, "checkpoint": {"every_steps": 3}, **ONE_RANK}
+    watch = {"module": "my_callbacks.py:Watch", "options": {"file": "losses.csv", "enough": 2.0}}
+    recipe = world.write_recipe(run, callbacks=[watch], **keys)
     done = mopd(folder, "train", str(recipe))
     assert done.returncode == 0, done.stderr
     records = read_metrics(run)
     assert [record["step"] for record in records] == [1, 2, 3]
     assert all(record["loss"] > 0 and 0 <= record["custom_far/left"] <= 1 for record in records)
+    table = (folder / "losses.csv").read_text().splitlines()
+    assert table == [f"{record['step']},{record['loss']}" for record in records]
     file = folder / "my_losses.py"
     text = file.read_text()
     file.write_text(f"{text}\n# another\n")

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import mopd
-from mopd.api import _Events
+from mopd.api import Events
 from mopd.base.metrics import JsonlTail, truncate_jsonl
 from mopd.cli.main import main
 from mopd.config.load import differences, load_recipe
@@ -165,7 +165,7 @@ class Folder:
 
 def test_callbacks_are_told_of_each_event_once_in_the_order_of_steps(tmp_path: Path) -> None:
     folder, notes = Folder(tmp_path), Notes()
-    events = _Events(mopd.Run(tmp_path), [notes], None)
+    events = Events(mopd.Run(tmp_path), [notes], after_step=-1)
     events.deliver()
     folder.validation(0)
     for step in (1, 2):
@@ -183,7 +183,7 @@ def test_callbacks_of_a_run_that_went_back_hear_nothing_of_what_it_cuts(tmp_path
     for step in (1, 2, 3, 4):
         folder.step(step)
         folder.checkpoint(step, 1.0)
-    events = _Events(mopd.Run(tmp_path), [notes], 2)
+    events = Events(mopd.Run(tmp_path), [notes], after_step=2)
     events.deliver()  # the run has not begun
     assert notes.notes == []
     truncate_jsonl(tmp_path / "metrics.jsonl", after_step=2)

@@ -14,6 +14,7 @@ from typing import Literal
 
 from mopd.base.files.reading import shown_path
 from mopd.base.hardware import Hardware
+from mopd.base.plugins import plugin_path
 from mopd.base.text import visible
 from mopd.base.types import UserError
 from mopd.config.load import Loaded
@@ -94,6 +95,8 @@ def file_checks(loaded: Loaded, is_whole: Callable[..., bool]) -> Iterator[tuple
             yield f"{key}.placement.python", partial(check_interpreter, group.placement.python, where)
     if is_whole("loss") and isinstance(recipe.loss, CustomLossConfig):
         yield "loss.module", partial(_check_loss, recipe.loss)
+    for i, callback in enumerate(recipe.callbacks if is_whole("callbacks") else ()):
+        yield f"callbacks[{i}]", partial(_check_callback, f"callbacks[{i}].module", callback.module)
     for name in recipe.rewards or {}:
         if is_whole("rewards", name):
             yield f"reward of {name}", partial(_check_reward, loaded, name)
@@ -120,6 +123,10 @@ def _check_loss(loss: CustomLossConfig) -> None:
     from mopd.student.custom_loss import load_custom_loss  # torch, for few recipes
 
     load_custom_loss(loss)
+
+
+def _check_callback(key: str, reference: str) -> None:
+    plugin_path(key, reference, "callback")
 
 
 def _check_push(where: str) -> None:
