@@ -21,6 +21,14 @@ class ExactMatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentRewardConfig:
+    """The sum of the rewards that ``rollout.environment`` gave for the turns of a response."""
+
+    type: Literal["environment"]
+    """Reward type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MathConfig(Checked):
     """1 when the last boxed expression, else the last expression or number, equals the ground truth, by math-verify.
 
@@ -116,6 +124,7 @@ class CustomRewardConfig(Checked):
 
 RewardConfig = (
     ExactMatchConfig
+    | EnvironmentRewardConfig
     | MathConfig
     | MultipleChoiceConfig
     | RegexConfig

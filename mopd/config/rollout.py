@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from mopd.config.environment import CustomEnvironmentConfig, PythonToolConfig
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.config.placements import RayConfig
 from mopd.config.schedule import MAX_SAMPLES
@@ -54,6 +55,8 @@ class RolloutConfig(EngineGroupConfig):
     """Keep only this many most probable tokens; -1 keeps all."""
     samples_per_prompt: Annotated[int, at_least(1, MAX_SAMPLES)] = 1
     """Responses drawn per prompt."""
+    environment: PythonToolConfig | CustomEnvironmentConfig | None = None
+    """What answers the student's turns, in training and in validation; absent: a response is one turn."""
     on_new_weights: Literal["auto", "finish", "continue"] = "auto"
     """What becomes of responses that are under way when new weights arrive: they end under the old ones, and the new
     ones wait (``finish``), or they go on under the new ones (``continue``: partial rollout). ``auto``: ``continue``
@@ -75,6 +78,12 @@ class RolloutConfig(EngineGroupConfig):
             raise ValueError(
                 f"horizon ends at {longest} tokens, max_response_length is {self.max_response_length}: lower "
                 "horizon.end or horizon.start, or raise max_response_length"
+            )
+        turn = None if self.environment is None else self.environment.max_tokens_per_turn
+        if turn is not None and turn > self.max_response_length:
+            raise ValueError(
+                f"environment.max_tokens_per_turn is {turn}, above max_response_length {self.max_response_length} for "
+                "all turns together: lower it, or raise max_response_length"
             )
         if self.top_k != -1 and not 1 <= self.top_k <= MAX_COUNT:
             raise ValueError(f"top_k is {self.top_k}: set -1 (all) or a positive number up to {MAX_COUNT}")

@@ -32,7 +32,7 @@ from mopd.config.payloads import (
     require_payloads,
 )
 from mopd.config.placements import ExternalConfig, InProcessConfig
-from mopd.config.rewards import RewardConfig
+from mopd.config.rewards import EnvironmentRewardConfig, RewardConfig
 from mopd.config.rollout import AnswersConfig, RolloutConfig
 from mopd.config.schedule import MAX_SAMPLES, ScheduleConfig
 from mopd.config.slurm import SlurmConfig
@@ -148,6 +148,7 @@ class Recipe(Checked):
         self._check_vllm_rollout()
         self._check_staleness()
         self._check_stored()
+        self._check_environment()
         check_weight_sync(self.weight_sync, self.rollout.placement)
         require_turns(
             self.rollout,
@@ -331,6 +332,26 @@ class Recipe(Checked):
             raise ValueError(
                 f"schedule.max_staleness is {self.schedule.max_staleness}, but with schedule.on_policy_fraction 0 "
                 "nothing is drawn beside the student's steps: set max_staleness: 0"
+            )
+
+    def _check_environment(self) -> None:
+        environment = self.rollout.environment
+        if environment is None:
+            for name, reward in self.rewards.items():
+                if isinstance(reward, EnvironmentRewardConfig):
+                    raise ValueError(
+                        f"rewards.{name}.type is 'environment', but rollout.environment is absent: add one, or choose "
+                        "another reward"
+                    )
+        elif self.draws_answers:
+            raise ValueError(
+                f"rollout.environment is {environment.type!r}, but objective or schedule.warm_up trains on the "
+                "teachers' own answers, which are one turn: remove one of them"
+            )
+        elif self.own_tokenizers:
+            raise ValueError(
+                f"rollout.environment is {environment.type!r}, but teachers.{self.own_tokenizers[0]}.tokenizer is 'own', "
+                "and a chunk may hold the student's tokens beside given ones: remove one of them"
             )
 
     def _check_objective(self) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_LISTED = 10
+NUM_CONVERSATIONS = 8
+"""Rows of a file whose messages are kept, to look at the chat template with."""
 LOG_EVERY_S = 10.0
 """Seconds between progress lines while a file with images is read, which takes as long as its bytes."""
 
@@ -64,6 +66,9 @@ class PromptRow:
     views: Mapping[str, PromptView] = field(default_factory=dict)
     """Teacher -> the prompt as it reads it, of teachers with a view of their own. Nothing that draws or trains on the
     student's responses reads it."""
+
+    conversation: Sequence[dict[str, Any]] | None = None
+    """Messages, of a file's first rows, where they are chat and show no image."""
 
     def tokens_of(self, teacher: str | None) -> tuple[int, ...]:
         """Return the prompt that a teacher reads; the student's for ``None`` and for teachers without a view."""
@@ -271,6 +276,7 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
         elif holds_images(found.images):
             unseen[found.domain] += 1
         texts.append(_text(prompt, place, reading, column=key.prompt, num_images=len(images)))
+        is_kept = len(rows) < NUM_CONVERSATIONS and not isinstance(prompt, str) and not images
         for name in reading.views.of(found.domain):
             own = reading.views.prompt(name, row, found, prompt, place)
             where = f"{place}: teachers.{name}.view"
@@ -284,6 +290,7 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
                 extra_info=None if found.extra_info is MISSING else found.extra_info,
                 place=place,
                 images=images,
+                conversation=list(prompt) if is_kept else None,
             )
         )
         if images and time.monotonic() > logged_at + LOG_EVERY_S:

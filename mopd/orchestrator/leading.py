@@ -110,8 +110,9 @@ class Orchestrator:
             finally:
                 asyncio.run(plane.close())
         finally:
-            if inputs.rewards is not None:
-                inputs.rewards.close()
+            for judge in (inputs.rewards, inputs.environments):
+                if judge is not None:
+                    judge.close()
 
     async def _with_groups(
         self, ranks: Ranks, inputs: Inputs, plane: Storage, work: Work, run_path: Path | None

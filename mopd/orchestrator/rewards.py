@@ -15,6 +15,7 @@ from mopd.base.types import Prompt, SampleMeta
 from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import Storage
 from mopd.orchestrator.rollout import reward_item
+from mopd.orchestrator.trajectories import last_turns
 from mopd.rewards.domains import DomainRewards
 
 
@@ -28,6 +29,8 @@ class RewardWorker:
     plane: Storage
     form: Literal["mean", "leave_one_out", "grpo"] = "mean"
     """``loss.task_advantage``."""
+    has_environment: bool = False
+    """Samples have ``environment_reward``."""
     _groups: Counter[str] = field(default_factory=Counter)
     """Prompts judged since the last ``take_numbers``, by domain."""
     _even: Counter[str] = field(default_factory=Counter)
@@ -40,12 +43,14 @@ class RewardWorker:
         """
         per_prompt = len(samples) // len(prompts)
         ids = [sample.sample_id for sample in samples]
-        tokens = (await self.plane.get(ids, ["tokens"]))["tokens"]
-        responses = [own[sample.prompt_length :].tolist() for own, sample in zip(tokens, samples, strict=True)]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        names = ["tokens", "loss_mask", *(["environment_reward"] if self.has_environment else [])]
+        fields = await self.plane.get(ids, names)
+        responses = [own[s.prompt_length :] for own, s in zip(fields["tokens"], samples, strict=True)]
+        texts = last_turns(self.tokenizer, responses, fields["loss_mask"])
+        given = [own.item() for own in fields["environment_reward"]] if self.has_environment else [None] * len(ids)
         items = [
-            reward_item(self.dataset, prompt.row, text)
-            for prompt, text in zip((p for p in prompts for _ in range(per_prompt)), texts, strict=True)
+            reward_item(self.dataset, prompt.row, text, reward)
+            for prompt, text, reward in zip((p for p in prompts for _ in range(per_prompt)), texts, given, strict=True)
         ]
         values = [graded.value for graded in await self.rewards.score(items)]
         rewards = torch.tensor(values, dtype=torch.float64).view(len(prompts), per_prompt)
@@ -53,11 +58,11 @@ class RewardWorker:
         for prompt, own in zip(prompts, rewards, strict=True):
             self._groups[prompt.domain] += 1
             self._even[prompt.domain] += bool((own == own[0]).all())
-        fields = [
+        columns = [
             torch.full((sample.response_length,), advantage)
             for sample, advantage in zip(samples, advantages, strict=True)
         ]
-        await self.plane.update(ids, {"task_advantage": fields})
+        await self.plane.update(ids, {"task_advantage": columns})
 
     def take_numbers(self) -> dict[str, float]:
         """Return, by domain, the share of prompts since the last call whose responses all have one reward."""

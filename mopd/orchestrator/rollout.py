@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from mopd.base.text import encodable, named_samples, one_line
 from mopd.base.types import Prompt, SampleMeta
@@ -16,6 +19,7 @@ from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.engines.replicas.interface import SampleFailed
+from mopd.orchestrator.trajectories import Player, Trajectory, draw_turns, join_parts
 from mopd.rewards.interface import RewardItem
 
 
@@ -32,13 +36,16 @@ class RolloutWorker:
     samples_per_prompt: int = 1
     limit: Callable[[int], int] | None = None
     """Most tokens of a response by its prompt's number (``Recipe.response_limit``); ``None``: those of ``sampling``."""
+    player: Player | None = None
+    """Player of responses of several turns, where the recipe has an environment."""
 
     async def generate(
         self, prompts: Sequence[Prompt], *, ended: Callable[[Prompt, int], None] | None = None
     ) -> list[SampleMeta]:
         """Draw responses, put ``ROLLOUT_FIELDS`` and ``token_versions`` [R] int32, and return the samples, prompt after
         prompt. Where ``sampling`` asks for most probable ids also put ``student_ids`` [R, ``num_top_ids``] int32, for a
-        student that sees images ``images`` (``image_refs_to_tensor``).
+        student that sees images ``images`` (``image_refs_to_tensor``), with an environment ``environment_reward`` [1]
+        fp32.
 
         Response j of a prompt has sample id ``prompt.sample_id * samples_per_prompt + j`` and a seed derived from it.
         ``ended(prompt, weight_version)`` is called once for each response, with the weights of its newest token: as
@@ -66,57 +73,62 @@ class RolloutWorker:
     ) -> list[Generation]:
         """Return one complete response per sample."""
         waiting = set(range(len(prompts)))
+        segments: Counter[int] = Counter()
 
         def note_end(index: int, part: Generation) -> None:
             if ended is not None and index in waiting and part.finish_reason != "handed_back":
                 waiting.remove(index)
                 ended(prompts[index], int(part.token_versions.max()))
 
-        async def complete(index: int, part: Generation) -> Generation:
-            response = await self._finished(prompts[index], sample_ids[index], part)
-            note_end(index, response)
-            return response
+        def next_seed(index: int) -> int:
+            segments[index] += 1
+            return self._seed(prompts[index], sample_ids[index], segments[index] - 1)
 
-        async def draw(sampling: SamplingParams) -> None:
-            own = [index for index, prompt in enumerate(prompts) if self._sampling(prompt) == sampling]
-            parts = await self.generator.generate(
-                [self._tokens(prompts[index]) for index in own],
-                sampling,
-                [self._seed(prompts[index], sample_ids[index], 0) for index in own],
-                on_response=lambda number, part: note_end(own[number], part),
-                images=self.dataset.images_of([prompts[index].row for index in own]),
-            )
-            drawn.update(zip(own, parts, strict=True))
+        async def draw(
+            numbers: Sequence[int],
+            starts: Sequence[tuple[int, ...]],
+            limits: Sequence[int],
+            on_end: Callable[[int, Generation], None] = lambda number, part: None,
+        ) -> list[Generation]:
+            seeds = [next_seed(i) for i in numbers]
+            images = self.dataset.images_of([prompts[i].row for i in numbers])
+            parts = await draw_turns(self.generator, starts, self.sampling, limits, seeds, images, numbers, on_end)
 
-        drawn: dict[int, Generation] = {}
-        for sampling in dict.fromkeys(map(self._sampling, prompts)):  # one, but for prompts of several steps
-            await draw(sampling)
-        return await all_or_none(complete(index, part) for index, part in sorted(drawn.items()))
+            async def complete(place: int) -> Generation:
+                index = numbers[place]
+                response = await self._finished(
+                    starts[place], limits[place], parts[place], prompts[index].row, partial(next_seed, index)
+                )
+                on_end(index, response)
+                return response
 
-    async def _finished(self, prompt: Prompt, sample_id: int, part: Generation) -> Generation:
-        """Return the whole response that begins with ``part``. A response handed back because new weights arrived
-        continues with prompt and tokens as the next prompt, on any replica with room; each segment has a seed of its
-        own."""
+            return await all_or_none(complete(place) for place in range(len(numbers)))
+
+        limits = [self._sampling(prompt).max_new_tokens for prompt in prompts]
+        if self.player is None:
+            return await draw(range(len(prompts)), [self._tokens(prompt) for prompt in prompts], limits, note_end)
+        rows = [self.dataset.row(prompt.row) for prompt in prompts]
+        seeds = [self._seed(prompt, number, 0) for prompt, number in zip(prompts, sample_ids, strict=True)]
+        return [*await self.player.play(rows, seeds, limits, draw, ended=note_end)]
+
+    async def _finished(
+        self, start: tuple[int, ...], limit: int, part: Generation, row: int, next_seed: Callable[[], int]
+    ) -> Generation:
+        """Return the whole turn that begins with ``part``, behind ``start``. A turn handed back because new weights
+        arrived continues with what stands there as the next prompt, on any replica with room; each segment has a seed
+        of its own."""
         parts = [part]
         while parts[-1].finish_reason == "handed_back":
-            # a continued response may be handed back again
-            prefix = torch.cat([own.tokens for own in parts])
-            whole = self._sampling(prompt)
-            sampling = replace(whole, max_new_tokens=whole.max_new_tokens - len(prefix))
-            start = (*self._tokens(prompt), *prefix.tolist())
-            seed = self._seed(prompt, sample_id, len(parts))
-            images = self.dataset.images_of([prompt.row])
-            parts += await self.generator.generate([start], sampling, [seed], images=images)
-        if len(parts) == 1:
-            return part
-        tops = [own.top_ids for own in parts if own.top_ids is not None]
-        return Generation(
-            tokens=torch.cat([own.tokens for own in parts]),
-            top_ids=torch.cat(tops) if tops else None,
-            logprobs=torch.cat([own.logprobs for own in parts]),
-            token_versions=torch.cat([own.token_versions for own in parts]),
-            finish_reason=parts[-1].finish_reason,
-        )
+            # a continued turn may be handed back again
+            prefix = torch.cat([own.tokens for own in parts]).tolist()
+            sampling = replace(self.sampling, max_new_tokens=limit - len(prefix))
+            images = self.dataset.images_of([row])
+            parts += await self.generator.generate([(*start, *prefix)], sampling, [next_seed()], images=images)
+        return part if len(parts) == 1 else join_parts(parts, parts[-1].finish_reason)
+
+    def take_numbers(self) -> dict[str, float]:
+        """Return the player's numbers since the last call."""
+        return {} if self.player is None else self.player.take_numbers()
 
     def _sampling(self, prompt: Prompt) -> SamplingParams:
         if self.limit is None:
@@ -148,22 +160,29 @@ async def put_samples(
     """Put the fields of new samples, one prompt and response each, and return them. ``has_horizon``: a prompt's
     responses stop before they are as long as they may be, and that is no truncation."""
     rows = [dataset.row(prompt.row) for prompt in prompts]
+    starts = [
+        response.prompt if isinstance(response, Trajectory) else row.tokens
+        for row, response in zip(rows, responses, strict=True)
+    ]
     metas = [
-        _meta(sample_id, prompt, len(row.tokens), response, has_horizon=has_horizon(prompt))
-        for sample_id, prompt, row, response in zip(sample_ids, prompts, rows, responses, strict=True)
+        _meta(sample_id, prompt, len(start), response, has_horizon=has_horizon(prompt))
+        for sample_id, prompt, start, response in zip(sample_ids, prompts, starts, responses, strict=True)
     ]
     fields = {
         "tokens": [
-            torch.cat([torch.tensor(row.tokens, dtype=torch.int64), response.tokens])
-            for row, response in zip(rows, responses, strict=True)
+            torch.cat([torch.tensor(start, dtype=torch.int64), response.tokens])
+            for start, response in zip(starts, responses, strict=True)
         ],
-        "loss_mask": [torch.ones(len(response.tokens), dtype=torch.bool) for response in responses],
+        "loss_mask": [_loss_mask(response) for response in responses],
         "rollout_logprobs": [response.logprobs for response in responses],
         "token_versions": [response.token_versions for response in responses],
     }
     tops = [response.top_ids for response in responses if response.top_ids is not None]
     if tops:
         fields["student_ids"] = tops
+    played = [response for response in responses if isinstance(response, Trajectory)]
+    if played:
+        fields["environment_reward"] = [torch.tensor([response.reward]) for response in played]
     if dataset.images is not None:
         fields["images"] = [image_refs_to_tensor(row.images) for row in rows]
     await plane.put(metas, fields)
@@ -176,7 +195,7 @@ def derive_seed(seed: int, sample_id: int, purpose: str = "rollout") -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def reward_item(dataset: PromptDataset, row: int, response: str) -> RewardItem:
+def reward_item(dataset: PromptDataset, row: int, response: str, environment_reward: float | None = None) -> RewardItem:
     """Return a decoded response together with its row's data."""
     found = dataset.row(row)
     return RewardItem(
@@ -186,7 +205,15 @@ def reward_item(dataset: PromptDataset, row: int, response: str) -> RewardItem:
         extra_info=found.extra_info,
         domain=found.domain,
         place=found.place,
+        environment_reward=environment_reward,
     )
+
+
+def _loss_mask(response: Generation) -> Tensor:
+    """Return [R] bool: all tokens of a response but those that an environment gave."""
+    if isinstance(response, Trajectory):
+        return response.loss_mask
+    return torch.ones(len(response.tokens), dtype=torch.bool)
 
 
 def _meta(sample_id: int, prompt: Prompt, prompt_length: int, response: Generation, *, has_horizon: bool) -> SampleMeta:
@@ -198,7 +225,7 @@ def _meta(sample_id: int, prompt: Prompt, prompt_length: int, response: Generati
         weight_version=min(versions),
         prompt_length=prompt_length,
         response_length=len(response.tokens),
-        num_loss_tokens=len(response.tokens),
+        num_loss_tokens=int(_loss_mask(response).sum()),
         truncated=is_cut and not has_horizon,
         at_horizon=is_cut and has_horizon,
         num_versions=len(versions),

@@ -195,11 +195,12 @@ class TeacherWorker:
         """Return metrics of what the rows of a claimed batch hold of their teachers (``coverage_metrics``)."""
         if not self._width:
             return {}
-        fields = await self._plane.get(batch.sample_ids, ["teacher_logprobs"])
+        fields = await self._plane.get(batch.sample_ids, ["teacher_logprobs", "loss_mask"])
         by_domain: dict[str, list[Coverage]] = defaultdict(list)
-        for meta, logprobs in zip(batch.samples, fields["teacher_logprobs"], strict=True):
+        for meta, logprobs, mask in zip(batch.samples, fields["teacher_logprobs"], fields["loss_mask"], strict=True):
             names, _ = self.teachers_of(meta.domain)
-            of_teachers = logprobs.unbind(1) if logprobs.dim() == 3 else (logprobs,)
+            own_rows = logprobs[mask]
+            of_teachers = own_rows.unbind(1) if own_rows.dim() == 3 else (own_rows,)
             joined = Asked(own=logprobs.shape[-1]) if len(names) > len(of_teachers) else None  # in an order of its own
             for name, own in zip(names, of_teachers, strict=False):  # teachers that a domain lacks stand behind its own
                 by_domain[meta.domain].append(Coverage.of(own, joined or self._asked[name]))

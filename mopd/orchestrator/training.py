@@ -186,12 +186,15 @@ def fresh_ledger(recipe: Recipe, step: int = 0) -> Ledger:
 
 
 def extend_wait_for_batch(ledger: Ledger, workers: Workers) -> None:
-    """Have ``Ledger.take`` wait as long as a request, a reward or a call of the data plane goes on: each ends by
+    """Have ``Ledger.take`` wait as long as a request, a reward, a call of an environment or of
+    the data plane goes on: each ends by
     deadlines of its own, which may be longer together (four attempts and the restarts of a replica are)."""
     for router in workers.routers.values():
         router.around_calls = ledger.contained
     if workers.inputs.rewards is not None:
         workers.inputs.rewards.around_calls = ledger.contained
+    if workers.inputs.environments is not None:
+        workers.inputs.environments.around_calls = ledger.contained
     if isinstance(workers.plane, QueuePlane):
         workers.plane.enter_around_calls(ledger.contained)
 

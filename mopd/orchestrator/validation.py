@@ -9,17 +9,19 @@ import hashlib
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from mopd.base.files.json_text import MAX_DEPTH, MAX_VALUES, parse_json
 from mopd.base.metrics import MAX_LINE_BYTES, JsonlWriter, apart
-from mopd.base.text import one_line
+from mopd.base.text import encodable, one_line
 from mopd.base.types import UserError
 from mopd.config.schema import Recipe
 from mopd.data.image_files import read_rgb
@@ -27,6 +29,7 @@ from mopd.data.prompts import PromptDataset, PromptView
 from mopd.data.tokenizer import load_tokenizer
 from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.orchestrator.rollout import derive_seed, reward_item
+from mopd.orchestrator.trajectories import Player, Trajectory, draw_turns, last_turns
 from mopd.report.thumbnails import MAX_THUMBNAILS, thumbnail
 from mopd.rewards.domains import DomainRewards
 from mopd.rewards.interface import Graded, RewardItem
@@ -64,11 +67,16 @@ class Validator:
     """Validates a generator."""
 
     def __init__(
-        self, recipe: Recipe, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, rewards: DomainRewards
+        self,
+        recipe: Recipe,
+        dataset: PromptDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: DomainRewards,
+        player: Player | None = None,
     ) -> None:
         assert recipe.validation is not None, "there are no validation prompts without the section"
         self._recipe, self._cfg = recipe, recipe.validation
-        self._dataset, self._tokenizer, self._rewards = dataset, tokenizer, rewards
+        self._dataset, self._tokenizer, self._rewards, self._player = dataset, tokenizer, rewards, player
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -100,9 +108,15 @@ class Validator:
         is_other = teacher in self._recipe.own_tokenizers
         tokenizer = load_tokenizer(self._recipe.teachers[teacher].model) if teacher and is_other else self._tokenizer
         with apart():
-            generations = await generator.generate(prompts, sampling, seeds, images=self._dataset.images_of(order))
-        texts = tokenizer.batch_decode([g.tokens.tolist() for g in generations], skip_special_tokens=True)
-        items = [reward_item(self._dataset, row, text) for row, text in zip(order, texts, strict=True)]
+            generations = await self._generations(generator, order, prompts, sampling, seeds)
+        responses = [g.tokens for g in generations]
+        masks = [g.loss_mask if isinstance(g, Trajectory) else torch.ones_like(g.tokens).bool() for g in generations]
+        texts = last_turns(tokenizer, responses, masks)
+        rewards = [g.reward if isinstance(g, Trajectory) else None for g in generations]
+        items = [
+            reward_item(self._dataset, row, text, reward)
+            for row, text, reward in zip(order, texts, rewards, strict=True)
+        ]
         finished = list(zip(items, await self._rewards.score(items), generations, order, strict=True))
         by_domain = {domain: [entry for entry in finished if entry[0].domain == domain] for domain in chosen}
 
@@ -121,7 +135,8 @@ class Validator:
             examples={
                 domain: [
                     _example(item, graded, self._thumbnails(row), self._dataset.row(row).views.get(teacher or ""))
-                    for item, graded, _, row in own[: NUM_EXAMPLES * num : num]
+                    | {"response": encodable(tokenizer.decode(made.tokens.tolist(), skip_special_tokens=True))}
+                    for item, graded, made, row in own[: NUM_EXAMPLES * num : num]
                 ]
                 for domain, own in by_domain.items()
             },
@@ -129,6 +144,30 @@ class Validator:
             pass_at_k={d: sum(map(max, own)) / len(own) for d, own in by_prompt.items()} if num > 1 else {},
             prompts={d: _digest([self._dataset.row(row).tokens for row in own]) for d, own in rows.items()},
         )
+
+    async def _generations(
+        self,
+        generator: Generator,
+        order: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+    ) -> Sequence[Generation]:
+        """Return the response to each prompt, those of rows ``order``, played in the environment if there is one."""
+        if self._player is None:
+            return await generator.generate(prompts, sampling, seeds, images=self._dataset.images_of(order))
+        turns: Counter[int] = Counter()
+
+        async def draw(
+            numbers: Sequence[int], starts: Sequence[tuple[int, ...]], limits: Sequence[int]
+        ) -> list[Generation]:
+            own = [derive_seed(seeds[i], turns[i], "turn") if turns[i] else seeds[i] for i in numbers]
+            turns.update(numbers)
+            images = self._dataset.images_of([order[i] for i in numbers])
+            return await draw_turns(generator, starts, sampling, limits, own, images, numbers)
+
+        rows = [replace(self._dataset.row(row), tokens=tuple(own)) for row, own in zip(order, prompts, strict=True)]
+        return await self._player.play(rows, seeds, [sampling.max_new_tokens] * len(rows), draw)
 
     def _thumbnails(self, row: int) -> list[str]:
         images, refs = self._dataset.images, self._dataset.row(row).images[:MAX_THUMBNAILS]

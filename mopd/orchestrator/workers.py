@@ -23,6 +23,7 @@ from mopd.data.cross_tokenizer import CrossTokenizer
 from mopd.data.image_processing import sees_images
 from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts, require_vision_teachers
 from mopd.data.tokenizer import compare_tokenizers, load_tokenizer, token_ids
+from mopd.data.turns import TurnFrame
 from mopd.data.views import Views
 from mopd.data.vision_prompts import VisionPrompts, read_vision
 from mopd.data_plane.interface import Storage
@@ -30,10 +31,12 @@ from mopd.engines.interface import Generator, SamplingParams
 from mopd.engines.replicas.interface import info_of
 from mopd.engines.replicas.router import Router
 from mopd.engines.replicas.statistics import group_metrics
+from mopd.environments.process import Environments
 from mopd.orchestrator.answers import AnswerWorker
 from mopd.orchestrator.rewards import RewardWorker
 from mopd.orchestrator.rollout import RolloutWorker, reward_item
 from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
+from mopd.orchestrator.trajectories import Player
 from mopd.orchestrator.validation import Validator
 from mopd.orchestrator.weights.sync import GroupWeightSync
 from mopd.placement.groups import Groups
@@ -44,6 +47,8 @@ from mopd.report.run_files import RunFiles
 from mopd.rewards.domains import DomainRewards, build_rewards
 from mopd.run.manifests import make_manifests
 
+NUM_CHECKED = 8
+"""First prompts behind which turns are rendered before a run (``TurnFrame.check``)."""
 logger = logging.getLogger(__name__)
 
 
@@ -61,6 +66,16 @@ class Inputs:
     """Description of how the student reads images, where it sees any."""
     cross: Mapping[str, CrossTokenizer]
     """Readers of teachers with another tokenizer, by name."""
+    environments: Environments | None = None
+    """Environment of responses of several turns, if the recipe has one."""
+    frame: TurnFrame | None = None
+    """What the chat template writes between two of their turns."""
+
+    def player(self, recipe: Recipe) -> Player | None:
+        """Return a new player in the environment, if there is one."""
+        if self.environments is None or self.frame is None:
+            return None
+        return Player(self.environments, self.frame, max_prompt_length=recipe.data.max_prompt_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +114,7 @@ class Workers:
         values: dict[str, float] = {}
         for router in self.routers.values():
             values |= group_metrics(router.take_numbers())
-        for source in (self.turns, self.rewards, self.answers, self.teachers):
+        for source in (self.turns, self.rollout, self.rewards, self.answers, self.teachers):
             values |= {} if source is None else source.take_numbers()
         return values
 
@@ -151,6 +166,10 @@ def read_inputs(recipe: Recipe) -> Inputs:
                 _check_ground_truths(dataset, rewards)
         for name in rewards.unused(list(train.domain_counts)):
             logger.warning("rewards names %r, but the data has no row of it", name)
+    environment = recipe.rollout.environment
+    frame = None if environment is None else TurnFrame(tokenizer, recipe.data, environment)
+    if frame is not None:
+        frame.check([*train.rows[:NUM_CHECKED], *(validation.rows[:NUM_CHECKED] if validation is not None else ())])
     return Inputs(
         tokenizer=tokenizer,
         always_ids=always_ids,
@@ -159,6 +178,8 @@ def read_inputs(recipe: Recipe) -> Inputs:
         rewards=rewards,
         vision=vision,
         cross=cross,
+        environments=None if environment is None else Environments(environment),
+        frame=frame,
     )
 
 
@@ -184,7 +205,14 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     rewards = None
     loss, judges = recipe.loss, inputs.rewards if recipe.needs_task_advantage else None
     if isinstance(loss, (TopKLossConfig, PolicyGradientConfig)) and judges is not None:
-        rewards = RewardWorker(inputs.train, inputs.tokenizer, judges, plane, form=loss.task_advantage)
+        rewards = RewardWorker(
+            inputs.train,
+            inputs.tokenizer,
+            judges,
+            plane,
+            form=loss.task_advantage,
+            has_environment=inputs.environments is not None,
+        )
     refreshed = {name: GroupWeightSync(routers[f"teachers.{name}"]) for name in recipe.refreshed}
     sources = {f"teachers.{name}": sync for name, sync in refreshed.items()}
     groups.watch(routers, sources if weights is None else {ROLLOUT: weights, **sources})
@@ -234,6 +262,7 @@ def _rollout_worker(recipe: Recipe, inputs: Inputs, plane: Storage, groups: Grou
         seed=recipe.seed,
         samples_per_prompt=cfg.samples_per_prompt,
         limit=recipe.response_limit,
+        player=inputs.player(recipe),
     )
 
 
@@ -276,7 +305,7 @@ def build_validator(recipe: Recipe, inputs: Inputs) -> Validator | None:
     """Build the validator of a recipe with a ``validation`` section; ``None`` without."""
     if inputs.validation is None or inputs.rewards is None:
         return None
-    return Validator(recipe, inputs.validation, inputs.tokenizer, inputs.rewards)
+    return Validator(recipe, inputs.validation, inputs.tokenizer, inputs.rewards, inputs.player(recipe))
 
 
 def _cross_tokenizer(

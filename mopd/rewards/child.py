@@ -35,7 +35,7 @@ MAX_SHOWN = 300
 def main(path: str, function: str, parent_pid: int, link_fd: int, max_bytes: int) -> None:
     """Serve batches until the link closes."""
     bind(parent_pid, max_bytes)
-    serve(link_fd, lambda: _load(path, function), lambda reward, calls: _run(reward, calls, path), path)
+    serve(link_fd, lambda: load_named(path, function), lambda reward, calls: _run(reward, calls, path), path)
 
 
 def serve(
@@ -51,7 +51,7 @@ def serve(
     try:
         loaded = load()
     except BaseException as error:  # also SystemExit and the like: reported to the caller, then the process ends
-        answer({"error": f"cannot be loaded: {_describe(error, path)}"})
+        answer({"error": f"cannot be loaded: {describe(error, path)}"})
         return
     answer({"ready": True})
     for line in batches:
@@ -71,7 +71,8 @@ def bind(parent_pid: int, max_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def _load(path: str, function: str) -> Callable[..., Any]:
+def load_named(path: str, function: str) -> Callable[..., Any]:
+    """Return a function or a class of the Python file ``path``."""
     sys.path.insert(0, str(Path(path).parent))
     name = Path(path).stem
     name = f"{name}_reward" if name in sys.modules else name  # a file called json.py must not replace json
@@ -83,7 +84,7 @@ def _load(path: str, function: str) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     reward: Callable[..., Any] = getattr(module, function)
     if not callable(reward):
-        raise TypeError(f"it is no function but {_shown(reward)}")
+        raise TypeError(f"it is no function but {shown(reward)}")
     return reward
 
 
@@ -92,16 +93,16 @@ def _run(reward: Callable[..., Any], calls: list[dict[str, Any]], path: str) -> 
     for call in calls:
         try:
             value = reward(**call)
-            number, problem = _number(value)
+            number, problem = number_of(value)
         except BaseException as error:  # whatever the function raises, the run ends with its name
-            return {"error": f"failed: {_describe(error, path)}", "item": len(values)}
+            return {"error": f"failed: {describe(error, path)}", "item": len(values)}
         if problem:
-            return {"error": f"returned {_shown(value)}, {problem}", "item": len(values)}
+            return {"error": f"returned {shown(value)}, {problem}", "item": len(values)}
         values.append(number)
     return {"values": values}
 
 
-def _number(value: Any) -> tuple[float, str]:
+def number_of(value: Any) -> tuple[float, str]:
     """Return a number of Python, numpy or torch as a plain float, and an empty text; or 0 and why it is none."""
     if not isinstance(value, (int, float)) and hasattr(value, "item"):
         value = value.item()
@@ -112,14 +113,15 @@ def _number(value: Any) -> tuple[float, str]:
     return float(value), ""
 
 
-def _describe(error: BaseException, path: str) -> str:
+def describe(error: BaseException, path: str) -> str:
+    """Return type, message and line in ``path`` of an error."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f" (line {lines[-1]})" if lines else ""
     message = " ".join(str(error)[: 10 * MAX_SHOWN].split())
     return f"{plain(type(error).__name__)}: {plain(message)}{where}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Show a value in few characters."""
     return plain(reprlib.repr(value))
 

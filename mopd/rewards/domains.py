@@ -28,6 +28,7 @@ from mopd.config.rewards import (
     DEFAULT,
     CodeConfig,
     CustomRewardConfig,
+    EnvironmentRewardConfig,
     ExactMatchConfig,
     JsonSchemaConfig,
     MathConfig,
@@ -106,6 +107,8 @@ def _build(cfg: RewardConfig, key: str) -> Reward:
         return ComparedReward(_text_of, _exact_match)
     if isinstance(cfg, MultipleChoiceConfig):
         return ComparedReward(letter_of, _multiple_choice)
+    if isinstance(cfg, EnvironmentRewardConfig):
+        return ComparedReward(lambda item: None, _of_environment)
     return CustomReward(cfg) if isinstance(cfg, CustomRewardConfig) else JudgedReward(cfg, key)
 
 
@@ -249,6 +252,12 @@ class ComparedReward:
 
 def _text_of(item: RewardItem) -> str:
     return text_of(item, "exact_match")
+
+
+def _of_environment(item: RewardItem) -> Graded:
+    """Reward what the environment gave."""
+    assert item.environment_reward is not None, "the recipe has an environment"
+    return Graded(item.environment_reward, item.response[:MAX_EXTRACTED])
 
 
 def _exact_match(item: RewardItem) -> Graded:

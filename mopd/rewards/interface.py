@@ -14,12 +14,14 @@ class RewardItem:
     prompt: str
     """Rendered prompt."""
     response: str
-    """Decoded response without special tokens."""
+    """Decoded response without special tokens; of several turns the last."""
     ground_truth: Any
     extra_info: Any
     domain: str
     place: str
     """File and row number, for messages."""
+    environment_reward: float | None = None
+    """Sum of the rewards of ``rollout.environment``; ``None`` without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,11 +51,13 @@ class RewardFailed(Exception):
 class RewardProcess:
     """A process, ready or starting. Its calls block; every wait has a deadline."""
 
-    def __init__(self, program: str, arguments: tuple[str, str], *, max_bytes: int, folder: Path | None = None) -> None:
+    def __init__(
+        self, program: str | Path, arguments: tuple[str, str], *, max_bytes: int, folder: Path | None = None
+    ) -> None:
         """Start it; ``exchange(None)`` then waits for the import. It dies with the thread that calls this.
 
         Args:
-            program: ``child.py`` or ``judge.py``, of this folder, with its own two ``arguments``.
+            program: ``child.py`` or ``judge.py`` of this folder, or a path, with its own two ``arguments``.
             max_bytes: memory of the process, and of each that it starts.
             folder: working directory; absent: a new one, which is removed with the process.
 
@@ -70,7 +72,7 @@ class RewardProcess:
             held.callback(os.close, self._output)
             os.set_blocking(self._output, False)
             with open(output_end, "wb") as output:
-                path, numbers = Path(__file__).with_name(program), (os.getpid(), theirs.fileno(), max_bytes)
+                path, numbers = Path(__file__).parent / program, (os.getpid(), theirs.fileno(), max_bytes)
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", str(path), *arguments, *map(str, numbers)],
                     stdin=subprocess.DEVNULL,

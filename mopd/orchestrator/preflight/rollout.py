@@ -108,8 +108,9 @@ class RolloutCheck:
         return {replica.name: rows.mean().item() for replica, rows in zip(replicas, apart, strict=True)}
 
     async def _apart(self, samples: Sequence[SampleMeta]) -> list[Tensor]:
-        """Return the absolute differences between student and rollout, [R] fp32 of each sample."""
+        """Return the absolute differences between student and rollout, fp32, at each sample's drawn tokens."""
         ids = [sample.sample_id for sample in samples]
         student = await self._student.logprobs(samples, temperature=self._recipe.rollout.temperature)
-        rollout = (await self._workers.plane.get(ids, ("rollout_logprobs",)))["rollout_logprobs"]
-        return [(own - drawn).abs() for own, drawn in zip(student, rollout, strict=True)]
+        fields = await self._workers.plane.get(ids, ("rollout_logprobs", "loss_mask"))
+        both = zip(student, fields["rollout_logprobs"], fields["loss_mask"], strict=True)
+        return [(own - drawn)[mask].abs() for own, drawn, mask in both]

@@ -94,17 +94,22 @@ class ScoresCheck:
         the teacher's top k is one that a top-k loss sees in its tail alone.
         """
         probes = await self._probes_of(samples)
-        drawn = (await self._fields_of(samples, "rollout_logprobs"))["rollout_logprobs"]
+        fields = await self._fields_of(samples, "rollout_logprobs", "loss_mask")
+        drawn, masks = fields["rollout_logprobs"], fields["loss_mask"]
         responses = [probe.tokens[probe.prompt_length :] for probe in probes]
-        rows = zip(probes, responses, strict=True)
-        num_tokens, asked = sum(map(len, responses)), self._recipe.asked[self._name]
+        rows = zip(probes, responses, masks, strict=True)
+        num_tokens, asked = sum(int(mask.sum()) for mask in masks), self._recipe.asked[self._name]
         told = [f"{num_tokens} tokens of the student"]
         if asked.width:
-            outside = torch.cat([_is_outside(probe, own) for probe, own in rows]).double().mean().item()
+            outside = torch.cat([_is_outside(probe, own)[mask] for probe, own, mask in rows]).double().mean().item()
             told = [f"{outside:.1%} of {num_tokens} tokens of the student are outside {_support(asked)}"]
-        both = [(p, row) for probe, row in zip(probes, drawn, strict=True) if (p := probe.token_logprobs) is not None]
+        both = [
+            (row.double() - teacher)[mask]
+            for probe, row, mask in zip(probes, drawn, masks, strict=True)
+            if (teacher := probe.token_logprobs) is not None
+        ]
         if both:
-            kl = torch.cat([row.double() - teacher for teacher, row in both]).mean().item()
+            kl = torch.cat(both).mean().item()
             told = [f"KL(student || teacher) about {kl:.3f} nats a token", *told]
         return Check(f"distance of {self._name}", "ok", "; ".join(told))
 

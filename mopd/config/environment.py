@@ -1,0 +1,59 @@
+"""The ``rollout.environment`` section: what answers the student between the turns of a response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from mopd.config.values import MAX_TOKENS, Checked, Seconds, at_least
+
+MAX_TURNS = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnsConfig(Checked):
+    """Limits of every environment."""
+
+    max_turns: Annotated[int, at_least(1, MAX_TURNS)] = 8
+    """Most turns of the student in one response. A response that is not over by then counts as truncated."""
+    max_tokens_per_turn: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
+    """Longest turn in tokens; a longer one is cut, and ends the response as truncated. Absent: what
+    ``rollout.max_response_length``, which counts all turns and all given text, has left."""
+    max_tokens_per_observation: Annotated[int, at_least(1, MAX_TOKENS)] = 512
+    """Longest given text in tokens; of a longer one the first are given."""
+    turn_timeout_s: Seconds = 30.0
+    """Deadline for the environment's answer to one turn."""
+    observation_role: Literal["tool", "user"] = "tool"
+    """Role under which the chat template writes what the environment answers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PythonToolConfig(TurnsConfig):
+    """Two tools, ``calculator`` and ``python``, whose programs are confined as those of ``code`` rewards. A turn
+    without a tool call ends the response (docs/environments.md)."""
+
+    type: Literal["python_tool"]
+    """Environment type."""
+    on_malformed_call: Literal["answer", "end"] = "answer"
+    """A call that cannot be read: tell the student what is wrong with it, or end the response there."""
+    max_memory_gib: Annotated[float, at_least(0.125, 64.0)] = 1.0
+    """Memory of one program, in GiB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomEnvironmentConfig(TurnsConfig):
+    """A Python class of yours, with an object for each response, run in a process of its own with a clean environment.
+
+    It has ``async reset(row, seed) -> messages`` and ``async step(text) -> (observation or None, reward)``.
+    """
+
+    type: Literal["custom"]
+    """Environment type."""
+    module: str
+    """Python file that holds the class."""
+    class_name: str
+    """Name of the class in that file."""
+    on_error: Literal["stop", "end"] = "stop"
+    """An answer that fails, is late or is none: end the run, or end that response with what was drawn, and count it."""
+    max_memory_gib: Annotated[float, at_least(0.25, 1024.0)] = 8.0
+    """Memory of the process that holds all objects of the class, in GiB."""
