@@ -134,8 +134,12 @@ class Validator:
             extracted_share=means(lambda graded, _: graded.extracted is not None),
             examples={
                 domain: [
-                    _example(item, graded, self._thumbnails(row), self._dataset.row(row).views.get(teacher or ""))
-                    | {"response": encodable(tokenizer.decode(made.tokens.tolist(), skip_special_tokens=True))}
+                    _example(
+                        replace(item, response=_whole(tokenizer, made)),
+                        graded,
+                        self._thumbnails(row),
+                        self._dataset.row(row).views.get(teacher or ""),
+                    )
                     for item, graded, made, row in own[: NUM_EXAMPLES * num : num]
                 ]
                 for domain, own in by_domain.items()
@@ -178,6 +182,11 @@ class Validator:
         start = time.perf_counter()
         result = await self.run(generator)
         return record_of(step, result, wall_s=time.perf_counter() - start, watch=self._cfg.watch)
+
+
+def _whole(tokenizer: PreTrainedTokenizerBase, response: Generation) -> str:
+    """Return the text of a response, of all its turns."""
+    return encodable(str(tokenizer.decode(response.tokens.tolist(), skip_special_tokens=True)))
 
 
 def is_due(recipe: Recipe, step: int) -> bool:

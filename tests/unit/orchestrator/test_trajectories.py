@@ -44,8 +44,12 @@ FIELDS = ("tokens", "loss_mask", "rollout_logprobs", "token_versions", "environm
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return turning_model(tmp_path_factory.mktemp("model"))
+
+
+def turning_model(folder: Path) -> Path:
     """A model whose turns end after a few tokens, and differ."""
-    folder = make_hf_model(tmp_path_factory.mktemp("model"), seed=5, scale=0.1)
+    make_hf_model(folder, seed=5, scale=0.1)
     make_tokenizer(folder)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([[*tokenizer(f"{text}\nassistant:")["input_ids"], *tokenizer(said)["input_ids"], EOS_ID]
@@ -90,21 +94,22 @@ def player_of(tokenizer: PreTrainedTokenizerBase, folder: Path, source: str, nam
 Played = tuple[list[SampleMeta], dict[str, list[Tensor]]]
 
 
-def play(
-    engine: Any, tokenizer: PreTrainedTokenizerBase, player: Player, sampling: SamplingParams = SAMPLING, **more: Any
+async def played(
+    engine: Any, tokenizer: PreTrainedTokenizerBase, player: Player, sampling: SamplingParams = SAMPLING
 ) -> Played:
-    dataset = dataset_of(tokenizer)
+    dataset, plane = dataset_of(tokenizer), LocalDataPlane()
+    worker = RolloutWorker(engine, plane, dataset, sampling=sampling, seed=1, player=player)
+    metas = await worker.generate([Prompt(sample_id=i, domain="sums", row=i) for i in range(len(dataset))])
+    fields = await plane.get([meta.sample_id for meta in metas], FIELDS)
+    assert player.environments._process is not None
+    await player.environments._process.stop()
+    return metas, fields
 
-    async def run() -> Played:
-        plane = LocalDataPlane()
-        worker = RolloutWorker(engine, plane, dataset, sampling=sampling, seed=1, player=player, **more)
-        metas = await worker.generate([Prompt(sample_id=i, domain="sums", row=i) for i in range(len(dataset))])
-        fields = await plane.get([meta.sample_id for meta in metas], FIELDS)
-        assert player.environments._process is not None
-        await player.environments._process.stop()
-        return metas, fields
 
-    return asyncio.run(run())
+def play(
+    engine: Any, tokenizer: PreTrainedTokenizerBase, player: Player, sampling: SamplingParams = SAMPLING
+) -> Played:
+    return asyncio.run(played(engine, tokenizer, player, sampling))
 
 
 def forced(folder: Path, tokens: Tensor, prompt_length: int) -> Tensor:

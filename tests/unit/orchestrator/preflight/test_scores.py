@@ -93,7 +93,8 @@ def judged(
     async def judge() -> dict[str, list[Check]]:
         plane = LocalDataPlane()
         drawn = [torch.full((meta.response_length,), DRAWN) for meta in metas]
-        await plane.put(metas, {"tokens": tokens, "rollout_logprobs": drawn})
+        masks = [torch.ones(meta.response_length, dtype=torch.bool) for meta in metas]
+        await plane.put(metas, {"tokens": tokens, "rollout_logprobs": drawn, "loss_mask": masks})
         worker = TeacherWorker(groups, recipe.assignment, plane, asked=recipe.asked, temperature=1.0)
         assert await worker.score(metas) == []
         found = {}
