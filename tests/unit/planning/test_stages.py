@@ -82,7 +82,7 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
 def test_the_page_says_what_the_plan_says(row: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """docs/parallelism.md, within rounding."""
-    student, layout, recompute, gpus, *numbers = row
+    student, layout, recompute, *numbers = row
     degrees = {"TP": 1, "PP": 1, **{name: int(number) for name, number in map(str.split, layout.split(", "))}}
     keys = {NAMES[name]: str(number) for name, number in degrees.items()}
     keys["sequence_parallel"] = str(degrees["TP"] > 1).lower()
@@ -92,9 +92,7 @@ def test_the_page_says_what_the_plan_says(row: list[str], capsys: pytest.Capture
     arguments += [f"{KEY}{key}={value}" for key, value in keys.items()]
     found = plan(capsys, *arguments, recipe=EXPERTS if "EP" in degrees else RECIPE, nodes=64)
     times = found["times"]["trainer"]
-    ranks = degrees["TP"] * degrees["PP"] * degrees["DP"]
     planned = (max(rank["num_bytes"] for rank in found["ranks"]) / 2**30, sum(times.values()), times["bubble"])
-    assert int(gpus) == ranks
     assert [float(number) for number in numbers] == pytest.approx(planned, abs=0.06)
 
 
