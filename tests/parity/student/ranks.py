@@ -207,8 +207,8 @@ class Case:
             self.worker = StudentWorker(recipe, self.reader, DOMAINS)
         self.is_packed: set[bool] = set()
         """Forms of the micro-batches that this rank's model has seen."""
-        self.average: dict[str, Tensor] = {}
-        """Moving average of the whole model's weights, on rank 0, in float64."""
+        self.average: dict[str, Tensor] | None = None
+        """Moving average of the whole model's weights from the first step on, in float64; on rank 0, else empty."""
         model = self.worker._chunks[0].module
         model.register_forward_pre_hook(self._note_form, with_kwargs=True)
 
@@ -267,10 +267,10 @@ class Case:
             metrics = {f"{name}/{domain}": value for domain in sums for name, value in sums[domain].sums.items()}
             tokens = {f"num_tokens/{domain}": value.num_tokens for domain, value in sums.items()}
             exact = {"exact_grad_norm": self.exact_grad_norm()} if {"head_mib", "objective"} & self.case.keys() else {}
-            before = dict(self.worker.weights()) if "ema" in self.case and not self.average else {}
-            self.average = self.average or {name: tensor.double() for name, tensor in before.items()}
+            if "ema" in self.case and self.average is None:
+                self.average = {name: tensor.double() for name, tensor in self.worker.weights()}
             seen.append(metrics | tokens | self.worker.optim_step() | exact)
-            if "ema" in self.case:
+            if self.average is not None:
                 decay = self.case["ema"]
                 for name, tensor in self.worker.weights():
                     self.average[name] = decay * self.average[name] + (1 - decay) * tensor.double()
@@ -283,7 +283,11 @@ class Case:
         def farthest(from_what: dict[str, Tensor]) -> float:
             return max((float((of_ranks[n].double() - t).abs().max()) for n, t in from_what.items()), default=0.0)
 
-        return {"hash": hash_of(of_ranks.items()), "error": farthest(self.average), "from_weights": farthest(weights)}
+        return {
+            "hash": hash_of(of_ranks.items()),
+            "error": farthest(self.average or {}),
+            "from_weights": farthest(weights),
+        }
 
     @cpu_shim.activate()
     def exact_grad_norm(self) -> float:
