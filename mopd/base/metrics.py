@@ -229,12 +229,13 @@ def horizon_metrics(batch: Batch, horizon: int) -> dict[str, float]:
 
 
 def _lengths(batch: Batch) -> dict[str, float]:
-    """Return response lengths, truncation and sample counts by domain."""
+    """Return response lengths, truncation, repetition and sample counts by domain."""
     flat = {}
     for domain in sorted({sample.domain for sample in batch.samples}):
         samples = [sample for sample in batch.samples if sample.domain == domain]
         flat[f"response_length/{domain}"] = sum(sample.response_length for sample in samples) / len(samples)
         flat[f"truncated_share/{domain}"] = sum(sample.truncated for sample in samples) / len(samples)
+        flat[f"repeated_share/{domain}"] = sum(sample.repeated_share for sample in samples) / len(samples)
         flat[f"num_samples/{domain}"] = float(len(samples))
     return flat
 

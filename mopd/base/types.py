@@ -133,6 +133,8 @@ class SampleMeta:
     """Whether the response ended at the length limit, not at a stop token."""
     at_horizon: bool = False
     """Whether it was stopped before that limit, at its step's horizon (``rollout.horizon``)."""
+    repeated_share: float = 0.0
+    """Share of the response's 4-grams that stand earlier in it (``repeated_share``)."""
     num_versions: int = 1
     """Versions of the weights that sampled the response: more than one if it continued under new weights."""
     version_span: int = 0

@@ -12,6 +12,7 @@ from mopd.config.values import (
     MAX_TOKENS,
     Checked,
     Count,
+    Lines,
     NotNegative,
     Positive,
     Share,
@@ -77,8 +78,10 @@ class DataFileConfig:
     """As ``data.columns``, for this entry alone."""
     domain: str | None = None
     """Domain of every row of this entry, whatever its columns say."""
-    system_prompt: str | None = None
+    system_prompt: Lines | Mapping[str, Lines] | None = None
     """As ``data.system_prompt``, for this entry alone."""
+    prompt_suffix: Lines | Mapping[str, Lines] | None = None
+    """As ``data.prompt_suffix``, for this entry alone."""
 
     def __post_init__(self) -> None:
         if self.domain is not None:
@@ -86,6 +89,11 @@ class DataFileConfig:
                 check_name(self.domain)
             except ValueError as error:
                 raise ValueError(f"domain: {error}") from None
+
+
+def text_of(texts: str | Mapping[str, str] | None, domain: str) -> str | None:
+    """Return the ``system_prompt`` or ``prompt_suffix`` of a domain."""
+    return texts.get(domain, texts.get("default")) if isinstance(texts, Mapping) else texts
 
 
 def mapping_of(columns: ShippedColumns | ColumnsConfig) -> ColumnsConfig:
@@ -109,8 +117,12 @@ class DataConfig(Checked):
     """Jinja file that replaces the tokenizer's own chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template (for example ``enable_thinking: false``)."""
-    system_prompt: str | None = None
-    """System message before each conversation that begins without one, as to ask for the form that a reward reads."""
+    system_prompt: Lines | Mapping[str, Lines] | None = None
+    """System message before each conversation that begins without one, as to ask for the form that a reward reads; or
+    one for each domain, by its name, where ``default`` stands for the domains that are not named."""
+    prompt_suffix: Lines | Mapping[str, Lines] | None = None
+    """Text right behind each prompt, of a conversation behind its last user message, for all or by domain as
+    ``system_prompt``. Teachers with a view read it in ``{prompt}``."""
     image_key: str = "images"
     """Column that holds a row's images, a list of ``{bytes: …}`` or ``{path: …}``; ``<image>`` in the prompt marks the
     place of each."""
@@ -160,13 +172,14 @@ class DataConfig(Checked):
         return {} if isinstance(self.domain_weights, str) else self.domain_weights
 
     def files(self, entries: Sequence[str | DataFileConfig]) -> list[DataFileConfig]:
-        """Entries of ``train`` or ``validation``, each with the columns and the system message that hold for it."""
+        """Entries of ``train`` or ``validation``, each with the columns, system message and suffix that hold for it."""
         whole = [DataFileConfig(path=entry) if isinstance(entry, str) else entry for entry in entries]
         return [
             replace(
                 file,
                 columns=self.columns if file.columns is None else file.columns,
                 system_prompt=self.system_prompt if file.system_prompt is None else file.system_prompt,
+                prompt_suffix=self.prompt_suffix if file.prompt_suffix is None else file.prompt_suffix,
             )
             for file in whole
         ]

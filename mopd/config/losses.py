@@ -345,8 +345,7 @@ def budget_of(loss: Loss, domains: Collection[str]) -> Mapping[str, float]:
 def require_own_samples(
     loss: Loss,
     *,
-    top_p: float,
-    top_k: int,
+    biased: str,
     temperature: float,
     max_staleness: int,
     stored_share: float = 0.0,
@@ -354,7 +353,8 @@ def require_own_samples(
 ) -> None:
     """Check that the rollout draws what a loss of the sampled token needs: samples of the student itself, or a
     correction for old ones. ``ValueError`` otherwise. Divergences over ids of a row take samples of any policy, unless
-    the loss also has chunks of several tokens (``has_chunks``, for teachers with another tokenizer)."""
+    the loss also has chunks of several tokens (``has_chunks``, for teachers with another tokenizer). ``biased`` is
+    ``RolloutConfig.biased``."""
     what = f"loss.type {loss.type!r}"
     if isinstance(loss, FullLossConfig) or (isinstance(loss, CustomLossConfig) and not loss.own_samples):
         return
@@ -366,10 +366,10 @@ def require_own_samples(
             what = "loss.tail 'sampled'"
         elif has_chunks:
             what = "a teacher's tokenizer 'own'"
-    if top_p != 1.0 or top_k != -1:
+    if biased:
         raise ValueError(
-            f"{what} estimates an expectation over the student's own distribution, but "
-            f"rollout.top_p is {top_p} and rollout.top_k is {top_k}: set rollout.top_p: 1.0 and rollout.top_k: -1"
+            f"{what} estimates an expectation over the student's own distribution, but {biased}: remove that, or set "
+            "a top-k loss without task_reward_weight"
         )
     if temperature != loss.temperature:
         raise ValueError(

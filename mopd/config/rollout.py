@@ -10,7 +10,20 @@ from mopd.config.environment import CustomEnvironmentConfig, PythonToolConfig
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.config.placements import RayConfig
 from mopd.config.schedule import MAX_SAMPLES
-from mopd.config.values import MAX_COUNT, MAX_TOKENS, Checked, Count, NotNegative, Positive, Share, at_least
+from mopd.config.values import (
+    MAX_COUNT,
+    MAX_STOP_IDS,
+    MAX_TOKENS,
+    Checked,
+    Count,
+    Fraction,
+    Lines,
+    NotNegative,
+    Positive,
+    Share,
+    at_least,
+    check_stop,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +66,31 @@ class RolloutConfig(EngineGroupConfig):
     """Nucleus mass."""
     top_k: int = -1
     """Keep only this many most probable tokens; -1 keeps all."""
+    min_p: Fraction = 0.0
+    """Keep only tokens with at least this share of the most probable one's probability; 0 keeps all."""
+    presence_penalty: Annotated[float, at_least(-2, 2)] = 0.0
+    """Taken from the logits of tokens that the response holds already."""
+    repetition_penalty: Annotated[float, at_least(0.01, 100)] = 1.0
+    """Divides positive logits of tokens that prompt or response holds already, and multiplies negative ones; 1 changes
+    nothing. Where the loss estimates with the drawn token it biases, as the cuts do, and is refused."""
+    stop: tuple[Lines, ...] = ()
+    """Texts that end a response, also a teacher's answer and in validation. It ends with the token in which the text
+    is complete, whole, even where the token goes on beyond the text: what is trained on is what was drawn."""
+    stop_text: Literal["kept", "cut"] = "kept"
+    """Whether rewards, validation and ``mopd generate`` read the stop text, or what comes before it; the tokens are
+    trained on either way, for else the student would not learn to end."""
+    stop_token_ids: tuple[int | str, ...] = ()
+    """Tokens that end a response beside those of the checkpoint's ``generation_config.json``: ids, or single tokens of
+    the tokenizer as its ``tokenizer.json`` writes them."""
+    ignore_eos: bool = False
+    """The checkpoint's own stop tokens end nothing: responses end at ``stop``, ``stop_token_ids`` and
+    ``max_response_length`` alone."""
+    on_truncated: Literal["train", "mask_tail", "drop"] = "train"
+    """What becomes of a response, or a teacher's answer, that ``max_response_length`` cut: it is trained on; or all of
+    it but its last ``masked_tail`` tokens; or it is dropped with the prompt's other responses, and the stream's next
+    prompt of the domain takes their place, so that no batch is smaller."""
+    masked_tail: Count | None = None
+    """Tokens at the end of a cut response that carry no loss, with ``on_truncated: mask_tail``."""
     samples_per_prompt: Annotated[int, at_least(1, MAX_SAMPLES)] = 1
     """Responses drawn per prompt."""
     environment: PythonToolConfig | CustomEnvironmentConfig | None = None
@@ -87,13 +125,45 @@ class RolloutConfig(EngineGroupConfig):
             )
         if self.top_k != -1 and not 1 <= self.top_k <= MAX_COUNT:
             raise ValueError(f"top_k is {self.top_k}: set -1 (all) or a positive number up to {MAX_COUNT}")
+        check_stop(self.stop)
+        if (self.on_truncated == "mask_tail") != (self.masked_tail is not None):
+            raise ValueError(
+                f"on_truncated is {self.on_truncated!r} and masked_tail is {self.masked_tail}: set masked_tail with "
+                "mask_tail, and only then"
+            )
+        if self.masked_tail is not None and self.environment is not None:
+            raise ValueError(
+                f"on_truncated is 'mask_tail' and environment.type {self.environment.type!r}, where a response ends "
+                "between two turns: set on_truncated: train, or drop"
+            )
+        if self.masked_tail is not None and self.masked_tail >= self.max_response_length:
+            raise ValueError(
+                f"masked_tail is {self.masked_tail} and max_response_length {self.max_response_length}, so that a cut "
+                "response would have no loss at all: lower masked_tail, or set on_truncated: drop"
+            )
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise ValueError(f"stop_token_ids names {len(self.stop_token_ids)}: name at most {MAX_STOP_IDS}")
+        if self.stop_text == "cut" and not self.stop:
+            raise ValueError("stop_text is 'cut', but stop is empty: name a text there, or remove stop_text")
         if self.is_openai:
             raise ValueError("placement.protocol is 'openai': such a server takes no weight updates; set mopd")
 
     @property
     def is_exact(self) -> bool:
-        """Responses follow softmax(logits / temperature) without a cut."""
-        return self.top_p == 1.0 and self.top_k == -1
+        """Responses follow softmax(logits / temperature) without a cut or a penalty."""
+        return not self.biased
+
+    @property
+    def biased(self) -> str:
+        """The keys that cut or penalise, each with its value, for a message; empty where there are none."""
+        neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+        changed = [name for name, value in neutral.items() if getattr(self, name) != value]
+        return " and ".join(f"rollout.{name} is {getattr(self, name)}" for name in changed)
+
+    @property
+    def cut_texts(self) -> tuple[str, ...]:
+        """Stop texts that are cut from what is read."""
+        return self.stop if self.stop_text == "cut" else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -289,8 +289,7 @@ class Recipe(Checked):
         check_domain_budget(self.loss)
         require_own_samples(
             self.loss,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
+            biased=rollout.biased,
             temperature=rollout.temperature,
             max_staleness=self.schedule.max_staleness,
             stored_share=self.stored_share,
@@ -350,8 +349,8 @@ class Recipe(Checked):
             )
         elif self.own_tokenizers:
             raise ValueError(
-                f"rollout.environment is {environment.type!r}, but teachers.{self.own_tokenizers[0]}.tokenizer is 'own', "
-                "and a chunk may hold the student's tokens beside given ones: remove one of them"
+                f"rollout.environment is {environment.type!r}, but teachers.{self.own_tokenizers[0]}.tokenizer is "
+                "'own', and a chunk may hold the student's tokens beside given ones: remove one of them"
             )
 
     def _check_objective(self) -> None:
@@ -412,14 +411,14 @@ class Recipe(Checked):
             return
         if self.rollout.temperature != 1.0:
             raise ValueError(
-                f"rollout.temperature is {self.rollout.temperature}, rollout.top_p {self.rollout.top_p} and "
-                f"rollout.top_k {self.rollout.top_k}, but rollout.engine vllm reports log-probs before the cuts at "
-                "temperature 1 only: set temperature: 1.0, or top_p: 1.0 and top_k: -1"
+                f"rollout.temperature is {self.rollout.temperature} and {self.rollout.biased}, but rollout.engine vllm "
+                "reports log-probs before cuts and penalties at temperature 1 only: set temperature: 1.0, or remove "
+                "them"
             )
         if self.validation is not None and self.validation.temperature not in (0.0, 1.0):
             raise ValueError(
-                f"validation.temperature is {self.validation.temperature}, but rollout.engine vllm with rollout.top_p "
-                "or top_k draws at temperature 0 or 1 only: set one of these"
+                f"validation.temperature is {self.validation.temperature}, but rollout.engine vllm with cuts or "
+                f"penalties ({self.rollout.biased}) draws at temperature 0 or 1 only: set one of these"
             )
 
     @property

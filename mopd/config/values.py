@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, NewType, TypeVar, get_args, get_type_hints
 from urllib.parse import urlsplit
@@ -34,6 +34,8 @@ MAX_BYTES = 2**50
 MAX_PROCESSES = 65_536
 """Ranks, CPUs or GPUs, whatever the cluster."""
 MAX_REPLICAS = 1024
+MAX_STOP_TEXTS, MAX_STOP_CHARACTERS, MAX_STOP_IDS = 64, 256, 1024
+"""Each drawn token is held against all stop texts."""
 MAX_NUMBER = 1e30
 """Largest number that is no count; fp32 ends at 3.4e38, and numbers are multiplied."""
 MIN_POSITIVE = 1e-30
@@ -187,6 +189,18 @@ def check_unrepeated(key: str, items: Iterable[Item]) -> None:
         if item in seen:
             raise ValueError(f"{key} names {item!r} twice: remove one")
         seen.add(item)
+
+
+def check_stop(texts: Sequence[str]) -> None:
+    """``ValueError`` for stop texts that are too many, empty or too long."""
+    if len(texts) > MAX_STOP_TEXTS:
+        raise ValueError(f"stop has {len(texts)} texts: name at most {MAX_STOP_TEXTS}")
+    for text in texts:
+        if not text:
+            raise ValueError("stop has an empty text, with which every response would end at once: remove it")
+        if len(text) > MAX_STOP_CHARACTERS:
+            raise ValueError(f"stop has a text of {len(text)} characters: name at most {MAX_STOP_CHARACTERS}")
+    check_unrepeated("stop", texts)
 
 
 def _shown(text: str) -> str:

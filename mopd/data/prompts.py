@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mopd.base.files.reading import shown_path
 from mopd.base.text import first_few
 from mopd.base.types import ImageRef, PromptImage, UserError
-from mopd.config.data import DataConfig, DataFileConfig
+from mopd.config.data import DataConfig, DataFileConfig, text_of
 from mopd.config.groups import Assignment
 from mopd.config.views import ViewConfig
 from mopd.data.columns import RowReader
@@ -85,6 +85,8 @@ class PromptDataset:
     """Store of the rows' images; ``None`` if the student sees none."""
     num_filtered: Mapping[str, int] = field(default_factory=dict)
     """Domain -> number of rows dropped for their length."""
+    num_long_views: Mapping[str, int] = field(default_factory=dict)
+    """Domain -> number of those that were dropped for the length of a teacher's view."""
     num_truncated: Mapping[str, int] = field(default_factory=dict)
     """Domain -> number of rows cut to the limit."""
 
@@ -263,7 +265,8 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
         prompt = found.prompt
         if reader.holds_questions and reading.renderer.has_template and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        prompt = _with_system(prompt, file.system_prompt, place)
+        prompt = _with_system(prompt, text_of(file.system_prompt, found.domain), place)
+        prompt = _with_suffix(prompt, text_of(file.prompt_suffix, found.domain), place)
         if not _is_finite(found.ground_truth):
             raise UserError(
                 f"{place}: {key.ground_truth!r} (data.columns.ground_truth) holds a number that is not finite: "
@@ -375,6 +378,37 @@ def _with_system(prompt: Any, system: str | None, place: str) -> Any:
     return prompt if has_own else [{"role": "system", "content": system}, *prompt]
 
 
+def _with_suffix(prompt: Any, suffix: str | None, place: str) -> Any:
+    """Return a prompt with the recipe's text behind it, of a conversation behind its last user message."""
+    if suffix is None:
+        return prompt
+    if isinstance(prompt, str):
+        return prompt + suffix
+    if not isinstance(prompt, list):
+        return prompt  # refused where messages are read
+    users = [i for i, message in enumerate(prompt) if isinstance(message, Mapping) and message.get("role") == "user"]
+    if not users or not isinstance(prompt[users[-1]].get("content"), str):
+        raise UserError(
+            f"{place}: the prompt has no user message with text, behind which data.prompt_suffix is to stand: correct "
+            "the row, or leave the suffix out"
+        )
+    last = {**prompt[users[-1]], "content": prompt[users[-1]]["content"] + suffix}
+    return [*prompt[: users[-1]], last, *prompt[users[-1] + 1 :]]
+
+
+def check_texts_have_domains(cfg: DataConfig, domains: Collection[str]) -> None:
+    """Raise ``UserError`` if a ``system_prompt`` or ``prompt_suffix`` names a domain that no row has."""
+    for name in ("system_prompt", "prompt_suffix"):
+        files = [file for file in (*cfg.train, *cfg.validation) if isinstance(file, DataFileConfig)]
+        for texts in (getattr(cfg, name), *(getattr(file, name) for file in files)):
+            unknown = sorted(texts.keys() - {*domains, "default"}) if isinstance(texts, Mapping) else []
+            if unknown:
+                raise UserError(
+                    f"data.{name} names domain {quoted(unknown[0])}, and the data has {listed(sorted(domains))}: "
+                    "correct or remove it"
+                )
+
+
 def _is_finite(value: Any) -> bool:
     """Return whether no number in it is NaN or infinite: NaN equals nothing, and JSON, which keeps it, has neither."""
     if isinstance(value, float):
@@ -386,10 +420,11 @@ def _is_finite(value: Any) -> bool:
 
 def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig, images: ImageStore | None, views: Views) -> PromptDataset:
     limit, kept = cfg.max_prompt_length, []
-    filtered, truncated = Counter[str](), Counter[str]()
+    filtered, long_views, truncated = Counter[str](), Counter[str](), Counter[str]()
     for row in rows:
         if _has_long_view(row, cfg, views):
             filtered[row.domain] += 1
+            long_views[row.domain] += 1
         elif len(row.tokens) <= limit:
             kept.append(row)
         elif cfg.overlong_prompts == "error" or (row.images and cfg.overlong_prompts == "truncate"):
@@ -411,7 +446,7 @@ def _limit_length(rows: Sequence[PromptRow], cfg: DataConfig, images: ImageStore
             f"data.max_prompt_length {limit}, or longer than a view may be, and filtered: raise it or set "
             "data.overlong_prompts: truncate"
         )
-    return PromptDataset(kept, images, filtered, truncated)
+    return PromptDataset(kept, images, filtered, long_views, truncated)
 
 
 def _has_long_view(row: PromptRow, cfg: DataConfig, views: Views) -> bool:

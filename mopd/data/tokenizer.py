@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from mopd.base.types import UserError
+from mopd.config.rollout import RolloutConfig
 from mopd.conversion.hf import pretrained
 
 
@@ -18,6 +20,21 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if not any(Path(folder).glob("*tokenizer*")) and not any(Path(folder).glob("vocab*")):
         raise UserError(f"{folder}: no tokenizer files (tokenizer.json, tokenizer_config.json): copy them there")
     return pretrained.load_tokenizer(Path(folder))
+
+
+def read_texts(
+    responses: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, cut_texts: Sequence[str] = ()
+) -> list[str]:
+    """Return responses as rewards and people read them: without special tokens, and up to the first of
+    ``cut_texts``."""
+    texts: list[str] = tokenizer.batch_decode([list(tokens) for tokens in responses], skip_special_tokens=True)
+    return [text[: min((at for cut in cut_texts if (at := text.find(cut)) >= 0), default=None)] for text in texts]
+
+
+def stops_of(cfg: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what ends a response, as fields of ``SamplingParams``. ``UserError`` for a token that there is not."""
+    ids = token_ids(cfg.stop_token_ids, tokenizer, "rollout.stop_token_ids") if cfg.stop_token_ids else ()
+    return {"stop": cfg.stop, "stop_token_ids": ids, "ignore_eos": cfg.ignore_eos}
 
 
 def token_ids(tokens: Sequence[int | str], tokenizer: PreTrainedTokenizerBase, key: str) -> tuple[int, ...]:

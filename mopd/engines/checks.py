@@ -50,7 +50,8 @@ def check_sampling(
     """Raise for a request for responses that cannot be served.
 
     Raises:
-        ValueError: the numbers of seeds and prompts differ, a prompt is empty, or ``max_new_tokens`` is below 1.
+        ValueError: the numbers of seeds and prompts differ, a prompt is empty or has no token before ``num_begun``, or
+            ``max_new_tokens`` is below 1.
         UserError: no token ends a response; the message names the checkpoint, ``name``.
     """
     if len(seeds) != len(prompts):
@@ -59,7 +60,9 @@ def check_sampling(
         raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}: set 1 or more")
     if not all(prompts):
         raise ValueError(f"prompt {next(i for i, p in enumerate(prompts) if not p)} is empty")
-    if not stop_ids:
+    if any(len(prompt) <= sampling.num_begun for prompt in prompts):
+        raise ValueError(f"num_begun is {sampling.num_begun}, and a prompt has no token before them")
+    if not stop_ids and not sampling.ignore_eos:
         raise UserError(f"{name}: no eos_token_id in generation_config.json or config.json: set it there")
 
 

@@ -143,8 +143,37 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     """-1 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    """Ids are kept whose probability is at least this share of the largest."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of ids that the response holds already."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of ids that prompt or response holds already, and multiplies negative ones."""
+    stop: tuple[str, ...] = ()
+    """Texts at whose end the response ends, with the token in which one is complete (``StopTexts``)."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the response beside the checkpoint's own."""
+    ignore_eos: bool = False
+    """The checkpoint's own stop ids end nothing."""
+    num_begun: int = 0
+    """Tokens at the end of each prompt that are the response's already: it was handed back, and goes on."""
     num_top_ids: int = 0
     """Most probable ids that are told with each token (``Generation.top_ids``)."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Responses follow softmax(logits / temperature), without a cut or a penalty."""
+        uncut = self.top_p == 1 and self.top_k == -1 and self.min_p == 0
+        return uncut and not self.has_penalty
+
+    @property
+    def has_penalty(self) -> bool:
+        """What was drawn before changes the logits."""
+        return self.presence_penalty != 0 or self.repetition_penalty != 1
+
+    def ends(self, own: Sequence[int]) -> tuple[int, ...]:
+        """Return the ids that end a response; ``own`` are the checkpoint's."""
+        return (*(() if self.ignore_eos else own), *self.stop_token_ids)
 
 
 FinishReason = Literal["stop", "length", "handed_back"]
@@ -157,7 +186,7 @@ class Generation:
     tokens: Tensor
     """[R] int64."""
     logprobs: Tensor
-    """[R] fp32 log-probs of the drawn tokens under softmax(logits / temperature), before top-p and top-k cuts
+    """[R] fp32 log-probs of the drawn tokens under softmax(logits / temperature), before penalties and cuts
     (temperature 1 when greedy)."""
     finish_reason: FinishReason
     """Why the response ended. ``handed_back``: new weights arrived. It is not complete and may hold no token yet; the

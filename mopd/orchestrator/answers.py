@@ -54,6 +54,8 @@ class AnswerWorker:
     sampling: SamplingParams
     seed: int
     samples_per_prompt: int
+    masked_tail: int = 0
+    """As ``RolloutWorker.masked_tail``."""
     vocab_size: int
     """The student's: no answer may hold an id beyond it."""
     store: Records | None
@@ -88,7 +90,8 @@ class AnswerWorker:
             )
             for one in asked
         ]
-        return await put_samples(self.plane, self.dataset, [one.prompt for one in asked], sample_ids, responses)
+        own = [one.prompt for one in asked]
+        return await put_samples(self.plane, self.dataset, own, sample_ids, responses, masked_tail=self.masked_tail)
 
     def take_numbers(self) -> dict[str, float]:
         """Return the share of answers that the store had since the last call, if any was asked for."""
@@ -106,6 +109,8 @@ class AnswerWorker:
             # greedy answers are the same whatever the seed
             "draw": [self.seed, number] if sampling.temperature else [],
         }
+        stops = {"stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids, "ignore_eos": sampling.ignore_eos}
+        what |= {name: value for name, value in stops.items() if value}
         chance = int.from_bytes(_digest({**what, "draw": [self.seed, number]})[:8], "little") / 2**64
         shares = accumulate(self.assignment.weights_of(prompt.domain))
         names = self.assignment.teachers_of(prompt.domain)

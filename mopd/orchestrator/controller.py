@@ -9,7 +9,7 @@
                  │ teachers.score ∥ rewards.judge ──────>    │ ids        │ plane.release
                  │ ledger.complete ──────────────────────> LEDGER ──────> │ publish: student.stage, student.send
                  │   too old: _redraw, ledger.again                       │
-                 ▲   cannot be scored: ledger.replace                     ▼
+                 ▲   cannot be scored, or cut: ledger.replace             ▼
                  └── ledger.room <────── ledger.publish <──────── weight_version
 
 produce      admits prompts; waits in ``ledger.room`` for recent enough weights; woken by ``ledger.publish``. A sample
@@ -51,6 +51,8 @@ if TYPE_CHECKING:  # these import torch
     from mopd.orchestrator.teachers import TeacherWorker
 
 logger = logging.getLogger(__name__)
+MAX_DROPPED = 8
+"""Prompts that may be dropped for each one of a step: with more, nearly all responses are cut."""
 
 
 class Student(Protocol):
@@ -115,6 +117,8 @@ class Controller:
         self._num_drawing = 0
         self._num_replaced: Counter[int] = Counter()
         """Replacements by the step that a slot was admitted for."""
+        self._num_dropped: Counter[int] = Counter()
+        """The same of prompts with a truncated response."""
 
     async def produce(self) -> None:
         """Admit prompts as there is room, and see each unit of them through."""
@@ -146,9 +150,11 @@ class Controller:
                     fresh.append(slot)
                 else:
                     self._tasks.start(self._redraw(slot, own))
+            dropped = await self._drop_truncated(fresh, of_slot)
+            fresh = [slot for slot in fresh if slot not in dropped]
             failed = await self._score(fresh, of_slot)
-            slots = await self._replace(fresh, of_slot, failed)
-            replaced = set(slots)
+            replaced = await self._replace(fresh, of_slot, failed)
+            slots = [*dropped, *replaced]
             for slot in fresh:
                 # No step can end between the ledger's look at the age and the slot's being ready: nothing is awaited.
                 if slot not in replaced and not self.ledger.complete(slot, of_slot[slot]):
@@ -215,6 +221,32 @@ class Controller:
         self.ledger.again(slot)
         await self._see_through([slot])
 
+    async def _drop_truncated(self, slots: Sequence[Slot], of_slot: Mapping[Slot, Sequence[SampleMeta]]) -> list[Slot]:
+        """With ``rollout.on_truncated: drop`` discard every sample of a drawn prompt of which one was cut, and put the
+        next prompt of the domain in its place. ``UserError`` when a step needs too many."""
+        cfg = self.recipe.rollout
+        if cfg.on_truncated != "drop":
+            return []
+        cut = [s for s in slots if not s.prompt.is_stored and any(sample.truncated for sample in of_slot[s])]
+        for slot in cut:
+            step = slot.number // self.schedule.prompts_per_step
+            self._num_dropped[step] += 1
+            if self._num_dropped[step] > MAX_DROPPED * self.schedule.prompts_per_step:
+                raise UserError(
+                    f"rollout.on_truncated drop: more than {MAX_DROPPED} prompts for each of a step's "
+                    f"{self.schedule.prompts_per_step} had a response that was cut, the last one of domain "
+                    f"{slot.prompt.domain!r}: raise rollout.max_response_length ({cfg.max_response_length}), or set "
+                    "on_truncated: mask_tail"
+                )
+            await self._next_prompt(slot, of_slot[slot], "dropped_samples")
+        return cut
+
+    async def _next_prompt(self, slot: Slot, samples: Sequence[SampleMeta], count: str) -> None:
+        """Discard and count a slot's samples, and put the next prompt of its domain in its place."""
+        await self.plane.discard([sample.sample_id for sample in samples])
+        self._counts[count][slot.prompt.domain] += len(samples)
+        self.ledger.replace(slot, self.prompts.next_of(slot.prompt.domain))
+
     async def _replace(
         self, slots: Sequence[Slot], of_slot: Mapping[Slot, Sequence[SampleMeta]], failed: Sequence[FailedSample]
     ) -> list[Slot]:
@@ -246,9 +278,7 @@ class Controller:
                 failure.teacher,
                 failure.reason,
             )
-            await self.plane.discard([sample.sample_id for sample in of_slot[slot]])
-            self._counts["replaced_samples"][slot.prompt.domain] += len(of_slot[slot])
-            self.ledger.replace(slot, self.prompts.next_of(slot.prompt.domain))
+            await self._next_prompt(slot, of_slot[slot], "replaced_samples")
             replaced.append(slot)
         return replaced
 
@@ -341,6 +371,7 @@ class Controller:
             values |= horizon_metrics(batch, self.recipe.rollout.horizon.at(self.weight_version))
         domains = {sample.domain for sample in batch.samples}
         names = ["replaced_samples"] if self.recipe.on_failure == "replace" else []
+        names += ["dropped_samples"] if self.recipe.rollout.on_truncated == "drop" else []
         if self.schedule.max_staleness:
             names += ["refused_samples", "drawn_samples", "drawn_tokens", "refused_tokens"]
         for name in names:

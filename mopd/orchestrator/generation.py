@@ -17,12 +17,14 @@ from mopd.base.types import ImageRef, PromptImage, UserError
 from mopd.config.data import MAX_IMAGE_BYTES, DataConfig
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.load import load_recipe
+from mopd.config.rollout import RolloutConfig
+from mopd.config.schema import Recipe
 from mopd.conversion.jobs.streaming import megatron_to_hf
 from mopd.data.hub.fetch import fetch_model
 from mopd.data.hub.names import hub_model
 from mopd.data.image_files import MAX_IMAGES, digest_of, image_size, read_rgb
 from mopd.data.prompts import encode_prompts
-from mopd.data.tokenizer import load_tokenizer
+from mopd.data.tokenizer import load_tokenizer, read_texts, stops_of
 from mopd.data.vision_prompts import MARK, VisionPrompts, read_vision
 from mopd.engines.interface import SamplingParams
 from mopd.engines.torch.engine import TorchEngine
@@ -51,8 +53,8 @@ class Answer:
 
 
 @contextmanager
-def model_folder(model: str) -> Iterator[tuple[Path, DataConfig | None]]:
-    """Yield a Hugging Face folder of the model, and how its run renders chats (``None``: as its tokenizer does).
+def model_folder(model: str) -> Iterator[tuple[Path, Recipe | None]]:
+    """Yield a Hugging Face folder of the model, and the recipe of its run, if it is of one.
 
     A run stands for its export. A checkpoint is converted into a temporary folder, which is gone afterwards. A name on
     the Hub is fetched into its cache.
@@ -68,22 +70,21 @@ def model_folder(model: str) -> Iterator[tuple[Path, DataConfig | None]]:
             raise UserError(f"generate: {str(name)!r}: {error}") from error
         yield Path(folder), None
     elif (path / "config.json").is_file():
-        data = _data_of(path.parent) if path.name == RunDir(path.parent).hf.name else None
-        yield path, data
+        yield path, _recipe_of(path.parent) if path.name == RunDir(path.parent).hf.name else None
     elif (path / "recipe.yaml").is_file():
         run = RunDir(path)
         if not (run.hf / "config.json").is_file():
             steps = complete_steps(run.checkpoints)
             newest = f": name {shown_path(run.checkpoint(steps[-1]))}" if steps else ", nor a complete checkpoint: wait"
             raise UserError(f"generate: {shown_path(path)!r} has no export ({run.hf.name}) yet{newest}")
-        yield run.hf, _data_of(path)
+        yield run.hf, _recipe_of(path)
     elif (path / "manifest.json").is_file():
         with TemporaryFolder("mopd-generate-") as work:
             job = megatron_to_hf(path, Path(work) / "hf")
             job.begin(resume=False)
             job.write_share(0, 1)
             job.complete()
-            yield job.target, _data_of(path.resolve().parent.parent)
+            yield job.target, _recipe_of(path.resolve().parent.parent)
     else:
         raise UserError(
             f"generate: {shown_path(path)!r} is no Hugging Face folder (config.json), run (recipe.yaml) or complete "
@@ -91,10 +92,10 @@ def model_folder(model: str) -> Iterator[tuple[Path, DataConfig | None]]:
         )
 
 
-def _data_of(run_dir: Path) -> DataConfig | None:
-    """Return section ``data`` of a run's recipe, if there is one."""
+def _recipe_of(run_dir: Path) -> Recipe | None:
+    """Return a run's recipe, if there is one."""
     recipe = run_dir / "recipe.yaml"
-    return load_recipe(recipe).recipe.data if recipe.is_file() else None
+    return load_recipe(recipe).recipe if recipe.is_file() else None
 
 
 def generate(
@@ -110,7 +111,8 @@ def generate(
 ) -> list[Answer]:
     """Sample ``num_samples`` responses to each prompt, prompt after prompt, on a GPU where there is one.
 
-    A response depends on model, prompt, images, temperature, seed and its number alone.
+    A response depends on model, prompt, images, temperature, seed and its number alone. Of a run's model it ends as its
+    recipe says.
 
     Args:
         images: image files, in the order of their marks in the prompts.
@@ -120,9 +122,10 @@ def generate(
     Raises:
         UserError: see ``model_folder``; no chat template, or a prompt or image that the model cannot take.
     """
-    with model_folder(model) as (folder, data):
+    with model_folder(model) as (folder, recipe):
         tokenizer = load_tokenizer(folder)
-        cfg = data or DataConfig(train=("-",))  # its files are not read
+        cfg = DataConfig(train=("-",)) if recipe is None else recipe.data  # its files are not read
+        rollout = RolloutConfig() if recipe is None else recipe.rollout
         if not is_raw and cfg.chat_template is None and tokenizer.chat_template is None:
             raise UserError(f"generate: the tokenizer of {shown_path(folder)!r} has no chat template: add --raw")
         vision = read_vision(folder, cfg.max_pixels, tokenizer)
@@ -146,20 +149,25 @@ def generate(
                 f"generate: the longest prompt has {longest} tokens, the model takes {engine.max_positions} with the "
                 "response: shorten it or lower --max-new-tokens"
             )
-        sampling = SamplingParams(max_new_tokens=max_new_tokens or min(USUAL_TOKENS, room), temperature=temperature)
+        sampling = SamplingParams(
+            max_new_tokens=max_new_tokens or min(USUAL_TOKENS, room),
+            temperature=temperature,
+            **stops_of(rollout, tokenizer),
+        )
         places = [(row, number) for row in range(len(prompts)) for number in range(num_samples)]
         seeds = [derive_seed(seed, row * SAMPLES_OF_A_PROMPT + number, "generate") for row, number in places]
         seen = [[image for _, image in shown[row]] for row, _ in places] if images else None
         made = asyncio.run(engine.generate([encoded[row] for row, _ in places], sampling, seeds, images=seen))
+        texts = read_texts([one.tokens.tolist() for one in made], tokenizer, rollout.cut_texts)
     return [
         Answer(
             prompt=prompts[row],
-            response=str(tokenizer.decode(one.tokens.tolist(), skip_special_tokens=True)),
+            response=text,
             num_tokens=len(one.tokens),
             finish_reason=one.finish_reason,
             mean_logprob=one.logprobs.mean().item(),
         )
-        for (row, _), one in zip(places, made, strict=True)
+        for (row, _), one, text in zip(places, made, texts, strict=True)
     ]
 
 

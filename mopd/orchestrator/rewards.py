@@ -29,6 +29,8 @@ class RewardWorker:
     plane: Storage
     form: Literal["mean", "leave_one_out", "grpo"] = "mean"
     """``loss.task_advantage``."""
+    cut_texts: tuple[str, ...] = ()
+    """``RolloutConfig.cut_texts``."""
     has_environment: bool = False
     """Samples have ``environment_reward``."""
     _groups: Counter[str] = field(default_factory=Counter)
@@ -46,7 +48,7 @@ class RewardWorker:
         names = ["tokens", "loss_mask", *(["environment_reward"] if self.has_environment else [])]
         fields = await self.plane.get(ids, names)
         responses = [own[s.prompt_length :] for own, s in zip(fields["tokens"], samples, strict=True)]
-        texts = last_turns(self.tokenizer, responses, fields["loss_mask"])
+        texts = last_turns(self.tokenizer, responses, fields["loss_mask"], self.cut_texts)
         given = [own.item() for own in fields["environment_reward"]] if self.has_environment else [None] * len(ids)
         items = [
             reward_item(self.dataset, prompt.row, text, reward)

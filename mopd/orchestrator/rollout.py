@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,9 @@ from mopd.engines.replicas.interface import SampleFailed
 from mopd.orchestrator.trajectories import Player, Trajectory, draw_turns, join_parts
 from mopd.rewards.interface import RewardItem
 
+HASH_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
+"""Odd 64-bit numbers, as of xxHash."""
+
 
 @dataclass(frozen=True)
 class RolloutWorker:
@@ -34,6 +38,8 @@ class RolloutWorker:
     sampling: SamplingParams
     seed: int
     samples_per_prompt: int = 1
+    masked_tail: int = 0
+    """Last tokens of a truncated response that carry no loss."""
     limit: Callable[[int], int] | None = None
     """Most tokens of a response by its prompt's number (``Recipe.response_limit``); ``None``: those of ``sampling``."""
     player: Player | None = None
@@ -65,7 +71,13 @@ class RolloutWorker:
                 f"rollout gave no response for samples {named}: {one_line(error)}: see the replicas' logs"
             ) from error
         return await put_samples(
-            self.plane, self.dataset, repeated, sample_ids, responses, has_horizon=self._has_horizon
+            self.plane,
+            self.dataset,
+            repeated,
+            sample_ids,
+            responses,
+            masked_tail=self.masked_tail,
+            has_horizon=self._has_horizon,
         )
 
     async def _responses(
@@ -121,7 +133,7 @@ class RolloutWorker:
         while parts[-1].finish_reason == "handed_back":
             # a continued turn may be handed back again
             prefix = torch.cat([own.tokens for own in parts]).tolist()
-            sampling = replace(self.sampling, max_new_tokens=limit - len(prefix))
+            sampling = replace(self.sampling, max_new_tokens=limit - len(prefix), num_begun=len(prefix))
             images = self.dataset.images_of([row])
             parts += await self.generator.generate([(*start, *prefix)], sampling, [next_seed()], images=images)
         return part if len(parts) == 1 else join_parts(parts, parts[-1].finish_reason)
@@ -155,25 +167,34 @@ async def put_samples(
     sample_ids: Sequence[int],
     responses: Sequence[Generation],
     *,
+    masked_tail: int = 0,
     has_horizon: Callable[[Prompt], bool] = lambda _: False,
 ) -> list[SampleMeta]:
-    """Put the fields of new samples, one prompt and response each, and return them. ``has_horizon``: a prompt's
-    responses stop before they are as long as they may be, and that is no truncation."""
+    """Put the fields of new samples, one prompt and response each, and return them. ``masked_tail``: last tokens of a
+    truncated response without loss. ``has_horizon``: a prompt's responses stop before they are as long as they may be,
+    and that is no truncation."""
     rows = [dataset.row(prompt.row) for prompt in prompts]
     starts = [
         response.prompt if isinstance(response, Trajectory) else row.tokens
         for row, response in zip(rows, responses, strict=True)
     ]
+    horizons = [has_horizon(prompt) for prompt in prompts]
+    masks = [
+        _loss_mask(response, 0 if stops_early else masked_tail)
+        for response, stops_early in zip(responses, horizons, strict=True)
+    ]
     metas = [
-        _meta(sample_id, prompt, len(start), response, has_horizon=has_horizon(prompt))
-        for sample_id, prompt, start, response in zip(sample_ids, prompts, starts, responses, strict=True)
+        _meta(sample_id, prompt, len(start), response, int(mask.sum()), has_horizon=stops_early)
+        for sample_id, prompt, start, response, mask, stops_early in zip(
+            sample_ids, prompts, starts, responses, masks, horizons, strict=True
+        )
     ]
     fields = {
         "tokens": [
             torch.cat([torch.tensor(start, dtype=torch.int64), response.tokens])
             for start, response in zip(starts, responses, strict=True)
         ],
-        "loss_mask": [_loss_mask(response) for response in responses],
+        "loss_mask": masks,
         "rollout_logprobs": [response.logprobs for response in responses],
         "token_versions": [response.token_versions for response in responses],
     }
@@ -209,14 +230,35 @@ def reward_item(dataset: PromptDataset, row: int, response: str, environment_rew
     )
 
 
-def _loss_mask(response: Generation) -> Tensor:
-    """Return [R] bool: all tokens of a response but those that an environment gave."""
-    if isinstance(response, Trajectory):
-        return response.loss_mask
-    return torch.ones(len(response.tokens), dtype=torch.bool)
+def repeated_share(tokens: Tensor) -> float:
+    """Return the share of the 4-grams of ``tokens`` [R] that stand earlier in them: what a loop drives to 1. It is 0
+    for fewer than 4 tokens.
+
+    Source: ``seq-rep-4`` of Welleck et al. 2019 (arXiv 1908.04319), section 6.
+    """
+    grams = tokens.unfold(0, 4, 1).numpy() if len(tokens) >= 4 else tokens.new_zeros(1, 4).numpy()
+    # 64 bits of a hash tell them apart, and sort faster than rows
+    hashes = (grams.astype(np.uint64) * HASH_FACTORS).sum(1, dtype=np.uint64)
+    return 1 - len(np.unique(hashes)) / len(hashes)
 
 
-def _meta(sample_id: int, prompt: Prompt, prompt_length: int, response: Generation, *, has_horizon: bool) -> SampleMeta:
+def _loss_mask(response: Generation, masked_tail: int) -> Tensor:
+    """Return [R] bool: all tokens of a response but those that an environment gave, and of one that was cut its last
+    ``masked_tail``."""
+    own = response.loss_mask if isinstance(response, Trajectory) else torch.ones(len(response.tokens)).bool()
+    is_kept = torch.arange(len(own)) < len(own) - masked_tail
+    return own & is_kept if response.finish_reason == "length" else own
+
+
+def _meta(
+    sample_id: int,
+    prompt: Prompt,
+    prompt_length: int,
+    response: Generation,
+    num_loss_tokens: int,
+    *,
+    has_horizon: bool,
+) -> SampleMeta:
     versions = set(response.token_versions.tolist())
     is_cut = response.finish_reason == "length"
     return SampleMeta(
@@ -225,9 +267,10 @@ def _meta(sample_id: int, prompt: Prompt, prompt_length: int, response: Generati
         weight_version=min(versions),
         prompt_length=prompt_length,
         response_length=len(response.tokens),
-        num_loss_tokens=int(_loss_mask(response).sum()),
+        num_loss_tokens=num_loss_tokens,
         truncated=is_cut and not has_horizon,
         at_horizon=is_cut and has_horizon,
+        repeated_share=repeated_share(response.tokens),
         num_versions=len(versions),
         version_span=max(versions) - min(versions),
     )

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mopd.base.text import one_line
 from mopd.data.prompts import PromptRow
+from mopd.data.tokenizer import read_texts
 from mopd.data.turns import TurnFrame
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import FinishReason, Generation, Generator, Images, SamplingParams
@@ -242,11 +243,17 @@ class Player:
             self._numbers[name][domain] += number
 
 
-def last_turns(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Tensor], masks: Sequence[Tensor]) -> list[str]:
-    """Return the text of each response's last turn, which rewards judge: [R] ids and the student's among them."""
+def last_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    responses: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    cut_texts: Sequence[str] = (),
+) -> list[str]:
+    """Return the text of each response's last turn, which rewards judge, up to the first of ``cut_texts``: [R] ids, and
+    the student's among them."""
     own = []
     for tokens, mask in zip(responses, masks, strict=True):
         end = int(mask.nonzero()[-1]) if mask.any() else 0
         given = (~mask[:end]).nonzero()
         own.append(tokens[int(given[-1]) + 1 if len(given) else 0 :].tolist())
-    return list(tokenizer.batch_decode(own, skip_special_tokens=True))
+    return read_texts(own, tokenizer, cut_texts)

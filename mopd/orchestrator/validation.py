@@ -26,7 +26,7 @@ from mopd.base.types import UserError
 from mopd.config.schema import Recipe
 from mopd.data.image_files import read_rgb
 from mopd.data.prompts import PromptDataset, PromptView
-from mopd.data.tokenizer import load_tokenizer
+from mopd.data.tokenizer import load_tokenizer, stops_of
 from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.orchestrator.rollout import derive_seed, reward_item
 from mopd.orchestrator.trajectories import Player, Trajectory, draw_turns, last_turns
@@ -102,16 +102,19 @@ class Validator:
             derive_seed(self._recipe.seed, row, f"validation {i % num}" if i % num else "validation")
             for i, row in enumerate(order)
         ]
-        sampling = SamplingParams(
-            max_new_tokens=self._recipe.longest_response(teacher), temperature=self._cfg.temperature
-        )
         is_other = teacher in self._recipe.own_tokenizers
+        stops = stops_of(self._recipe.rollout, self._tokenizer)
+        sampling = SamplingParams(
+            max_new_tokens=self._recipe.longest_response(teacher),
+            temperature=self._cfg.temperature,
+            **(stops | {"stop_token_ids": ()} if is_other else stops),  # ids of the student are no ids there
+        )
         tokenizer = load_tokenizer(self._recipe.teachers[teacher].model) if teacher and is_other else self._tokenizer
         with apart():
             generations = await self._generations(generator, order, prompts, sampling, seeds)
         responses = [g.tokens for g in generations]
         masks = [g.loss_mask if isinstance(g, Trajectory) else torch.ones_like(g.tokens).bool() for g in generations]
-        texts = last_turns(tokenizer, responses, masks)
+        texts = last_turns(tokenizer, responses, masks, self._recipe.rollout.cut_texts)
         rewards = [g.reward if isinstance(g, Trajectory) else None for g in generations]
         items = [
             reward_item(self._dataset, row, text, reward)

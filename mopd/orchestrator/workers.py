@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,8 +22,14 @@ from mopd.config.schema import Recipe
 from mopd.conversion.models.reading import read_dims
 from mopd.data.cross_tokenizer import CrossTokenizer
 from mopd.data.image_processing import sees_images
-from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts, require_vision_teachers
-from mopd.data.tokenizer import compare_tokenizers, load_tokenizer, token_ids
+from mopd.data.prompts import (
+    PromptDataset,
+    check_domains_have_teachers,
+    check_texts_have_domains,
+    load_prompts,
+    require_vision_teachers,
+)
+from mopd.data.tokenizer import compare_tokenizers, load_tokenizer, stops_of, token_ids
 from mopd.data.turns import TurnFrame
 from mopd.data.views import Views
 from mopd.data.vision_prompts import VisionPrompts, read_vision
@@ -59,6 +66,8 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     always_ids: tuple[int, ...]
     """Ids of ``loss.always_ids``."""
+    stops: Mapping[str, Any]
+    """What ends a response (``stops_of``)."""
     train: PromptDataset
     validation: PromptDataset | None
     rewards: DomainRewards | None
@@ -136,6 +145,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
             for its reward.
     """
     tokenizer = load_tokenizer(recipe.student.model)
+    stops = stops_of(recipe.rollout, tokenizer)
     always_ids = token_ids(always_ids_of(recipe.loss), tokenizer, "loss.always_ids")
     rewards = build_rewards(recipe.rewards) if recipe.needs_rewards else None
     vision = read_vision(recipe.student.model, recipe.data.max_pixels, tokenizer)
@@ -155,6 +165,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
     if recipe.validation is not None:
         validation = load_prompts(recipe.data.validation, recipe.data, tokenizer, vision, views)
         _check_validation_domains(recipe, train, validation)
+    check_texts_have_domains(recipe.data, {*train.domain_counts, *(validation.domain_counts if validation else ())})
     sighted = [name for name, teacher in recipe.teachers.items() if vision is not None and sees_images(teacher.model)]
     for dataset in (train, validation):
         if dataset is not None:
@@ -173,6 +184,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
     return Inputs(
         tokenizer=tokenizer,
         always_ids=always_ids,
+        stops=stops,
         train=train,
         validation=validation,
         rewards=rewards,
@@ -211,6 +223,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
             judges,
             plane,
             form=loss.task_advantage,
+            cut_texts=recipe.rollout.cut_texts,
             has_environment=inputs.environments is not None,
         )
     refreshed = {name: GroupWeightSync(routers[f"teachers.{name}"]) for name in recipe.refreshed}
@@ -249,6 +262,10 @@ def _rollout_worker(recipe: Recipe, inputs: Inputs, plane: Storage, groups: Grou
         temperature=cfg.temperature,
         top_p=cfg.top_p,
         top_k=cfg.top_k,
+        min_p=cfg.min_p,
+        presence_penalty=cfg.presence_penalty,
+        repetition_penalty=cfg.repetition_penalty,
+        **inputs.stops,
         num_top_ids=max(asked.student for asked in recipe.asked.values()),
     )
     generator: Generator = router
@@ -261,6 +278,7 @@ def _rollout_worker(recipe: Recipe, inputs: Inputs, plane: Storage, groups: Grou
         sampling=sampling,
         seed=recipe.seed,
         samples_per_prompt=cfg.samples_per_prompt,
+        masked_tail=cfg.masked_tail or 0,
         limit=recipe.response_limit,
         player=inputs.player(recipe),
     )
@@ -277,10 +295,13 @@ async def _answer_worker(
         plane,
         inputs.train,
         sampling=SamplingParams(
-            max_new_tokens=recipe.rollout.max_response_length, temperature=recipe.answers.temperature
+            max_new_tokens=recipe.rollout.max_response_length,
+            temperature=recipe.answers.temperature,
+            **inputs.stops,
         ),
         seed=recipe.seed,
         samples_per_prompt=recipe.rollout.samples_per_prompt,
+        masked_tail=recipe.rollout.masked_tail or 0,
         vocab_size=vocab_size,
         store=Records(folder, {"content": "answers"}),
     )

@@ -25,7 +25,6 @@ from mopd.config.values import (
     Count,
     Positive,
     Seconds,
-    Share,
     Whole,
     at_least,
     check_name,
@@ -56,9 +55,9 @@ class EngineFile:
     max_given: Whole
     """Most ids that it will be given at a position."""
     temperature: Positive
-    """Sampling temperature of most requests; with ``top_p`` and ``top_k`` it decides what a vLLM rollout reports."""
-    top_p: Share
-    top_k: Annotated[int, at_least(-1)]
+    """Sampling temperature of most requests; with ``is_exact`` it decides what a vLLM rollout reports."""
+    is_exact: bool
+    """Whether these draw without cuts and penalties."""
     longest_sequence: Count
     """Tokens of the longest prompt with its response."""
     max_pixels: Annotated[int, at_least(1, MAX_IMAGE_PIXELS)] | None
@@ -132,8 +131,7 @@ def _file(
         max_logprobs=max(1, wanted.width),
         max_given=wanted.given,
         temperature=1.0 if teacher in recipe.refreshed else rollout.temperature,
-        top_p=1.0 if teacher in recipe.refreshed else rollout.top_p,
-        top_k=-1 if teacher in recipe.refreshed else rollout.top_k,
+        is_exact=teacher in recipe.refreshed or rollout.is_exact,
         longest_sequence=longest,
         max_pixels=recipe.data.max_pixels,
         max_tokens_per_request=max(routing.max_tokens_per_request, longest),  # one sample is never cut

@@ -57,7 +57,8 @@ async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig, node: EngineNode 
     }
     if file.role == "teacher":
         return await VllmEngine.start_teacher(file.model, cfg, max_logprobs=file.max_logprobs, node=node, **options)
-    sampling = SamplingParams(max_new_tokens=1, temperature=file.temperature, top_p=file.top_p, top_k=file.top_k)
+    # which cut there is does not matter
+    sampling = SamplingParams(max_new_tokens=1, temperature=file.temperature, top_k=-1 if file.is_exact else 1)
     most = max(file.max_logprobs, DEFAULT_MAX_LOGPROBS)
     return await VllmEngine.start_rollout(file.model, cfg, sampling=sampling, max_logprobs=most, **options)
 

@@ -24,8 +24,8 @@ from mopd.planning.workload import (
     student_ids,
 )
 
-REQUEST_HEAD, ANSWER_HEAD = 180, 170
-"""Bytes of msgpack around the arrays of one request for scores, and of one answer."""
+REQUEST_HEAD, ANSWER_HEAD, DRAW_HEAD = 180, 170, 290
+"""Bytes of msgpack around the arrays of one request for scores, of one answer, and of one request for responses."""
 RESPONSE_HEAD = 175
 """Bytes of msgpack around one response of a rollout server."""
 
@@ -57,7 +57,7 @@ def score_bytes(
 
 def draw_bytes(samples: float, work: Workload, *, samples_per_request: float, num_top_ids: int = 0) -> int:
     """Return the bytes of the rollout's requests and responses, each token with ``num_top_ids`` most probable ids."""
-    request = samples * (ID_BYTES * work.prompt_tokens + 12) + samples / samples_per_request * REQUEST_HEAD
+    request = samples * (ID_BYTES * work.prompt_tokens + 12) + samples / samples_per_request * DRAW_HEAD
     return round(
         request + samples * (work.response_tokens * ((2 + num_top_ids) * ID_BYTES + LOGPROB_BYTES) + RESPONSE_HEAD)
     )

@@ -227,6 +227,13 @@ class EngineServer:
             temperature=message.temperature,
             top_p=message.top_p,
             top_k=min(message.top_k, info.vocab_size),
+            min_p=message.min_p,
+            presence_penalty=message.presence_penalty,
+            repetition_penalty=message.repetition_penalty,
+            stop=message.stop_texts,
+            stop_token_ids=tuple(message.stop_token_ids.tolist()),
+            ignore_eos=message.ignore_eos,
+            num_begun=message.num_begun,
             num_top_ids=message.num_top_ids,
         )
         prompts = [prompt.tolist() for prompt in np.split(message.tokens, split_points(message.lengths))]
@@ -414,7 +421,8 @@ def check_score(request: ScoreRequest, info: EngineInfo) -> None:
 
 def check_generate(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise ``Refusal`` 400 as ``check_score``."""
-    _check_sequences(int(request.tokens.max()), int(request.lengths.max()) + request.max_new_tokens, info)
+    largest = max(int(request.tokens.max()), int(request.stop_token_ids.max(initial=0)))
+    _check_sequences(largest, int(request.lengths.max()) + request.max_new_tokens, info)
     if request.num_top_ids > info.most_logprobs:
         raise bad_request(f"num_top_ids is {request.num_top_ids}: {info.model} tells at most {info.most_logprobs}")
 

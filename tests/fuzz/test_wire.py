@@ -75,6 +75,13 @@ GENERATE = GenerateRequest(
     temperature=0.5,
     top_p=0.9,
     top_k=-1,
+    min_p=0.1,
+    presence_penalty=0.5,
+    repetition_penalty=1.1,
+    stop='["a\\n", "</s>"]',
+    stop_token_ids=ints(7),
+    ignore_eos=False,
+    num_begun=0,
     num_top_ids=2,
     weight_version=0,
 )

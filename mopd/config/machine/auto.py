@@ -233,4 +233,4 @@ def _refused_by_vllm(recipe: Recipe, *, is_rollout: bool) -> str:
     if rollout.is_exact:
         return ""
     drawn = [rollout.temperature, *([] if validation is None else [validation.temperature or 1.0])]
-    return "" if set(drawn) == {1.0} else "vllm reports log-probs before top_p and top_k at temperature 1 only"
+    return "" if set(drawn) == {1.0} else "vllm reports log-probs before cuts and penalties at temperature 1 only"

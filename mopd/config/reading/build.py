@@ -154,7 +154,7 @@ class Builder:
         classes = section_classes(annotation)
         if classes and (isinstance(node, Section) or {*members} <= {*classes, type(None)}):
             return self._one_of(node, classes, path, default)
-        has_words = any(typing.get_origin(member) is Literal for member in members)
+        has_words = any(member is Lines or typing.get_origin(member) is Literal for member in members)
         for member in members:
             if typing.get_origin(member) is Mapping and (isinstance(node, Section) or not has_words):
                 return self._mapping(node, typing.get_args(member)[1], path)

@@ -171,6 +171,10 @@ class OpenAIScorer:
         model = await self._served_model()
         # Named one by one, as the server's own defaults may come from the model's generation_config.json.
         fields = {"model": model, "max_tokens": sampling.max_new_tokens, "temperature": 0, "logprobs": 1, **PLAIN}
+        # vLLM's server cuts the text alone: the tokens stay those that were drawn
+        fields |= {"stop": [*sampling.stop], "include_stop_str_in_output": True} if sampling.stop else {}
+        fields |= {"stop_token_ids": [*sampling.stop_token_ids]} if sampling.stop_token_ids else {}
+        fields |= {"ignore_eos": True} if sampling.ignore_eos else {}
 
         async def generate_one(prompt: Sequence[int]) -> Generation:
             body = json.dumps({**fields, "prompt": [*prompt], "return_tokens_as_token_ids": True}).encode()

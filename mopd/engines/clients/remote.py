@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -167,6 +168,13 @@ class RemoteEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            stop=json.dumps(sampling.stop),
+            stop_token_ids=np.array(sampling.stop_token_ids, dtype=np.int32),
+            ignore_eos=sampling.ignore_eos,
+            num_begun=sampling.num_begun,
             num_top_ids=sampling.num_top_ids,
             weight_version=self.weight_version,
         )

@@ -7,6 +7,7 @@ Shapes: B rows, P longest prompt, N new tokens at most, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from mopd.engines.interface import FinishReason, SamplingParams
+from mopd.engines.stop_texts import StopTexts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,7 @@ def decode(
     stop_ids: Tensor,
     note: Callable[[int, Tensor, Tensor, Tensor, FinishReason], None],
     *,
+    stop_texts: StopTexts | None = None,
     seen: SeenBatch | None = None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -51,6 +54,7 @@ def decode(
         uniform_BN: uniform numbers in [0, 1), on the model's device.
         note: called as ``note(row, tokens [R], logprobs [R], top_ids [R, num_top_ids], finish_reason)`` with CPU
             tensors when a row ends.
+        stop_texts: texts of ``sampling.stop``, where there are some.
         seen: the prompts' images, padded as the prompts; ``None`` for a text model.
         interrupted: called before each step; once it returns true, running rows are handed back with the tokens so far.
     """
@@ -68,9 +72,9 @@ def decode(
         tops = top_ids[row, :num_done].cpu()
         note(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu(), tops, reason)
 
+    rules = _Rules(prompts, sampling, stop_ids, stop_texts)
     cache = DynamicCache(config=model.config)
-    rows = torch.arange(len(prompts), device=device)
-    num_done = 0
+    rows, num_done = torch.arange(len(prompts), device=device), 0
     while num_done < num_steps and not interrupted():
         step, num_done = num_done, num_done + 1
         output = model(
@@ -83,11 +87,11 @@ def decode(
             **(seen.extra if step == 0 else {}),  # later steps find the images in the cache
         )
         logits = output.logits[:, -1].float()
-        drawn, drawn_logprobs = draw(logits, sampling, uniform_BN[rows, step], seen.barred)
-        tokens[rows, step], logprobs[rows, step] = drawn, drawn_logprobs
+        drawn, logprobs[rows, step] = rules.draw(logits, uniform_BN[rows, step], rows, seen.barred)
+        tokens[rows, step] = drawn
         if sampling.num_top_ids:
             top_ids[rows, step] = logits.topk(sampling.num_top_ids, dim=-1, sorted=False).indices.int()
-        ends = torch.isin(drawn, stop_ids) & ~stopped[rows]
+        ends = rules.ends(tokens, rows, num_done) & ~stopped[rows]
         stopped[rows] |= ends
         for row in rows[ends].tolist():
             end(row, "stop")
@@ -138,24 +142,83 @@ def uniforms(seeds: Sequence[int], num_steps: int) -> Tensor:
     return torch.from_numpy(values)
 
 
+class _Rules:
+    """What was drawn before decides: penalties, as vLLM has them, and the ends of responses."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        stop_ids: Tensor,
+        stop_texts: StopTexts | None,
+    ) -> None:
+        self._prompts, self._sampling = prompts, sampling
+        self._stop_ids, self._stop_texts = stop_ids, stop_texts
+        self._begun = [list(prompt[len(prompt) - sampling.num_begun :]) for prompt in prompts]
+        """Tokens of each response that stand in its prompt."""
+        self._held: tuple[Tensor, Tensor] | None = None
+        """Which ids each row holds, in prompt or response and in the response alone, [B, V] bool."""
+
+    def draw(self, logits_BV: Tensor, uniform_B: Tensor, rows: Tensor, barred: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Draw as ``draw`` does, for some rows of the batch, after penalties."""
+        if not self._sampling.has_penalty:
+            return draw(logits_BV, self._sampling, uniform_B, barred)
+        if self._held is None:
+            size, device = logits_BV.shape[-1], logits_BV.device
+            self._held = _held(self._prompts, size, device), _held(self._begun, size, device)
+        anywhere, own = (held[rows] for held in self._held)
+        penalty = self._sampling.repetition_penalty
+        repeated = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+        drawn_from = torch.where(anywhere, repeated, logits_BV) - self._sampling.presence_penalty * own
+        drawn, logprobs = draw(logits_BV, self._sampling, uniform_B, barred, drawn_from)
+        for held in self._held:
+            held[rows, drawn] = True
+        return drawn, logprobs
+
+    def ends(self, tokens_BN: Tensor, rows: Tensor, num_done: int) -> Tensor:
+        """Return which of some rows end with their newest token, number ``num_done``, as bool."""
+        ends = torch.isin(tokens_BN[rows, num_done - 1], self._stop_ids)
+        if self._stop_texts is None:
+            return ends
+        newest = tokens_BN[rows, max(0, num_done - self._stop_texts.window) : num_done].tolist()
+        begun = [self._begun[row] for row in rows.tolist()]
+        found = [self._stop_texts.is_at_end(first + own) for first, own in zip(begun, newest, strict=True)]
+        return ends | torch.tensor(found, device=ends.device)
+
+
+def _held(sequences: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
+    """Return which ids each sequence holds, [B, V] bool."""
+    held = torch.zeros(len(sequences), vocab_size, dtype=torch.bool)
+    for row, ids in enumerate(sequences):
+        held[row, torch.tensor(ids, dtype=torch.int64)] = True
+    return held.to(device)
+
+
 def draw(
-    logits_BV: Tensor, sampling: SamplingParams, uniform_B: Tensor, barred: Tensor | None = None
+    logits_BV: Tensor,
+    sampling: SamplingParams,
+    uniform_B: Tensor,
+    barred: Tensor | None = None,
+    drawn_from: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row: ``(tokens [B] int64, logprobs [B] fp32)``.
 
     ``logits_BV`` is fp32 and not changed. Log-probs are those of softmax(logits / temperature) over the whole
-    vocabulary, before the cuts; greedy decoding (temperature 0) reports temperature 1. ``barred`` ids are cut first of
-    all, then ``top_k`` cuts, and ``top_p`` keeps the smallest set of the renormalised rest whose mass reaches it.
+    vocabulary, before penalties and cuts; greedy decoding (temperature 0) reports temperature 1. ``drawn_from``
+    [B, V] are the logits after penalties (``None``: there are none). ``barred`` ids are cut first of all, then
+    ``top_k`` and ``min_p`` cut, and ``top_p`` keeps the smallest set of the renormalised rest whose mass reaches it.
     """
     if sampling.temperature == 0:
-        tokens = _without(logits_BV, barred).argmax(-1)
+        tokens = _without(logits_BV if drawn_from is None else drawn_from, barred).argmax(-1)
         return tokens, _gather(logits_BV, tokens) - logits_BV.logsumexp(-1)
     scaled = logits_BV if sampling.temperature == 1 else logits_BV / sampling.temperature
     normaliser = scaled.logsumexp(-1)
-    if sampling.top_k == -1 and sampling.top_p == 1:
-        tokens = _inverse_cdf((_without(scaled, barred) - normaliser[:, None]).exp_(), uniform_B)
+    candidates = scaled if drawn_from is None else drawn_from / sampling.temperature
+    if sampling.top_k == -1 and sampling.top_p == 1 and sampling.min_p == 0:
+        largest = normaliser if drawn_from is None else candidates.logsumexp(-1)
+        tokens = _inverse_cdf((_without(candidates, barred) - largest[:, None]).exp_(), uniform_B)
     else:
-        tokens = _draw_from_top(_without(scaled, barred), sampling, uniform_B)
+        tokens = _draw_from_top(_without(candidates, barred), sampling, uniform_B)
     return tokens, _gather(scaled, tokens) - normaliser
 
 
@@ -167,7 +230,10 @@ def _draw_from_top(scaled_BV: Tensor, sampling: SamplingParams, uniform_B: Tenso
     vocab_size = scaled_BV.shape[-1]
     num_kept = vocab_size if sampling.top_k == -1 else min(sampling.top_k, vocab_size)
     top = scaled_BV.topk(num_kept, dim=-1)
-    probs = top.values.softmax(-1)
+    kept = top.values
+    if sampling.min_p > 0:
+        kept = kept.masked_fill(kept < kept[:, :1] + math.log(sampling.min_p), -torch.inf)
+    probs = kept.softmax(-1)
     if sampling.top_p < 1:
         mass_before = probs.cumsum(-1, dtype=torch.float64) - probs
         probs = probs.masked_fill(mass_before >= sampling.top_p, 0.0)

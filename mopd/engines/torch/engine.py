@@ -43,6 +43,7 @@ from mopd.engines.interface import (
     Scores,
     WeightsLost,
 )
+from mopd.engines.stop_texts import StopTexts
 from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineVision, check_images, read_vision
@@ -194,7 +195,8 @@ class TorchEngine:
                     on_response(i, results[i])
 
         lengths = [len(prompt) + sampling.max_new_tokens for prompt in prompts]
-        stop_ids = torch.tensor(self.stop_ids, device=self.model.device)
+        stop_ids = torch.tensor(sampling.ends(self.stop_ids), dtype=torch.int64, device=self.model.device)
+        stop_texts = StopTexts(self.name, sampling.stop) if sampling.stop else None
         try:
             for batch in token_budget_batches(lengths, self._cfg.max_tokens_per_batch):
                 own = [prompts[i] for i in batch]
@@ -206,6 +208,7 @@ class TorchEngine:
                         uniforms([seeds[i] for i in batch], sampling.max_new_tokens).to(self.model.device),
                         stop_ids,
                         lambda row, *response, batch=batch: note(batch[row], *response),
+                        stop_texts=stop_texts,
                         seen=self._see(own, batch, images, pad_left=True),
                         interrupted=self._interrupted.is_set,
                     )

@@ -44,6 +44,7 @@ from mopd.engines.interface import (
     WeightsLost,
     join,
 )
+from mopd.engines.stop_texts import StopTexts
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineVision, check_images, read_vision
 from mopd.engines.vllm.prompts import (
@@ -57,6 +58,7 @@ from mopd.engines.vllm.prompts import (
     require_same_expansion,
     scoring_params,
     sight_options,
+    until_stopped,
 )
 from mopd.engines.vllm.start import (
     AsyncLLM,
@@ -302,11 +304,11 @@ class VllmEngine:
             ids = sequence.tolist()
             async with self._budget.hold(len(ids)):
                 if not hidden_size:
-                    output = await self._request(ids, own, scoring_params(top_k, start, at_ids))
+                    output, _ = await self._request(ids, own, scoring_params(top_k, start, at_ids))
                     return read_scores(output, ids, start, top_k, at_ids, name=self.name)
                 kept_as = str(next(self._hidden_names))
                 try:
-                    output = await self._request(ids, own, scoring_params(top_k, start, at_ids, kept_as))
+                    output, _ = await self._request(ids, own, scoring_params(top_k, start, at_ids, kept_as))
                 finally:  # also of a request that was aborted: taken states are forgotten
                     found = await self._call(self.workers.take_hidden(kept_as))
                 states = read_hidden(found, len(ids) - start, hidden_size, name=self.name)
@@ -340,10 +342,14 @@ class VllmEngine:
         check_length(longest, sampling.max_new_tokens, self.max_positions, "max_model_len", name=self.name)
         check_images(self.sight, prompts, images, name=self.name)
 
+        texts = await asyncio.to_thread(StopTexts, self._folder, sampling.stop) if sampling.stop else None
+        stop_ids = sampling.ends(self.stop_ids)
+
         async def generate_one(i: int, prompt: Sequence[int], seed: int, own: Sequence[PromptImage]) -> Generation:
             params = drawing_params(sampling, seed, self.stop_ids, self.sight)
-            output = await self._request(list(prompt), own, params)
-            generation = read_generation(output, self.stop_ids, sampling.num_top_ids, name=self.name)
+            begun = prompt[len(prompt) - sampling.num_begun :]
+            output, end = await self._request(list(prompt), own, params, texts, begun)
+            generation = read_generation(output, stop_ids, sampling.num_top_ids, text_end=end, name=self.name)
             if on_response is not None:
                 on_response(i, generation)
             return generation
@@ -373,20 +379,28 @@ class VllmEngine:
             raise
 
     async def _request(
-        self, tokens: list[int], images: Sequence[PromptImage], params: VllmSamplingParams
-    ) -> RequestOutput:
-        """Run one request through vLLM; cancelling it aborts it there."""
+        self,
+        tokens: list[int],
+        images: Sequence[PromptImage],
+        params: VllmSamplingParams,
+        texts: StopTexts | None = None,
+        begun: Sequence[int] = (),
+    ) -> tuple[RequestOutput, int | None]:
+        """Run one request through vLLM, and return as ``until_stopped`` does; cancelling it aborts it there."""
         self._num_requests += 1
         self._num_running += 1
         name = f"mopd-{self._num_requests}"
         try:
             stream = self._llm.generate(await make_prompt(tokens, images, self.sight), params, name)
-            output = await self._call(last_output(stream))
+            if texts is None:
+                output, end = await self._call(last_output(stream)), None
+            else:
+                output, end = await self._call(until_stopped(stream, texts, begun, lambda: self._llm.abort(name)))
         finally:
             self._num_running -= 1
         if images:
             require_same_expansion(output, tokens, name=self.name)
-        return output
+        return output, end
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Await vLLM and turn its failures into ``EngineUnavailable``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mopd.base.types import PromptImage
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams, Scores
+from mopd.engines.stop_texts import StopTexts
 from mopd.engines.vision import EngineVision
 from mopd.engines.vllm.given import GIVEN_IDS, GIVEN_START, GIVEN_TOP_K, HIDDEN_NAME
 from mopd.engines.vllm.start import (
@@ -73,21 +74,24 @@ def scoring_params(top_k: int, start: int, given: Tensor | None, hidden_name: st
 def drawing_params(
     sampling: SamplingParams, seed: int, stop_ids: Sequence[int], sight: EngineVision | None
 ) -> VllmSamplingParams:
-    """Return the parameters of a request for a response."""
+    """Return the parameters of a request for a response. With stop texts vLLM tells each token, and all before it."""
     cuts = sampling if sampling.temperature else SamplingParams(max_new_tokens=1)  # no cut matters to greedy
     return VllmSamplingParams(
         max_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
         top_p=cuts.top_p,
         top_k=cuts.top_k,
+        min_p=cuts.min_p,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
         seed=seed,
-        stop_token_ids=list(stop_ids),
+        stop_token_ids=list(sampling.ends(stop_ids)),
         ignore_eos=True,  # the stop ids are those of the torch engine, not vLLM's reading of the config
         logit_bias=None if sight is None else dict.fromkeys(sight.dims.token_ids, BARRED_BIAS),
         logprobs=sampling.num_top_ids,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -132,6 +136,27 @@ async def last_output(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     async for output in stream:
         if output.finished:
             return output
+    raise EngineGenerateError("the answer ended before it was finished")
+
+
+async def until_stopped(
+    stream: AsyncIterator[RequestOutput], texts: StopTexts, begun: Sequence[int], abort: Callable[[], Awaitable[None]]
+) -> tuple[RequestOutput, int | None]:
+    """Return the finished output of a request, and the number of tokens with which it came to one of ``texts``
+    (``None``: to none), beyond which vLLM may have drawn some more.
+
+    ``begun`` are the response's tokens at the end of the prompt. ``abort`` ends the request, whose last output follows.
+    """
+    num_seen, end = 0, None
+    async for output in stream:
+        if end is None:
+            tokens = [*begun, *output.outputs[0].token_ids]
+            end = texts.first_end(tokens, after=len(begun) + num_seen)
+            num_seen = len(tokens) - len(begun)
+            if end is not None and not output.finished:
+                await abort()
+        if output.finished:
+            return output, None if end is None else end - len(begun)
     raise EngineGenerateError("the answer ended before it was finished")
 
 
@@ -190,23 +215,27 @@ def no_scores(top_k: int, num_given: int, hidden_size: int) -> Scores:
     return Scores(ids=empty.int(), logprobs=empty, token_logprobs=torch.zeros(0), given_logprobs=given, hidden=states)
 
 
-def read_generation(output: RequestOutput, stop_ids: Sequence[int], num_top_ids: int = 0, *, name: str) -> Generation:
+def read_generation(
+    output: RequestOutput, stop_ids: Sequence[int], num_top_ids: int = 0, *, text_end: int | None = None, name: str
+) -> Generation:
     """Return the response and its log-probs; ``EngineUnavailable`` if they do not belong together. vLLM puts each token
-    before the most probable ids of its place, even where it is one of them."""
+    before the most probable ids of its place, even where it is one of them. ``text_end``: the number of tokens up to
+    a stop text."""
     completion = output.outputs[0]
     tokens, flat = list(completion.token_ids), completion.logprobs
-    if completion.finish_reason not in ("stop", "length") or not isinstance(flat, FlatLogprobs):
+    has_ended = text_end is not None or completion.finish_reason in ("stop", "length")
+    if not has_ended or not isinstance(flat, FlatLogprobs):
         raise EngineUnavailable(f"vLLM of {name} ended a response with {completion.finish_reason!r}")
     width = num_top_ids + 1
     if not tokens or list(flat.token_ids[::width]) != tokens or len(flat.token_ids) != width * len(tokens):
         raise EngineUnavailable(f"vLLM of {name} reported log-probs of other tokens than it drew")
-    top_ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, width)[:, 1:].contiguous()
+    top_ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, width)[:text_end, 1:].contiguous()
     return Generation(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        logprobs=torch.tensor(flat.logprobs[::width], dtype=torch.float32),
+        tokens=torch.tensor(tokens[:text_end], dtype=torch.int64),
+        logprobs=torch.tensor(flat.logprobs[::width][:text_end], dtype=torch.float32),
         top_ids=top_ids if num_top_ids else None,
-        finish_reason="stop" if tokens[-1] in stop_ids else "length",
-        token_versions=_read_versions(completion.weight_versions, len(tokens), name=name),
+        finish_reason="stop" if text_end is not None or tokens[-1] in stop_ids else "length",
+        token_versions=_read_versions(completion.weight_versions, len(tokens), name=name)[:text_end],
     )
 
 

@@ -103,8 +103,8 @@ def sequence_limit(folder: Path, cfg: VllmEngineConfig) -> int:
 
 
 def has_cut(sampling: SamplingParams) -> bool:
-    """Return whether top-p or top-k cuts the distribution that is drawn from."""
-    return sampling.temperature > 0 and (sampling.top_p != 1 or sampling.top_k != -1)
+    """Return whether a cut or a penalty changes the distribution that is drawn from."""
+    return sampling.has_penalty or (sampling.temperature > 0 and not sampling.is_exact)
 
 
 def check_temperature(sampling: SamplingParams, *, before_cut: bool, sees: bool = False) -> None:
@@ -125,10 +125,12 @@ def check_temperature(sampling: SamplingParams, *, before_cut: bool, sees: bool 
             "alone: set 1.0, or 0, or engine: {type: torch}"
         )
     if (before_cut and temperature not in (0, 1)) or (not before_cut and has_cut(sampling)):
+        names = ("top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty")
+        shaped = ", ".join(f"{name} {getattr(sampling, name)}" for name in names)
         raise UserError(
-            f"temperature {temperature} with top_p {sampling.top_p} and top_k {sampling.top_k}: a vLLM engine that is "
-            f"set up for rollout.{'top_p or top_k cuts' if before_cut else 'temperature without cuts'} cannot report "
-            "these log-probs: use temperature 1.0 with cuts, or top_p 1.0 and top_k -1, or engine: {type: torch}"
+            f"temperature {temperature} with {shaped}: a vLLM engine that is set up for rollout."
+            f"{'cuts or penalties' if before_cut else 'temperature without cuts and penalties'} cannot report these "
+            "log-probs: use temperature 1.0 with them, or none of them, or engine: {type: torch}"
         )
 
 

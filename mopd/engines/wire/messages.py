@@ -38,10 +38,12 @@ from typing import Any, ClassVar, TypeVar
 import msgpack
 import numpy as np
 
+from mopd.base.files.json_text import parse_json
 from mopd.base.text import shortened, visible
+from mopd.config.values import MAX_STOP_IDS, MAX_STOP_TEXTS, check_stop, require_at_least
 from mopd.engines.wire.image_table import from_table
 
-VERSION = 9
+VERSION = 10
 """Version of the wire format; the two ends must agree."""
 LARGE_BYTES = 2**18
 """Bodies above this are coded in a thread, so that the event loop serves others meanwhile."""
@@ -348,6 +350,15 @@ class GenerateRequest(Message):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    presence_penalty: float
+    repetition_penalty: float
+    stop: str
+    """Stop texts, a JSON list."""
+    stop_token_ids: Array = array_field("<i4")
+    """[S] int32, stop ids beside the checkpoint's own."""
+    ignore_eos: bool
+    num_begun: int
     num_top_ids: int
     """Most probable ids that are told with each token."""
     weight_version: int
@@ -369,6 +380,28 @@ class GenerateRequest(Message):
             raise WireError(f"top_k is {self.top_k}: set -1 (all) or a positive number")
         if self.num_top_ids < 0:
             raise WireError(f"num_top_ids is {self.num_top_ids}: set 0 or more")
+        if not 0 <= self.num_begun < self.lengths.min():
+            raise WireError(f"num_begun is {self.num_begun}: set 0 or more, below the shortest prompt's length")
+        if len(self.stop_token_ids) > MAX_STOP_IDS or (self.stop_token_ids < 0).any():
+            raise WireError(f"{len(self.stop_token_ids)} stop_token_ids: send at most {MAX_STOP_IDS}, none negative")
+        try:
+            require_at_least("min_p", self.min_p, 0, 1)
+            require_at_least("presence_penalty", self.presence_penalty, -2, 2)
+            require_at_least("repetition_penalty", self.repetition_penalty, 0.01, 100)
+            check_stop(self.stop_texts)
+        except ValueError as error:
+            raise WireError(str(error)) from error
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The texts of ``stop``; ``ValueError`` if it is no list of texts."""
+        try:
+            texts = parse_json(self.stop, max_values=MAX_STOP_TEXTS + 1)
+        except ValueError as error:
+            raise ValueError(f"stop is no JSON ({error})") from error
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("stop is no JSON list of texts")
+        return tuple(texts)
 
     @property
     def checksum(self) -> bytes:

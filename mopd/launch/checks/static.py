@@ -7,10 +7,11 @@ only report the same mistake again.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -332,8 +333,8 @@ class _TokenizerFiles:
 
 
 def _template_tokens(folder: Path, data: DataConfig) -> int:
-    """Return the most tokens that a training prompt has before its first word: the chat template's, and those of a
-    system message; 0 where there is no template.
+    """Return the most tokens that a training prompt has beside its words: the chat template's, and those of a system
+    message and of a suffix; 0 where there is no template.
 
     Raises:
         FileNotFoundError: the folder has no ``tokenizer.json`` or ``tokenizer_config.json``.
@@ -347,15 +348,21 @@ def _template_tokens(folder: Path, data: DataConfig) -> int:
     with Renderer(data, cast(Any, _TokenizerFiles(folder))) as renderer:
         if not renderer.has_template:
             return 0
-        for system in {file.system_prompt for file in data.files(data.train)}:
-            said = [] if system is None else [{"role": "system", "content": system}]
-            renderer.put([*said, {"role": "user", "content": ""}], "data.max_prompt_length")
+        for file in data.files(data.train):
+            for system, suffix in itertools.product(_texts(file.system_prompt), _texts(file.prompt_suffix)):
+                said = [] if system is None else [{"role": "system", "content": system}]
+                renderer.put([*said, {"role": "user", "content": suffix or ""}], "data.max_prompt_length")
         texts = renderer.texts()
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
     except Exception as error:  # the library raises nothing narrower
         raise UserError(f"{shown_path(folder / TOKENIZER_FILE)}: {error}: copy the tokenizer's files there") from error
     return max(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
+
+
+def _texts(texts: str | Mapping[str, str] | None) -> list[str | None]:
+    """Return every text of a ``system_prompt`` or ``prompt_suffix``."""
+    return [*texts.values()] if isinstance(texts, Mapping) else [texts]
 
 
 def _ids(path: Path) -> dict[int, str]:

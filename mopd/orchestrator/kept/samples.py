@@ -28,6 +28,7 @@ from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.image_processing import sees_images
 from mopd.data_plane.interface import Storage
+from mopd.orchestrator.rollout import repeated_share
 
 OF_TEXTS = "texts"
 """What stands for the sampling of responses that nobody has drawn here: they have no ``rollout_logprobs``."""
@@ -184,15 +185,12 @@ def _read_step(records: Records, number: int) -> list[Sample]:
             for name, own in rows.items()
         }
         parts = [dict(zip(fields, own, strict=True)) for own in zip(*fields.values(), strict=True)]
-        return [
-            (_meta(domain, sizes, own["loss_mask"]), own)
-            for domain, sizes, own in zip(domains, lengths, parts, strict=True)
-        ]
+        return [(_meta(domain, sizes, own), own) for domain, sizes, own in zip(domains, lengths, parts, strict=True)]
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise _damaged(records, number) from error
 
 
-def _meta(domain: str, sizes: Sequence[int], loss_mask: Tensor) -> SampleMeta:
+def _meta(domain: str, sizes: Sequence[int], fields: Mapping[str, Tensor]) -> SampleMeta:
     length, prompt_length, truncated = sizes
     return SampleMeta(
         sample_id=0,
@@ -200,8 +198,9 @@ def _meta(domain: str, sizes: Sequence[int], loss_mask: Tensor) -> SampleMeta:
         weight_version=0,
         prompt_length=prompt_length,
         response_length=length - prompt_length,
-        num_loss_tokens=int(loss_mask.sum()),
+        num_loss_tokens=int(fields["loss_mask"].sum()),
         truncated=bool(truncated),
+        repeated_share=repeated_share(fields["tokens"][prompt_length:]),
     )
 
 

@@ -24,7 +24,7 @@ from tests.unit.config.strategies import Field, classes, fields, least_section, 
 NUM_EXAMPLES = int(os.environ.get("MOPD_FUZZ_MUTATIONS", "150"))
 ANY_INTEGER = {"seed"}
 """Keys that take whole numbers of either sign, as large as 64 bits hold."""
-NEGATIVE = {"top_k": -1, "logprob_min_clamp": -10.0} | dict.fromkeys(ANY_INTEGER, -5)
+NEGATIVE = {"top_k": -1, "logprob_min_clamp": -10.0, "presence_penalty": -1.0} | dict.fromkeys(ANY_INTEGER, -5)
 """Keys that take some negative number."""
 CONTROLS = "\0\a\b\t\n\v\f\r\x1b\x1f\x7f\x80\x85\x9b\u2028\u2029\u202a\u202e\u2066\u2069"
 KEYS = [(cls, name) for cls in classes().values() for name in field_types(cls)]

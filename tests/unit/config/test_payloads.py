@@ -170,6 +170,9 @@ def test_numbers_of_ids(tmp_path: Path) -> None:
             "is 'union', but data.scored trains on responses of which nobody told",
         ),
         ([REVERSE + "}", "rollout.top_p=0.9"], "loss.tail 'sampled' estimates an expectation over the student's own"),
+        ([REVERSE + "}", "rollout.min_p=0.1"], "but rollout.min_p is 0.1: remove that"),
+        (["loss={type: k2}", "rollout.presence_penalty=0.5"], "but rollout.presence_penalty is 0.5: remove that"),
+        (["loss={type: k3}", "rollout.repetition_penalty=1.1"], "but rollout.repetition_penalty is 1.1: remove that"),
         ([REVERSE + "}", "objective=off_policy_scores"], "loss.tail 'sampled' is a policy gradient over"),
         (
             [REVERSE + "}", "teachers.a.weight=1", "teachers.b={model: b, domains: [a], weight: 1}"],

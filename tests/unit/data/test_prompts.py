@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from mopd.base.types import UserError
 from mopd.config.data import DataConfig, DataFileConfig
 from mopd.config.reading.build import build_from_json
-from mopd.data.prompts import PromptDataset, check_domains_have_teachers, load_prompts
+from mopd.data.prompts import PromptDataset, check_domains_have_teachers, check_texts_have_domains, load_prompts
 from mopd.data.tokenizer import load_tokenizer
 from tests.fixtures.tiny_models import make_tokenizer
 
@@ -129,6 +129,34 @@ def test_recipes_system_message_stands_before_conversations_that_have_none(load:
     assert [file.system_prompt for file in cfg.files(cfg.train)] == ["Box it.", "Code."]
     with pytest.raises(UserError, match=r"is plain text, which has no place for data\.system_prompt"):
         load([row("ab")], system_prompt="Box it.")
+
+
+def test_texts_of_the_recipe_by_domain(load: Load, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}")
+    asked = [*chat("ab"), {"role": "assistant", "content": "x"}, {"role": "user", "content": "cd"}]
+    rows = [row(asked), row(chat("ab"), domain="code"), row(chat("ab"), domain="law")]
+    texts = {"prompt_suffix": {"math": "\nBox it.", "default": "!"}, "system_prompt": {"code": "Code."}}
+    dataset = load(rows, chat_template=str(template), **texts)
+    assert [dataset.row(i).text for i in range(3)] == [
+        "user:ab;assistant:x;user:cd\nBox it.;",
+        "system:Code.;user:ab!;",
+        "user:ab!;",
+    ]
+    assert load([row("ab")], prompt_suffix="=?").row(0).text == "ab=?"
+    with pytest.raises(UserError, match=r"row 0: the prompt has no user message with text, behind which data\."):
+        load([row([{"role": "system", "content": "a"}])], prompt_suffix="=?")
+
+
+def test_a_text_for_a_domain_that_does_not_exist_is_refused() -> None:
+    entry = DataFileConfig(path="b.jsonl", prompt_suffix={"mtah": "?"})
+    for cfg, name in (
+        (DataConfig(train=("a.jsonl",), system_prompt={"default": "a", "mtah": "b"}), "system_prompt"),
+        (DataConfig(train=("a.jsonl", entry), system_prompt={"math": "b"}), "prompt_suffix"),
+    ):
+        with pytest.raises(UserError, match=rf"data\.{name} names domain 'mtah', and the data has 'code', 'math'"):
+            check_texts_have_domains(cfg, {"math": 1, "code": 2})
+        check_texts_have_domains(cfg, ["math", "mtah"])
 
 
 def test_parquet_nulls_in_messages_are_absent_keys(load: Load, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mopd.base.types import UserError
-from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
+from mopd.config.rollout import RolloutConfig
+from mopd.data.tokenizer import compare_tokenizers, load_tokenizer, read_texts, stops_of
 from tests.fixtures.tiny_models import CHARACTERS, VOCAB_SIZE, make_tokenizer
 
 
@@ -52,3 +53,18 @@ def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer\.json: not valid JSON"):
         load_tokenizer(tmp_path)
+
+
+def test_texts_that_end_responses_are_cut_from_what_is_read(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    responses = [tokenizer(text)["input_ids"] for text in ("ab>c", "a.b>", "abc<eos>", "")]
+    assert read_texts(responses, tokenizer) == ["ab>c", "a.b>", "abc", ""]
+    assert read_texts(responses, tokenizer, (">", ".b")) == ["ab", "a", "abc", ""]
+
+
+def test_what_ends_a_response_is_read_by_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    cfg = RolloutConfig(stop=("\n\n",), stop_token_ids=(5, "<bos>"), ignore_eos=True)
+    assert stops_of(cfg, tokenizer) == {"stop": ("\n\n",), "stop_token_ids": (5, 1), "ignore_eos": True}
+    with pytest.raises(UserError, match=f"rollout.stop_token_ids names {VOCAB_SIZE}, which is no token"):
+        stops_of(RolloutConfig(stop_token_ids=(VOCAB_SIZE,)), tokenizer)

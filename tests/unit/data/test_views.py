@@ -86,6 +86,9 @@ def test_system_messages_and_ready_conversations(tmp_path: Path, tokenizer: PreT
     told = [{"from": "human", "value": "so"}, {"from": "gpt", "value": "the end"}]
     rows = [row(told=told), row(CHAT, told="plain")]
     views = {"one": {"system": "know {ground_truth}\n{prompt}"}, "other": {"messages": "told"}}
+    seen = load(tmp_path, tokenizer, rows, views, prompt_suffix="?")
+    assert seen.row(0).views["one"].text == "system:know 12\nab?\nuser:ab?\nassistant:"  # the same messages
+    assert seen.row(0).views["other"].text == "user:so\nassistant:"
     seen = load(tmp_path, tokenizer, rows, views, system_prompt="be short")
     assert seen.row(0).text == "system:be short\nuser:ab\nassistant:"
     assert seen.row(0).views["one"].text == "system:know 12\nab\nuser:ab\nassistant:"

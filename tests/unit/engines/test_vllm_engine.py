@@ -24,7 +24,7 @@ from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.vllm.engine import VllmEngine
 from mopd.engines.wire.weights import load_staged, stage_updates
-from tests.fixtures.tiny_models import EOS_ID, VOCAB_SIZE, make_hf_model
+from tests.fixtures.tiny_models import EOS_ID, VOCAB_SIZE, make_hf_model, make_tokenizer
 
 pytestmark = pytest.mark.vllm
 
@@ -229,6 +229,15 @@ def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
     for prompt, given in zip(PROMPTS, sample_all(loop, engine, PROMPTS, SEEDS, top_p=0.5), strict=True):
         expected = logprobs_of(folders["biased_newer"], prompt, given.tokens.tolist())
         torch.testing.assert_close(given.logprobs, expected.gather(-1, given.tokens[:, None])[:, 0], rtol=0, atol=1e-4)
+    # before penalties, too; the ids of `PROMPTS[0]` are those that a penalty below 1 makes more probable
+    shaped = {"min_p": 0.2, "presence_penalty": 0.5, "repetition_penalty": 0.5}
+    for prompt, given in zip(PROMPTS, sample_all(loop, engine, PROMPTS, SEEDS, **shaped), strict=True):
+        expected = logprobs_of(folders["biased_newer"], prompt, given.tokens.tolist())
+        torch.testing.assert_close(given.logprobs, expected.gather(-1, given.tokens[:, None])[:, 0], rtol=0, atol=1e-4)
+    reference = TorchEngine.from_pretrained(folders["biased_newer"], TorchEngineConfig(dtype="float32"))
+    greedy = {"temperature": 0.0, "presence_penalty": 1.0, "repetition_penalty": 1.7}
+    drawn = [sample_all(loop, own, PROMPTS, SEEDS, **greedy) for own in (engine, reference)]
+    assert [one.tokens.tolist() for one in drawn[0]] == [one.tokens.tolist() for one in drawn[1]]
     with pytest.raises(UserError, match=r"temperature 0\.7"):
         sample_all(loop, engine, PROMPTS, SEEDS, temperature=0.7)
     params = SamplingParams(max_new_tokens=200)
@@ -263,6 +272,37 @@ def test_logprobs_of_drawn_tokens_are_those_of_the_tempered_distribution(
         ends = [token in STOP_IDS for token in response]
         assert not any(ends[:-1]) and ends[-1] == (given.finish_reason == "stop")
         assert given.finish_reason == "stop" or len(response) == 5
+
+
+def test_a_response_ends_at_a_text_or_an_id(
+    rollout: VllmEngine, folders: dict[str, Path], loop: asyncio.AbstractEventLoop
+) -> None:
+    """As the torch engine ends it, with the weights that drew each token."""
+    characters = make_tokenizer(folders["student"])  # one token each
+    loop.run_until_complete(load_staged(rollout, stage_updates(weights_of(folders["newer"]), 9)))
+    whole = sample_all(loop, rollout, PROMPTS, SEEDS, ignore_eos=True)
+    tokens = [one.tokens.tolist() for one in whole]
+    stop = tuple(characters.decode(own[4:6]) for own in tokens[:2])
+    given = sample_all(loop, rollout, PROMPTS, SEEDS, ignore_eos=True, stop=stop)
+    ends = []
+    for one, own in zip(given, tokens, strict=True):
+        texts = [characters.decode(own[:num]) for num in range(len(own) + 1)]
+        ends.append(next((num for num, text in enumerate(texts) if any(s in text for s in stop)), None))
+        assert one.tokens.tolist() == own[: ends[-1]] and one.finish_reason == ("stop" if ends[-1] else "length")
+        assert one.token_versions.tolist() == [9] * len(one.tokens)
+        torch.testing.assert_close(one.logprobs, whole[len(ends) - 1].logprobs[: ends[-1]], rtol=0, atol=1e-4)
+    assert ends[0] is not None and ends[0] <= 6 and rollout._llm.get_num_unfinished_requests() == 0
+    begun = [*PROMPTS[0], *tokens[0][:5]]
+    (more,) = sample_all(loop, rollout, [begun], [3], ignore_eos=True)
+    across = (characters.decode([begun[-1], int(more.tokens[0])]),)
+    lengths = [
+        len(sample_all(loop, rollout, [begun], [3], ignore_eos=True, stop=across, num_begun=num)[0].tokens)
+        for num in (5, 0)
+    ]
+    assert lengths[0] == 1 < lengths[1]  # the text began before the response was handed back
+    given = sample_all(loop, rollout, PROMPTS, SEEDS, ignore_eos=True, stop_token_ids=(tokens[0][2],))
+    assert given[0].tokens.tolist() == tokens[0][: tokens[0].index(tokens[0][2]) + 1]
+    assert given[0].finish_reason == "stop"
 
 
 def test_the_seed_decides_and_neighbours_do_not(rollout: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:

@@ -35,7 +35,7 @@ from mopd.orchestrator.ledger import Ledger, Slot
 from mopd.orchestrator.rollout import RolloutWorker
 from mopd.orchestrator.teachers import TeacherWorker
 from tests.fixtures.recipe import RECIPE
-from tests.fixtures.tiny_models import make_hf_model
+from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
 from tests.unit.orchestrator.groups import teacher_of
 
 BAD_TOKEN = 40
@@ -77,7 +77,13 @@ def dataset(*, bad_share: int) -> PromptDataset:
 
 
 def produce(
-    engine: TorchEngine, data: PromptDataset, tmp_path: Path, *, samples_per_prompt: int = 1
+    engine: TorchEngine,
+    data: PromptDataset,
+    tmp_path: Path,
+    *,
+    samples_per_prompt: int = 1,
+    more: Sequence[str] = (),
+    stop_token_ids: tuple[int, ...] = (),
 ) -> tuple[Controller, Batch, LocalDataPlane]:
     """Let a controller make its first batch."""
     path = tmp_path / "recipe.yaml"
@@ -88,11 +94,12 @@ def produce(
         "on_failure=replace",
         "teachers.math.domains=[math, code]",
         "loss.top_k=4",
+        *more,
     ]
     recipe = settled(load_recipe(path, settings), Hardware()).recipe
     plane = LocalDataPlane()
     teacher = teacher_of("math", Picky(engine, BAD_TOKEN))
-    sampling = SamplingParams(max_new_tokens=3)
+    sampling = SamplingParams(max_new_tokens=3, stop_token_ids=stop_token_ids)
 
     async def expect_step() -> None:
         assert not controller._num_drawing
@@ -154,6 +161,34 @@ def test_a_domain_that_always_fails_ends_the_run(engine: TorchEngine, tmp_path: 
     line = r"more than 8 prompts of one step .* by teachers.math \(domain 'math'\): .*not like"
     with pytest.raises(UserError, match=line):
         produce(engine, dataset(bad_share=1), tmp_path)
+
+
+@pytest.mark.parametrize("samples_per_prompt", [1, 2])
+def test_prompts_with_a_cut_response_are_dropped_for_the_next_ones(
+    engine: TorchEngine, tmp_path: Path, samples_per_prompt: int
+) -> None:
+    data, more = dataset(bad_share=100), ["rollout.on_truncated=drop"]
+    ids = tuple(range(3, VOCAB_SIZE, 3))  # of three tokens one mostly ends a response
+    options = {"samples_per_prompt": samples_per_prompt, "stop_token_ids": ids}
+    _, all_of_them, _ = produce(engine, data, tmp_path, **options)
+    kept = {sample.sample_id for sample in all_of_them.samples if not sample.truncated}
+    assert any(sample.truncated for sample in all_of_them.samples)
+    controller, batch, plane = produce(engine, data, tmp_path, **options, more=more)
+    assert not any(sample.truncated for sample in batch.samples) and plane.num_samples == len(batch.samples)
+    assert Counter(s.domain for s in batch.samples) == dict.fromkeys(("math", "code"), 4 * samples_per_prompt)
+    of_prompt = Counter(sample_id // samples_per_prompt for sample_id in kept)
+    whole = {i for i in kept if of_prompt[i // samples_per_prompt] == samples_per_prompt}
+    assert whole and whole <= set(batch.sample_ids)
+    counts = controller._batch_metrics(batch, [])
+    num_dropped = controller.prompts.state_dict()["position"] - 8
+    assert counts["dropped_samples/code"] + counts["dropped_samples/math"] >= 1
+    assert 0 < num_dropped <= 8 * 8
+
+
+def test_a_step_whose_responses_are_all_cut_ends_the_run(engine: TorchEngine, tmp_path: Path) -> None:
+    line = r"on_truncated drop: more than 8 prompts for each of a step's 8 .* raise rollout.max_response_length"
+    with pytest.raises(UserError, match=line):
+        produce(engine, dataset(bad_share=100), tmp_path, more=["rollout.on_truncated=drop"])
 
 
 def test_replacements_are_counted_by_the_step_of_their_slots(engine: TorchEngine, tmp_path: Path) -> None:

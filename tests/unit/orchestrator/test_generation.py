@@ -16,6 +16,7 @@ from mopd.conversion.jobs.streaming import hf_to_megatron
 from mopd.conversion.torch_dist.plan import TargetLayout
 from mopd.data.tokenizer import load_tokenizer
 from mopd.engines.torch.loading import load_model
+from tests.fixtures.recipe import RECIPE
 from tests.fixtures.seen import Transformers, placeholders, prompt_image
 from tests.fixtures.tiny_models import EOS_ID, make_hf_model, make_tokenizer
 from tests.fixtures.vision import image_bytes, make_vision_model
@@ -71,6 +72,23 @@ def test_a_checkpoint_answers_as_the_folder_that_it_came_from(
     asked = ("first prompt", "another", "--samples", "2", "--seed", "7", "--max-new-tokens", "8")
     assert answers(capsys, tmp_path / "checkpoint", *asked) == answers(capsys, model, *asked)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"], "what was converted is gone"
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_runs_model_ends_as_its_recipe_says(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_cut: bool
+) -> None:
+    options = ("sort: b a", "--temperature", "0", "--max-new-tokens", "12")
+    (whole,) = answers(capsys, model, *options)
+    text = whole["response"][3:5]
+    rest = "" if is_cut else text
+    shutil.copytree(model, tmp_path / "hf")
+    rollout = f"{{stop: [{json.dumps(text)}], stop_text: {'cut' if is_cut else 'kept'}}}"
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("schedule:", f"rollout: {rollout}\nschedule:"))
+    (ended,) = answers(capsys, tmp_path, *options)
+    before = whole["response"].partition(text)[0]
+    assert ended["response"] == before + rest and ended["finish_reason"] == "stop"
+    assert ended["num_tokens"] == len(before) + 2 < whole["num_tokens"]  # a token a character
 
 
 def test_samples_differ_and_depend_on_seed_and_number_alone(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,13 @@ from mopd.base.types import ROLLOUT_FIELDS, Prompt, SampleMeta, UserError
 from mopd.config.data import ValidationConfig
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.rewards import ExactMatchConfig
+from mopd.config.rollout import RolloutConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import Generation, Generator, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.rewards import RewardWorker
-from mopd.orchestrator.rollout import RolloutWorker, derive_seed
+from mopd.orchestrator.rollout import RolloutWorker, derive_seed, repeated_share
 from mopd.orchestrator.validation import ValidationResult, Validator
 from mopd.rewards.domains import build_rewards
 from mopd.rewards.interface import RewardItem
@@ -172,6 +173,48 @@ def test_a_response_that_is_handed_back_goes_on_where_it_was(engine: TorchEngine
     assert fields["rollout_logprobs"][0].tolist() == expected
 
 
+def test_a_stop_text_may_begin_before_a_response_was_handed_back(
+    engine: TorchEngine, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (prompt,) = prompts(dataset)[:1]
+    _, fields = roll(HandsBack(engine), dataset, [prompt])
+    start = len(dataset.row(prompt.row).tokens)
+    response = fields["tokens"][0].tolist()[start:]
+    stop = (tokenizer.decode(response[1:3]),)  # its characters are drawn by two calls
+    assert len(response) > 3 and stop[0] not in tokenizer.decode(response[:2])
+    metas, fields = roll(HandsBack(engine), dataset, [prompt], sampling=replace(SAMPLING, stop=stop))
+    assert fields["tokens"][0].tolist()[start:] == response[:3]
+    assert not metas[0].truncated
+
+
+def test_the_tail_of_a_truncated_response_carries_no_loss(engine: TorchEngine, dataset: PromptDataset) -> None:
+    given = prompts(dataset)
+    sampling = replace(SAMPLING, stop_token_ids=tuple(range(3, 40, 4)))
+    metas, fields = roll(engine, dataset, given, sampling=sampling, masked_tail=2)
+    plain, whole = roll(engine, dataset, given, sampling=sampling)
+    assert {meta.truncated for meta in metas} == {True, False}
+    for meta, mask, own, tokens, other in zip(
+        metas, fields["loss_mask"], plain, fields["tokens"], whole["tokens"], strict=True
+    ):
+        num = meta.response_length - 2 * meta.truncated
+        assert mask.tolist() == [True] * num + [False] * (meta.response_length - num)
+        assert meta == replace(own, num_loss_tokens=num) and torch.equal(tokens, other)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [([], 0), ([1, 2, 3], 0), ([1, 2, 3, 4], 0), ([1, 2, 3, 4, 5], 0), ([7] * 13, 0.9), ([1, 2, 3, 4] * 2, 0.2)],
+)
+def test_the_share_of_repeated_4_grams(tokens: list[int], share: float) -> None:
+    assert repeated_share(torch.tensor(tokens, dtype=torch.int64)) == pytest.approx(share)
+
+
+def test_repeated_4_grams_are_counted_as_they_are() -> None:
+    tokens = torch.randint(0, 3, (500,), generator=torch.Generator().manual_seed(0))
+    grams = [tuple(gram) for gram in tokens.unfold(0, 4, 1).tolist()]
+    assert repeated_share(tokens) == pytest.approx(1 - len(set(grams)) / len(grams))
+
+
 def test_responses_stop_at_the_horizon_of_their_prompts_step(engine: TorchEngine, dataset: PromptDataset) -> None:
     """Steps of two prompts; the third step's horizon is the longest response, where a cut is a truncation. A horizon
     holds for a response that is handed back too."""
@@ -253,7 +296,7 @@ def test_task_advantages_compare_a_prompts_responses(
 def run_validation(
     engine: TorchEngine, dataset: PromptDataset, tokenizer: Any, seed: int = 1, domains: Any = None, **validation: Any
 ) -> ValidationResult:
-    rollout, cfg = SimpleNamespace(max_response_length=SAMPLING.max_new_tokens), ValidationConfig(**validation)
+    rollout, cfg = RolloutConfig(max_response_length=SAMPLING.max_new_tokens), ValidationConfig(**validation)
     recipe: Any = SimpleNamespace(seed=seed, validation=cfg, rollout=rollout)
     rewards = build_rewards({"default": ExactMatchConfig(type="exact_match")})
     validator = Validator(recipe, dataset, tokenizer, rewards)
