@@ -20,6 +20,7 @@ from mopd.cli import (
     completion,
     config,
     convert,
+    data,
     eval,
     generate,
     init,
@@ -47,7 +48,7 @@ exit codes: 0 done, 1 failure, 2 an error that one line explains, 69 a process o
   stop (go on with --resume), 130 interrupted
 """
 GROUPS = {
-    "prepare": (init, config, check, plan),
+    "prepare": (init, config, data, check, plan),
     "run": (train, slurm, replay, score, serve),
     "inspect": (status, logs, stop, report, compare),
     "models": (generate, eval, convert),

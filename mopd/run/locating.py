@@ -75,6 +75,12 @@ def locate(
     return _fetch(entries if commits is None else [_pinned(one, commits) for one in entries])
 
 
+def locate_inputs(loaded: Loaded) -> Located:
+    """Fetch the recipe's data, and of its models all but the weights. Raises as ``locate`` does."""
+    entries = [dataclasses.replace(one, with_weights=False) for one in _hub_entries(loaded, {})]
+    return _fetch(entries) if entries else Located(paths={}, commits={})
+
+
 def apply(loaded: Loaded, located: Located) -> Loaded:
     """Return ``loaded`` with local paths in ``recipe``; ``named`` stays as it is."""
     recipe = _replaced(loaded.recipe, located.path, lambda text: located.paths.get(text, [text]))
