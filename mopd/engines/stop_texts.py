@@ -28,7 +28,7 @@ class StopTexts:
         """Return whether one of the texts is in the last ``window`` tokens."""
         text = str(
             self._tokenizer.decode(
-                tokens[-self.window :], skip_special_tokens=False, clean_up_tokenization_spaces=False
+                list(tokens[-self.window :]), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
         return any(stop in text for stop in self._stop)

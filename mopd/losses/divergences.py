@@ -244,7 +244,7 @@ def divergence(
     """
     terms = jsd(o, tail, beta, entry_max_clamp)
     a, moving = terms.a, o.moving
-    if terms.over is not None and terms.own is not None:
+    if terms.over is not None and terms.own is not None and terms.share is not None:
         held = torch.where(terms.over, terms.own, 0)
         a = a - held + terms.share * held.sum(-1, keepdim=True)
     elif terms.over is not None:

@@ -90,8 +90,10 @@ class AnswerWorker:
             )
             for one in asked
         ]
-        own = [one.prompt for one in asked]
-        return await put_samples(self.plane, self.dataset, own, sample_ids, responses, masked_tail=self.masked_tail)
+        prompts_of_all = [one.prompt for one in asked]
+        return await put_samples(
+            self.plane, self.dataset, prompts_of_all, sample_ids, responses, masked_tail=self.masked_tail
+        )
 
     def take_numbers(self) -> dict[str, float]:
         """Return the share of answers that the store had since the last call, if any was asked for."""

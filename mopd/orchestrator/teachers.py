@@ -153,8 +153,8 @@ class TeacherWorker:
                 if self.cross and self._width:
                     own["chunk_advantage"] = chunk_advantage(said, weights)
         if fields:
-            names = next(iter(fields.values()))
-            await self._plane.update([*fields], {name: [own[name] for own in fields.values()] for name in names})
+            every = next(iter(fields.values()))
+            await self._plane.update([*fields], {name: [own[name] for own in fields.values()] for name in every})
         return [*failed.values()]
 
     def take_numbers(self) -> dict[str, float]:
@@ -181,13 +181,13 @@ class TeacherWorker:
             only, told = self._rule.join(said, weights)
         if told is not None and not told.is_floating_point():
             for i, name in enumerate(names):
-                self._count(f"teacher_chosen_share/{name}", told == i)
+                self._tell(f"teacher_chosen_share/{name}", told == i)
         elif told is not None:
-            self._count(f"teacher_disagreement/{domain}", told)
+            self._tell(f"teacher_disagreement/{domain}", told)
         ids, logprobs = widened(only.ids, only.logprobs, self._rule.width)
         return merge([replace(only, ids=ids, logprobs=logprobs)], (1.0,), num_teachers=1)
 
-    def _count(self, name: str, values: Tensor) -> None:
+    def _tell(self, name: str, values: Tensor) -> None:
         total, count = self._told.get(name, (0.0, 0))
         self._told[name] = total + float(values.double().sum()), count + len(values)
 
