@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,8 @@ class TurnFrame:
         """Ask the template. ``UserError`` if it has no place for an observation."""
         self._tokenizer, self._data, self._cfg = tokenizer, data, cfg
         self._plain = PlainText(tokenizer)
+        self._rendering = threading.Lock()
+        self._renderer: Renderer | None = None
         with Renderer(data, tokenizer) as renderer:
             if not renderer.has_template:
                 raise UserError(
@@ -108,10 +111,13 @@ class TurnFrame:
         return str(self._tokenizer.decode(list(tokens[: len(tokens) - is_ended]), skip_special_tokens=False))
 
     def prompt(self, messages: list[dict[str, Any]], place: str) -> tuple[int, ...]:
-        """Return the ids of a prompt's messages; ``UserError`` with ``place`` if the template refuses them."""
-        with Renderer(self._data, self._tokenizer) as renderer:
-            renderer.put(messages, place)
-            (text,) = renderer.texts()
+        """Return the ids of a prompt's messages; ``UserError`` with ``place`` if the template refuses them. May be
+        called from any thread. The template's process lives as long as this one."""
+        with self._rendering:
+            if self._renderer is None:
+                self._renderer = Renderer(self._data, self._tokenizer)
+            self._renderer.put(messages, place)
+            (text,) = self._renderer.texts()
         return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def check(self, rows: Sequence[PromptRow]) -> None:

@@ -180,7 +180,8 @@ class Environments:
         if isinstance(self.cfg, PythonToolConfig):
             cure = "see that the machine has memory and processes left, and a kernel with seccomp"
             return CutOffError(f"{self._called} {one_line(failed)}: {cure}")
-        return UserError(f"{self._called} {one_line(failed)}: correct it, or set rollout.environment.on_error: end")
+        cure = "correct it" if self.goes_on else "correct it, or set rollout.environment.on_error: end"
+        return UserError(f"{self._called} {one_line(failed)}: {cure}")
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Episode:
         """Open the episode of one response; ``UserError`` if that fails: there is nothing to train on."""

@@ -17,6 +17,7 @@ from mopd.base.hardware import Hardware
 from mopd.base.plugins import plugin_path
 from mopd.base.text import visible
 from mopd.base.types import UserError
+from mopd.config.environment import CustomEnvironmentConfig
 from mopd.config.load import Loaded
 from mopd.config.losses import CustomLossConfig
 from mopd.config.machine.places import engine_groups
@@ -97,6 +98,10 @@ def file_checks(loaded: Loaded, is_whole: Callable[..., bool]) -> Iterator[tuple
         yield "loss.module", partial(_check_loss, recipe.loss)
     for i, callback in enumerate(recipe.callbacks if is_whole("callbacks") else ()):
         yield f"callbacks[{i}]", partial(_check_callback, f"callbacks[{i}].module", callback.module)
+    environment = recipe.rollout.environment if is_whole("rollout") else None
+    if isinstance(environment, CustomEnvironmentConfig):
+        place = ("rollout", "environment", "module")
+        yield "rollout.environment", partial(_check_file, loaded, environment.module, *place)
     for name in recipe.rewards or {}:
         if is_whole("rewards", name):
             yield f"reward of {name}", partial(_check_reward, loaded, name)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from mopd.base.types import UserError
-from mopd.config.environment import CustomEnvironmentConfig
+from mopd.config.environment import CustomEnvironmentConfig, PythonToolConfig
 from mopd.environments.process import EnvironmentFailed, Environments
 
 HEAD = "import asyncio, ctypes, os, sys, time\n"
@@ -151,6 +151,13 @@ def test_one_late_response_leaves_the_others_alone(tmp_path: Path) -> None:
 def test_a_response_that_cannot_begin_ends_the_run(reset: str, problem: str, on_error: Any, tmp_path: Path) -> None:
     (failed,) = ask(environments(tmp_path, "return None, 0.0", reset=reset, on_error=on_error), "4")
     assert isinstance(failed, UserError) and problem in str(failed)
+
+
+def test_the_built_in_tools_answer_from_their_process() -> None:
+    own = Environments(PythonToolConfig(type="python_tool", turn_timeout_s=20.0))
+    call = '<tool_call>{"name": "%s", "arguments": {"%s": "%s"}}</tool_call>'
+    texts = (call % ("calculator", "expression", "99999999 + 1"), call % ("python", "code", "print(2 ** 70)"), "4")
+    assert ask(own, *texts) == [("100000000", 0.0), ("1180591620717411303424", 0.0), (None, 0.0)]
 
 
 def test_files_and_classes_that_are_not_there(tmp_path: Path) -> None:
