@@ -180,16 +180,28 @@ class CrossTokenizer:
         self._backend.no_padding()
         self._student_ids = torch.full((max(teacher.get_vocab().values()) + 2,), NO_TOKEN, dtype=torch.int64)
         """[teacher's ids + 1]: the last one stands for ids that only pad its output matrix."""
-        for text, i in theirs.by_bytes.items():
-            self._student_ids[i] = ours.by_bytes.get(text, NO_TOKEN)
+        writes = backend_of(student, "student.model")
+        for i, text in theirs.texts.items():
+            self._student_ids[i] = ours.by_bytes.get(text, _first_piece(text, writes, ours))
         for i, other in reversed(self._special.items()):  # of several the first, eos
             if other is not None:
                 self._student_ids[other] = i
 
     def student_ids(self, ids: Tensor) -> Tensor:
-        """Return the student's ids int64 of the same bytes, or the same role, as the teacher's; ``NO_TOKEN`` where it
-        has none."""
+        """Return the student's ids int64 of the same bytes, or the same role, as the teacher's; of a token that the
+        student writes in pieces the first one; ``NO_TOKEN`` where it has none."""
         return self._student_ids[ids.long().clamp_max(len(self._student_ids) - 1)]
+
+    def student_rows(self, ids: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows of the teacher's ids [M, K] and log-probs [M, K] fp32 as rows of the student's, without repeats:
+        the probability of a student's id is that of all the teacher's tokens that begin with it (``student_ids``).
+        A place without an id holds ``NO_TOKEN`` and -inf."""
+        own, order = self.student_ids(ids).sort(dim=1)
+        place = torch.nn.functional.pad((own[:, 1:] != own[:, :-1]).cumsum(1), (1, 0))
+        found = torch.full_like(own, NO_TOKEN).scatter(1, place, own)
+        shares = logprobs.double().exp().gather(1, order)
+        mass = torch.zeros_like(shares).scatter_add(1, place, shares)
+        return found, mass.log().float().masked_fill(found == NO_TOKEN, -torch.inf)
 
     def align(self, response: Sequence[int]) -> Aligned:
         """Return a response in the teacher's tokens, which are encoded apart from the prompt, as its start is a
@@ -293,6 +305,15 @@ def _counterparts(
         found[ours.added[token]] = None if other is None else theirs.added[other]
     shared = {i: theirs.special[token] for token, i in ours.special.items() if token in theirs.special}
     return found | {i: other for i, other in shared.items() if i not in found}
+
+
+def _first_piece(text: bytes, student: Tokenizer, vocabulary: Vocabulary) -> int:
+    """Return the first token with which the student writes ``text``; ``NO_TOKEN`` for a part of a character."""
+    if _valid_length(text) < len(text):
+        return NO_TOKEN
+    token = next(iter(student.encode(text.decode(), add_special_tokens=False).ids), NO_TOKEN)
+    own = vocabulary.texts.get(token, b"")
+    return token if own and text.startswith(own) else NO_TOKEN
 
 
 def _decoders(decoder: Any) -> list[dict[str, Any]]:

@@ -358,8 +358,8 @@ def in_students_tokens(
 ) -> TeacherRows:
     """Return what a teacher with another tokenizer says of its own N tokens as rows of the student's R.
 
-    A one-to-one chunk has the teacher's row with the student's ids, without those that the student lacks; other rows
-    are empty. ``rollout_logprobs`` [R] divide a chunk's log-prob (``Aligned.spread``).
+    A one-to-one chunk has the teacher's row with the student's ids (``student_rows``); other rows are empty.
+    ``rollout_logprobs`` [R] divide a chunk's log-prob (``Aligned.spread``).
     """
     num_rows, asked = len(rollout_logprobs), scores.ids.shape[1]
     token_logprobs = aligned.spread(scores.token_logprobs, rollout_logprobs)
@@ -367,9 +367,8 @@ def in_students_tokens(
     logprobs = torch.full((num_rows, width), -torch.inf)
     chosen_R, rows = aligned.rows
     if width:
-        own = cross.student_ids(scores.ids[rows])
+        own, logprobs[chosen_R, :asked] = cross.student_rows(scores.ids[rows], scores.logprobs[rows])
         ids[chosen_R, :asked] = own.masked_fill(own == NO_TOKEN, NO_ID).int()
-        logprobs[chosen_R, :asked] = scores.logprobs[rows].masked_fill(own == NO_TOKEN, -torch.inf)
     is_other = chosen_R | (aligned.student_chunks == NO_CHUNK)
     advantage = (token_logprobs - rollout_logprobs).masked_fill(is_other, 0.0)
     return TeacherRows(ids, logprobs, token_logprobs, advantage=advantage)
