@@ -21,7 +21,7 @@ from mopd.base.files.reading import read_bytes, shown_path
 from mopd.base.text import one_line, shortened
 from mopd.base.types import UserError
 
-GROUPS = {"loss": "mopd.losses", "callback": "mopd.callbacks"}
+GROUPS = {"loss": "mopd.losses", "callback": "mopd.callbacks", "reader": "mopd.readers"}
 """Kind of code -> group of entry points of installed packages that offer it."""
 
 
@@ -31,7 +31,7 @@ def load_plugin(key: str, reference: str, kind: str) -> Callable[..., Any]:
     Raises:
         UserError: there is no such file, module, name or entry point, the import failed, or it cannot be called.
     """
-    source, name = _resolved(key, reference, kind)
+    source, name = resolved_plugin(key, reference, kind)
     try:
         module = _import_file(source) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
@@ -51,7 +51,7 @@ def plugin_hash(key: str, reference: str, kind: str) -> str:
 
 def plugin_path(key: str, reference: str, kind: str) -> Path:
     """Return the file that holds the code. Raises as ``load_plugin``."""
-    source, _ = _resolved(key, reference, kind)
+    source, _ = resolved_plugin(key, reference, kind)
     if source.endswith(".py"):
         return Path(source)
     try:
@@ -63,16 +63,8 @@ def plugin_path(key: str, reference: str, kind: str) -> Path:
     return Path(spec.origin)
 
 
-def described(error: BaseException, path: str | Path) -> str:
-    """Return an exception of a user's code in a line, with the last line of its file that it passed."""
-    file = os.path.abspath(path)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    where = f" (line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {shortened(one_line(error), 300)}{where}"
-
-
-def _resolved(key: str, reference: str, kind: str) -> tuple[str, str]:
-    """Return the file or module, and the name in it."""
+def resolved_plugin(key: str, reference: str, kind: str) -> tuple[str, str]:
+    """Return the file or module that a reference names, and the name in it. Raises as ``load_plugin``."""
     if ":" not in reference:
         group = entry_points(group=GROUPS[kind])
         if reference not in group.names:
@@ -86,6 +78,14 @@ def _resolved(key: str, reference: str, kind: str) -> tuple[str, str]:
     if source.endswith(".py") and not os.path.isfile(source):
         raise UserError(f"{key}: file {shown_path(source)!r} does not exist in {os.getcwd()!r}: correct the path")
     return source, name
+
+
+def described(error: BaseException, path: str | Path) -> str:
+    """Return an exception of a user's code in a line, with the last line of its file that it passed."""
+    file = os.path.abspath(path)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    where = f" (line {lines[-1]})" if lines else ""
+    return f"{type(error).__name__}: {shortened(one_line(error), 300)}{where}"
 
 
 def _import_file(source: str) -> Any:

@@ -15,9 +15,11 @@ from mopd.config.values import (
     Lines,
     NotNegative,
     Positive,
+    Seconds,
     Share,
     at_least,
     check_name,
+    check_reference,
     require_positive,
 )
 
@@ -69,6 +71,25 @@ DEFAULT_COLUMNS: ShippedColumns = "verl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReaderConfig(Checked):
+    """A function of yours that yields the rows of a file of any kind, in a process of its own (``docs/extending.md``).
+    Its rows have no images."""
+
+    module: str
+    """The function: ``file.py:name``, ``package.module:name``, or the name of an entry point ``mopd.readers`` of an
+    installed package."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of the function."""
+    timeout_s: Seconds = 600.0
+    """Deadline for all rows of a file."""
+    max_memory_gib: Annotated[float, at_least(0.25, 1024.0)] = 8.0
+    """Memory of the function's process, in GiB."""
+
+    def check(self) -> None:
+        check_reference("module", self.module)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataFileConfig:
     """One entry of ``data.train`` or ``data.validation``: a file, or a split of a data set of the Hub."""
 
@@ -82,6 +103,8 @@ class DataFileConfig:
     """As ``data.system_prompt``, for this entry alone."""
     prompt_suffix: Lines | Mapping[str, Lines] | None = None
     """As ``data.prompt_suffix``, for this entry alone."""
+    reader: ReaderConfig | None = None
+    """Reads a file that is neither parquet nor JSONL."""
 
     def __post_init__(self) -> None:
         if self.domain is not None:

@@ -46,6 +46,7 @@ class RowReader:
         self.mapping = mapping_of(file.columns)
         self._name = file.columns if isinstance(file.columns, str) else None
         self._domain = file.domain
+        self._has_own_reader = file.reader is not None
         self._image_key = image_key
         self._further = further
 
@@ -87,12 +88,15 @@ class RowReader:
                 f"{place}: column {self.mapping.domain!r} (data.columns.domain) is {described(domain)}, not the name "
                 f"of a domain: store text of 1 to {MAX_DOMAIN_CHARACTERS} characters"
             )
+        images = lookup(row, self._image_key)
+        if self._has_own_reader and holds_images(images):
+            raise UserError(f"{place}: rows of a reader have no images: write them as parquet, and leave reader out")
         return Fields(
             prompt=as_messages(prompt),
             ground_truth=truth,
             domain=domain,
             extra_info=lookup(row, self.mapping.extra_info),
-            images=lookup(row, self._image_key),
+            images=images,
         )
 
     def _cure(self, what: str) -> str:
@@ -142,7 +146,7 @@ def survey(
     reader = RowReader(file, image_key=image_key, further=() if views is None else views.columns)
     counts, with_images = Counter[str](), Counter[str]()
     path = Path(file.path)
-    rows = read_rows(path, reader.columns, heavy=reader.image_column)
+    rows = read_rows(path, reader.columns, heavy=reader.image_column, reader=file.reader)
     for number, row in itertools.islice(rows, max_rows):
         place = f"{shown_path(path)}: row {number}"
         found = reader.read(row, place)

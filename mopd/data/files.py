@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from mopd.base.files.json_text import MAX_DEPTH, parse_json
 from mopd.base.files.reading import open_regular, shown_path
 from mopd.base.text import first_few, one_line
 from mopd.base.types import UserError
+from mopd.config.data import ReaderConfig
+from mopd.data.readers import read_lines
 
 MISSING = object()
 """Result of ``lookup`` for a key that leads nowhere (a null that is present is ``None``)."""
@@ -38,20 +41,25 @@ _READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)
 
 
 def read_rows(
-    path: Path, columns: Sequence[str], *, heavy: str | None = None
+    path: Path, columns: Sequence[str], *, heavy: str | None = None, reader: ReaderConfig | None = None
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield ``(row number from 0, row)`` of a file. Of parquet only the named top-level columns are read, few rows at a
-    time if the file has the column ``heavy``, which is one of them.
+    time if the file has the column ``heavy``, which is one of them. With a ``reader`` the rows are what it makes of
+    the file.
 
     Raise ``UserError`` that names file and row, for a missing, unreadable or empty file, a file that is neither
     ``.parquet`` nor ``.jsonl``, a repeated column or key, and a value that Python cannot hold.
     """
-    if path.suffix not in (".parquet", ".jsonl"):
+    if reader is None and path.suffix not in (".parquet", ".jsonl"):
         raise UserError(
-            f"{shown_path(path)}: unknown kind {path.suffix!r}: data.train and data.validation take .parquet and .jsonl"
+            f"{shown_path(path)}: unknown kind {path.suffix!r}: data.train and data.validation take .parquet and "
+            ".jsonl, or set the entry's reader"
         )
     number = -1
-    rows = _read_parquet(path, columns, heavy) if path.suffix == ".parquet" else _read_jsonl(path)
+    if reader is not None:
+        rows = _rows_of_lines(path, read_lines(path, reader, MAX_ROW_BYTES))
+    else:
+        rows = _read_parquet(path, columns, heavy) if path.suffix == ".parquet" else _read_jsonl(path)
     for number, row in enumerate(rows):
         yield number, row
     if number == -1:
@@ -164,14 +172,16 @@ def _line_starts(path: Path) -> array[int]:
 
 def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
     with open_regular(path, cure=CURE) as file:
-        number = 0
-        while line := file.readline(MAX_ROW_BYTES + 1):
-            number += 1
-            where = f"{shown_path(path)}: line {number}"
-            if len(line) > MAX_ROW_BYTES:
-                raise UserError(f"{where} is longer than {MAX_ROW_BYTES} bytes: shorten or remove it")
-            if line.strip():
-                yield _parse_row(line, where)
+        yield from _rows_of_lines(path, iter(partial(file.readline, MAX_ROW_BYTES + 1), b""))
+
+
+def _rows_of_lines(path: Path, lines: Iterator[bytes]) -> Iterator[Mapping[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        where = f"{shown_path(path)}: line {number}"
+        if len(line) > MAX_ROW_BYTES:
+            raise UserError(f"{where} is longer than {MAX_ROW_BYTES} bytes: shorten or remove it")
+        if line.strip():
+            yield _parse_row(line, where)
 
 
 def _parse_row(line: bytes, where: str) -> Mapping[str, Any]:

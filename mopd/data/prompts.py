@@ -259,7 +259,7 @@ def _load_file(file: DataFileConfig, index: int, reading: _Reading, unseen: Coun
     of_views: dict[str, list[tuple[int, str | None]]] = {name: [] for name in reading.of_views}  # by teacher
     columns = [*reader.columns, *(OTHER_MEDIA if vision is not None else ())]
     logged_at = time.monotonic()
-    for number, row in read_rows(path, columns, heavy=reader.image_column):
+    for number, row in read_rows(path, columns, heavy=reader.image_column, reader=file.reader):
         place = f"{shown_path(path)}: row {number}"
         found = reader.read(row, place)
         prompt = found.prompt

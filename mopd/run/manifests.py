@@ -89,10 +89,14 @@ def plugin_hashes(recipe: Recipe) -> dict[str, str]:
     Raises:
         UserError: the code is not there.
     """
-    loss = recipe.loss
-    if not isinstance(loss, CustomLossConfig):
-        return {}
-    return {"loss.module": plugin_hash("loss.module", loss.module, "loss")}
+    named: dict[str, tuple[str, str]] = {}
+    if isinstance(recipe.loss, CustomLossConfig):
+        named["loss.module"] = recipe.loss.module, "loss"
+    for split, entries in (("train", recipe.data.train), ("validation", recipe.data.validation)):
+        for i, file in enumerate(recipe.data.files(entries)):
+            if file.reader is not None:
+                named[f"data.{split}[{i}].reader.module"] = file.reader.module, "reader"
+    return {key: plugin_hash(key, module, kind) for key, (module, kind) in named.items()}
 
 
 def write_manifests(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -39,21 +40,27 @@ def test_the_example_of_a_loss_passes_its_check(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_with_a_loss_and_a_callback_of_a_file(world: World, folder: Path) -> None:
+def test_a_run_with_a_loss_a_callback_and_a_reader(world: World, folder: Path) -> None:
     """It learns by the loss and tells its metrics, also to the callback. It ends when it is resumed with another file,
     or begins with one that looks at other rows."""
     loss = {"type": "custom", "module": "my_losses.py:skewed_kl", "options": {"skew": 0.2}, "top_k": 8}
     run = folder / "run"
     keys = {"loss": loss, "schedule__steps": 3, "checkpoint": {"every_steps": 3}, **ONE_RANK}
     watch = {"module": "my_callbacks.py:Watch", "options": {"file": "losses.csv", "enough": 2.0}}
-    recipe = world.write_recipe(run, callbacks=[watch], **keys)
+    reader = {"module": "my_readers.py:table", "options": {"delimiter": ";"}}
+    table = {"path": "tasks.csv", "reader": reader, "columns": "question_answer", "domain": "left"}
+    (folder / "tasks.csv").write_text("task;result\n" + "".join(f"left {i};ab\n" for i in range(400)))
+    recipe = world.write_recipe(run, callbacks=[watch], data__train=[str(world.train), table], **keys)
     done = mopd(folder, "train", str(recipe))
     assert done.returncode == 0, done.stderr
     records = read_metrics(run)
     assert [record["step"] for record in records] == [1, 2, 3]
     assert all(record["loss"] > 0 and 0 <= record["custom_far/left"] <= 1 for record in records)
-    table = (folder / "losses.csv").read_text().splitlines()
-    assert table == [f"{record['step']},{record['loss']}" for record in records]
+    losses = (folder / "losses.csv").read_text().splitlines()
+    assert losses == [f"{record['step']},{record['loss']}" for record in records]
+    assert sum(record["num_samples/left"] for record in records) > 16  # of 24; 20 of the other 40 rows are left's
+    hashed = json.loads((run / "manifest.json").read_text())["plugins"]
+    assert sorted(hashed) == ["data.train[1].reader.module", "loss.module"]
     file = folder / "my_losses.py"
     text = file.read_text()
     file.write_text(f"{text}\n# another\n")
