@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
 
-from mopd.base import plugins
 from mopd.base.plugins import load_plugin, plugin_hash
 from mopd.base.types import UserError
 
@@ -35,12 +33,17 @@ def test_a_file_is_imported_once_and_replaces_no_module(file: Path) -> None:
     assert plugin_hash("loss.module", "json.py:double", "loss") == hashlib.sha256(CODE.encode()).hexdigest()
 
 
-def test_packages_and_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_and_their_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = "tests.fixtures.custom_losses:k2"
-    one = EntryPoint("mine", named, "mopd.losses")
-    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints([one] if group == one.group else []))
+    installed = tmp_path / "mine-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(f"[mopd.losses]\nmine = {named}\n")
+    monkeypatch.syspath_prepend(tmp_path)
     assert load_plugin("loss.module", "mine", "loss") is load_plugin("loss.module", named, "loss")
     assert plugin_hash("loss.module", "mine", "loss") == plugin_hash("loss.module", named, "loss")
+    with pytest.raises(UserError, match=r"no installed package has an entry point 'mine' of mopd\.callbacks"):
+        load_plugin("callbacks[0].module", "mine", "callback")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd.losses import TopKRows, parallel_custom_loss, parallel_sampled_kl, parallel_topk_distill
+from mopd.losses import (
+    LinearHead,
+    TopKRows,
+    linear_loss,
+    parallel_custom_loss,
+    parallel_sampled_kl,
+    parallel_topk_distill,
+)
 from mopd.losses.trial import plain_rows
 from mopd.testing import UserError, check_loss
 from tests.fixtures import custom_losses
@@ -65,6 +72,25 @@ def test_a_copy_of_a_loss_of_the_sampled_token_equals_it() -> None:
     found = solved(p, parallel_custom_loss, p["ids"], p["logprobs"], custom_losses.k2, **tokens)
     expected = solved(p, parallel_sampled_kl, p["target"], zero - 1.5, "k2")
     torch.testing.assert_close(found[:2], expected[:2], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows_at_once", [T, 7])
+def test_behind_an_lm_head_of_which_a_few_rows_are_computed_at_a_time(rows_at_once: int) -> None:
+    p, generator = problem(torch.float32), torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 8, generator=generator).requires_grad_() for n in (T, V))
+
+    def found(loss: Callable[..., Any], *given: Any, **options: Any) -> tuple[Tensor, ...]:
+        def of_rows(logits: Tensor, rows: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            own = {name: rows.of(p[name]) for name in ("ids", "logprobs", "target", "weight")}
+            shared = {"target": own["target"], "loss_weight": own["weight"], "overwrite_input": True}
+            return loss(logits, own["ids"], own["logprobs"], *given, **shared, **options)
+
+        total, columns = linear_loss(hidden, weight, of_rows, LinearHead(), rows_at_once)
+        return (*torch.autograd.grad(total, (hidden, weight)), columns["unweighted_loss"])
+
+    own = found(parallel_custom_loss, custom_losses.forward_kl)
+    for value, wanted in zip(own, found(parallel_topk_distill, tail="none"), strict=True):
+        assert torch.equal(value, wanted)
 
 
 def everything(rows: TopKRows) -> Tensor:
