@@ -227,7 +227,9 @@ def rank_facts(loaded: Loaded, num_ranks: int) -> dict[str, dict[str, str]]:
     return {
         "GPUs": {"the ranks' GPU": kinds_of_gpus(num_ranks)},
         "student.model": {f"{where}: {name}": digest for name, digest in files.items()},
-        "plugins": {key: f"sha256 {digest[:16]}" for key, digest in plugin_hashes(loaded.recipe).items()},
+        "plugins": {
+            key: f"sha256 {digest[:16]}" for key, digest in plugin_hashes(loaded.recipe, of_ranks=True).items()
+        },
     }
 
 

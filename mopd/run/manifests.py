@@ -83,8 +83,9 @@ def engine_extras(recipe: Recipe) -> dict[str, Any]:
     return {key: dict(g.engine.extra) for key, g in groups if isinstance(g.engine, VllmEngineConfig) and g.engine.extra}
 
 
-def plugin_hashes(recipe: Recipe) -> dict[str, str]:
-    """Return the SHA-256 of the files whose code decides what is learned, by key of the recipe.
+def plugin_hashes(recipe: Recipe, *, of_ranks: bool = False) -> dict[str, str]:
+    """Return the SHA-256 of the files whose code decides what is learned, by key of the recipe; with ``of_ranks`` of
+    those that ranks of every node read.
 
     Raises:
         UserError: the code is not there.
@@ -92,7 +93,8 @@ def plugin_hashes(recipe: Recipe) -> dict[str, str]:
     named: dict[str, tuple[str, str]] = {}
     if isinstance(recipe.loss, CustomLossConfig):
         named["loss.module"] = recipe.loss.module, "loss"
-    for split, entries in (("train", recipe.data.train), ("validation", recipe.data.validation)):
+    splits = (("train", recipe.data.train), ("validation", recipe.data.validation))
+    for split, entries in () if of_ranks else splits:
         for i, file in enumerate(recipe.data.files(entries)):
             if file.reader is not None:
                 named[f"data.{split}[{i}].reader.module"] = file.reader.module, "reader"
