@@ -41,7 +41,7 @@ CURES = {
     "tokenizer_sha256": "their ids mean other tokens; name samples of this student's tokenizer",
     "samples_per_prompt": "set rollout.samples_per_prompt as the run had it",
     "sampling": "a loss of the sampled token needs the log-probs that its tokens were drawn with; set rollout's "
-    "temperature, top_p and top_k as the run had them, or a top-k loss without task_reward_weight",
+    "temperature, cuts and penalties as the run had them, or a top-k loss without task_reward_weight",
     "task_advantage": "set loss.task_advantage as the run had it, or task_reward_weight: 0",
 }
 """What is compared between stored samples and the recipe -> the cure of a difference."""
@@ -55,7 +55,7 @@ def about_samples(recipe: Recipe, student: Manifest, *, sampling: str | None = N
             "both out"
         )
     rollout, loss = recipe.rollout, recipe.loss
-    drawn = f"temperature {rollout.temperature}, top_p {rollout.top_p}, top_k {rollout.top_k}"
+    drawn = f"temperature {rollout.temperature}, {rollout.biased or 'top_p 1.0, top_k -1'}"
     has_advantage = sampling is None and recipe.needs_task_advantage
     return {
         "content": CONTENT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ class Clock:
         return self.now
 
 
-def sample(sample_id: int, domain: str, response_length: int, **more: bool) -> SampleMeta:
+def sample(sample_id: int, domain: str, response_length: int, **more: Any) -> SampleMeta:
     return SampleMeta(
         sample_id=sample_id,
         domain=domain,
@@ -92,7 +93,9 @@ def test_a_phase_that_is_open_at_the_flush_goes_on_in_the_next_record() -> None:
 
 
 def test_a_step_record_holds_means_by_domain_and_what_was_minimised() -> None:
-    batch = Batch(samples=(sample(0, "math", 4), sample(1, "code", 2, truncated=True), sample(2, "math", 6)))
+    batch = Batch(
+        samples=(sample(0, "math", 4), sample(1, "code", 2, truncated=True, repeated_share=0.25), sample(2, "math", 6))
+    )
     sums = {
         "math": DomainSums(num_tokens=10, sums={"loss": 5.0, "weighted_loss": 0.4, "k1": 1.0, "clamped": 2.0}),
         "code": DomainSums(num_tokens=2, sums={"loss": 3.0, "weighted_loss": 0.2, "k1": 0.5, "clamped": 0.0}),
@@ -113,9 +116,11 @@ def test_a_step_record_holds_means_by_domain_and_what_was_minimised() -> None:
             "num_tokens/code": 2,
             "response_length/math": 5,
             "truncated_share/math": 0,
+            "repeated_share/math": 0,
             "num_samples/math": 2,
             "response_length/code": 2,
             "truncated_share/code": 1,
+            "repeated_share/code": 0.25,
             "num_samples/code": 1,
             "tokens": 42,
             "timing/rollout_s": 1,

@@ -166,6 +166,19 @@ def test_responses_of_odd_numbers_are_none(server: Server, logprobs: dict[str, A
         draw(logprobs)
 
 
+def test_the_server_is_told_what_ends_a_response(server: Server) -> None:
+    logprobs = {"tokens": ["token_id:1"], "token_logprobs": [-1]}
+    server.body = json.dumps({"choices": [{"logprobs": logprobs, "finish_reason": "stop"}]}).encode()
+    stops = {"stop": ("a", "\n"), "stop_token_ids": (3,), "ignore_eos": True}
+    for given in ({}, stops):
+        sampling = SamplingParams(max_new_tokens=2, temperature=0.0, **given)
+        ask(server, lambda scorer, sampling=sampling: scorer.generate([[1]], sampling, [0]))
+    plain, told = server.requests
+    assert not {*stops, "include_stop_str_in_output"} & plain.keys()
+    assert told["stop"] == ["a", "\n"] and told["include_stop_str_in_output"] is True  # of the text; tokens stay
+    assert told["stop_token_ids"] == [3] and told["ignore_eos"] is True
+
+
 def test_what_the_user_must_cure(server: Server) -> None:
     def refuse(match: str, **kwargs: Any) -> None:
         with pytest.raises(UserError, match=match) as caught:

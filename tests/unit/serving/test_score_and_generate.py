@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields, replace
 from typing import Any
 
 import httpx
@@ -97,6 +98,44 @@ def test_a_rollout_server_answers_with_the_version_that_is_asked_for(folder: Any
         with pytest.raises(StaleWeights, match="answered with weights 3, not -1"):
             await stranger.generate(prompts, SAMPLING, seeds)
         await stranger.close()
+
+    with running_server(engine, "rollout") as running:
+        run(running, work)
+
+
+def test_every_key_of_sampling_reaches_the_engine(folder: Any, local: TorchEngine) -> None:
+    """Each changes what is drawn, and to the same. ``num_begun`` matters to a penalty alone."""
+    engine = TorchEngine.empty(folder, local._cfg)
+    prompts, seeds = [[5 + i, 6, 7] for i in range(12)], list(range(12))
+    plain = SamplingParams(max_new_tokens=12)
+    penalty = replace(plain, presence_penalty=-2.0)
+    cases = [
+        (plain, {"temperature": 2.0}),
+        (plain, {"top_p": 0.3}),
+        (plain, {"top_k": 2}),
+        (plain, {"min_p": 0.5}),
+        (plain, {"presence_penalty": 2.0}),
+        (plain, {"repetition_penalty": 3.0}),
+        (plain, {"stop": ("a", "b", "c", "\n")}),
+        (plain, {"stop_token_ids": (20, 21, 22, 23)}),
+        (plain, {"ignore_eos": True, "max_new_tokens": 100}),
+        (penalty, {"num_begun": 2}),
+    ]
+    assert {name for _, changes in cases for name in changes} == {
+        field.name for field in fields(SamplingParams) if field.name != "num_top_ids"
+    }
+
+    async def work(remote: RemoteEngine) -> None:
+        await load(remote, local.model.named_parameters(), 3)
+        for base, changes in cases:
+            sampling = replace(base, **changes)
+            theirs, ours, unchanged = [
+                [one.tokens.tolist() for one in await engine.generate(prompts, own, seeds)]
+                for engine, own in ((remote, sampling), (local, sampling), (local, base))
+            ]
+            assert theirs == ours != unchanged, changes
+        with pytest.raises(EngineRejected, match="token 48 is outside the vocabulary of 48"):
+            await remote.generate(prompts, replace(plain, stop_token_ids=(48,)), seeds)
 
     with running_server(engine, "rollout") as running:
         run(running, work)
