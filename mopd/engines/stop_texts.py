@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from mopd.data.tokenizer import load_tokenizer
 
 FIRST_TOKENS = 4
 """Tokens more than a text can have that are read before it: some decoders drop a space at the beginning."""
+
+_tokenizer = functools.cache(load_tokenizer)
+"""An engine has one folder and makes texts for every request; a large vocabulary takes a second to load."""
 
 
 class StopTexts:
@@ -20,7 +24,7 @@ class StopTexts:
 
     def __init__(self, folder: str | Path, stop: Sequence[str]) -> None:
         """Read the tokenizer of a checkpoint's folder. ``UserError`` if it has none."""
-        self._tokenizer, self._stop = load_tokenizer(folder), tuple(stop)
+        self._tokenizer, self._stop = _tokenizer(str(folder)), tuple(stop)
         self.window = max(len(text.encode()) for text in stop) + FIRST_TOKENS
         """Last tokens of a response that are enough to find a text at its end: each has a byte of it or more."""
 

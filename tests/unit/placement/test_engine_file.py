@@ -62,7 +62,9 @@ def test_what_follows_from_the_recipe(load: Load, tmp_path: Path) -> None:
     assert isinstance(file.engine, VllmEngineConfig) and file.engine.max_model_len == longest
     rollout = rollout_file(recipe)
     assert (rollout.role, rollout.model) == ("rollout", str(tmp_path / recipe.student.model))
-    assert (rollout.temperature, rollout.top_p, rollout.top_k) == (0.5, 1.0, -1)
+    assert (rollout.temperature, rollout.is_exact) == (0.5, True)
+    cuts = (("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("presence_penalty", 1), ("repetition_penalty", 2))
+    assert not any(rollout_file(load(*VLLM, f"rollout.{name}={value}").recipe).is_exact for name, value in cuts)
     text = json.dumps(file.to_json())
     assert "run_dir" not in text and recipe.student.model not in text
 
