@@ -250,7 +250,7 @@ class Recipe(Checked):
     def _check_refresh(self) -> None:
         """A teacher that is the student can be given its weights, and what is kept of its answers stays true."""
         for name, refresh in self.refreshed.items():
-            every = refresh.rhythm
+            every = refresh.every_steps
             dtype = self.teachers[name].engine.dtype
             problems = {
                 "payload is 'hidden', and the student's ranks keep the output matrix of a folder": self.sends_hidden,

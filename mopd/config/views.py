@@ -84,26 +84,19 @@ class ViewConfig(Checked):
 class RefreshConfig(Checked):
     """Which of the student's weights a student that is its own teacher gets, and when."""
 
-    every_steps: Count | None = None
+    every_steps: Count = 1
     """Optimizer steps from one update of the teacher to the next: over HTTP, or inside the process, whatever
-    ``weight_sync`` is. Absent, with ``ema``: 1."""
+    ``weight_sync`` is."""
     ema: float | None = None
     """Decay, between 0 and 1, of an average of the student's weights after every step, which the teacher gets in their
     place; absent: the weights as they are. The student's ranks keep it in fp32."""
 
     def check(self) -> None:
-        if self.every_steps is None and self.ema is None:
-            raise ValueError("neither every_steps nor ema is set: set one of them, or refresh: frozen")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"ema is {self.ema:g}: set a decay above 0 and below 1, for example 0.99, or every_steps")
 
     @property
-    def rhythm(self) -> int:
-        """Steps from one update to the next."""
-        return 1 if self.every_steps is None else self.every_steps
-
-    @property
     def told(self) -> str:
         """The keys in words."""
-        every = "every step" if self.rhythm == 1 else f"every {self.rhythm} steps"
+        every = "every step" if self.every_steps == 1 else f"every {self.every_steps} steps"
         return every if self.ema is None else f"{every}, the average of decay {self.ema:g}"

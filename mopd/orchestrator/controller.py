@@ -311,7 +311,7 @@ class Controller:
                 await self.keeper.keep(step, batch)
         await self.plane.release(batch)
         self.ledger.trained(slots)
-        if any(step % own.rhythm == 0 for own in self.recipe.refreshed.values()):
+        if any(step % own.every_steps == 0 for own in self.recipe.refreshed.values()):
             with self.timer("refresh_teachers"):
                 await self.student.refresh(step)
         if self._publishes(step):

@@ -97,7 +97,7 @@ class StudentGroup:
         await self.stage(weight_version)
         await self.send()
         for name, (own, _) in self._refreshed.items():
-            if every := weight_version % own.rhythm:
+            if every := weight_version % own.every_steps:
                 logger.warning(
                     "teachers.%s goes on with the weights of step %d: those of step %d, which it had, are in no "
                     "checkpoint", name, weight_version, weight_version - every,
@@ -106,7 +106,7 @@ class StudentGroup:
 
     async def refresh(self, step: int) -> None:
         """Give the weights of ``step`` to the teachers whose turn it is (``refresh.every_steps``)."""
-        await self._give(step, [one for one in self._refreshed.values() if step % one[0].rhythm == 0])
+        await self._give(step, [one for one in self._refreshed.values() if step % one[0].every_steps == 0])
 
     async def _give(self, step: int, teachers: Sequence[tuple[RefreshConfig, GroupWeightSync]]) -> None:
         """Take the weights, and each average of them, over once, and send them to all of these teachers. They stay in

@@ -40,7 +40,7 @@ def test_the_teacher_has_the_students_model(tmp_path: Path) -> None:
     every = load(tmp_path, EVERY, ROLLOUT + "checkpoint: {every_steps: 4}\n", "rollout.temperature=0.7")
     assert every.refreshed == {"math": RefreshConfig(every_steps=2)}
     average = load(tmp_path, EVERY.replace("every_steps: 2", "ema: 0.99"), ROLLOUT)
-    assert (average.averages, average.refreshed["math"].rhythm) == ((0.99,), 1) and every.averages == ()
+    assert (average.averages, average.refreshed["math"].every_steps) == ((0.99,), 1) and every.averages == ()
     file = teacher_file(every, "math")
     # its weights come from the student, and it scores at temperature 1 whatever the rollout draws at
     assert (file.role, file.name, file.temperature, file.max_logprobs) == ("rollout", "math", 1.0, every.loss.top_k)
@@ -81,7 +81,6 @@ REFUSED = [
     ),
     (SELF.replace("frozen", "thawed"), "", "teachers.math.refresh: expected one of frozen or a section or null"),
     (SELF.replace("frozen", "{every_steps: 0}"), "", "teachers.math.refresh.every_steps is 0"),
-    (SELF.replace("frozen", "{}"), "", "neither every_steps nor ema is set"),
     (SELF.replace("frozen", "{ema: 1}"), "", "teachers.math.refresh.ema is 1: set a decay above 0 and below 1"),
     (SELF.replace("frozen", "{ema: 0.0}"), "", "refresh.ema is 0: set a decay above 0 and below 1, for example 0.99"),
     (EVERY.replace("every_steps: 2}", "ema: 0.9}").replace("}}", OPENAI), ROLLOUT, "refresh has ema, but placement"),

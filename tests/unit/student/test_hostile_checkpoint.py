@@ -24,6 +24,7 @@ from mopd.config.student import StudentConfig
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.models.reading import read_dims
 from mopd.student import cpu_shim
+from mopd.student.averages import Averages
 from mopd.student.checkpoints import checkpoint
 from mopd.student.model.gpt import build_model
 from mopd.student.optimizer import build_optimizer, wrap_data_parallel
@@ -65,11 +66,12 @@ def run(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
         wrapped = wrap_data_parallel([model], use_distributed_optimizer=True)
         optimizer, _ = build_optimizer(student.optimizer, wrapped, num_steps=9)
         state = {"weight_version": 1, "source": str(source), "dtype": "float32", "extra": {"step": 1}}
-        checkpoint.save(step, wrapped, optimizer, layout, state=state)
+        parts = (wrapped, optimizer, layout, Averages((), [model]))
+        checkpoint.save(step, *parts, state=state)
 
         def resume(folder: Path) -> None:
             checkpoint.verify(folder)
-            checkpoint.load(folder, wrapped, optimizer, layout)
+            checkpoint.load(folder, *parts)
 
         yield Run(step, resume, lambda folder: checkpoint.load_weights(folder, model))
 
