@@ -308,10 +308,9 @@ def loss_kernel(
     pay_ptr, ids_ptr, order_ptr, logq_ptr, teacher_weight_ptr, weight_ptr, target_ptr,
     advantage_ptr, rollout_ptr, least, most, beyond, loss_ptr, metrics_ptr, entry_ptr, row_data_ptr, runs_ptr,
     num_rows, vocab_size, parts, pay_width, pay_begin, scale, inv_tau, min_clamp, clamp_floor, limit,
-    beta, rest, log_beta, log_rest, entry_limit,
+    beta, rest, log_beta, log_rest, entry_limit, LIMIT: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, N_PAD: tl.constexpr, D_PAD: tl.constexpr, PARTS_PAD: tl.constexpr,
     LOSS: tl.constexpr, TAIL: tl.constexpr, CLAMP: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr,
-    LIMIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute loss [T], metrics [M, T], gradient at the ids [T, N] (sorted order), ``row_data`` [2, T], ``runs`` int32
     [T].
