@@ -23,8 +23,8 @@ from mopd.config.losses import Loss, MismatchCorrectionConfig, PolicyGradientCon
 from mopd.config.output import CheckpointConfig
 from mopd.config.rewards import ExactMatchConfig
 from mopd.config.rollout import RolloutConfig
-from mopd.config.schedule import ScheduleConfig
-from mopd.config.schema import PreflightConfig, Recipe
+from mopd.config.schedule import PreflightConfig, ScheduleConfig
+from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.stream import PromptStream

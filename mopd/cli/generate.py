@@ -13,7 +13,7 @@ from mopd.base.text import json_lines, visible
 from mopd.base.types import UserError
 
 if TYPE_CHECKING:
-    from mopd.orchestrator.generation import Answer
+    from mopd.orchestrator.tasks.generation import Answer
 
 ABOUT = "sample from a Hugging Face model, a run or a checkpoint"
 EXAMPLES = """\
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """
     _check(args)
     prompts = [sys.stdin.read().removesuffix("\n") if prompt == STDIN else prompt for prompt in args.prompts]
-    from mopd.orchestrator.generation import generate
+    from mopd.orchestrator.tasks.generation import generate
 
     answers = generate(
         args.model,

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Score, print what was done; the exit code. A command that was cut off goes on where it was."""
     loaded = agreed(partial(load_recipe, args.recipe, args.set), "score")
     from mopd.launch.checks.inputs import check_inputs
-    from mopd.orchestrator.scoring import score
+    from mopd.orchestrator.tasks.scoring import score
     from mopd.placement.gpus import check_gpus
     from mopd.report.terminal import log_to_terminal
 

@@ -1,11 +1,12 @@
-"""Section ``schedule`` of a recipe: how long and in what rhythm to train."""
+"""Sections ``schedule`` and ``preflight`` of a recipe: how long and in what rhythm to train, and what is checked before
+the first step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mopd.config.values import Checked, Count, Fraction, Seconds, at_least
+from mopd.config.values import Checked, Count, Fraction, Positive, Seconds, at_least
 
 MAX_SAMPLES = 1_000_000
 """Responses of one optimizer step."""
@@ -70,3 +71,36 @@ class ScheduleConfig(Checked):
                 f"sync_every_steps is {self.sync_every_steps}, so samples become {oldest} steps old, but max_staleness "
                 f"is {self.max_staleness}: set max_staleness to {oldest} or more"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreflightConfig(Checked):
+    """Checks before the first step; ``mopd check`` runs the same ones."""
+
+    allow_same_weights: bool = False
+    """Permit a teacher with the student's own weights that is not named as ``model: student``."""
+    require_better_teacher: bool = True
+    """Refuse a fresh run whose teacher does not beat the student on its own domain's validation prompts. Without
+    validation nothing is compared."""
+    compare_with_transformers: bool | Literal["auto"] = "auto"
+    """Compare each teacher's scores, through the whole path, with a transformers forward of its folder, on this
+    machine's CPU; ``auto``: where the folder has 80 GiB of weights at most, and they fit into the host memory that is
+    free. A teacher that is not compared is held against its own greedy continuations instead (docs/teachers.md)."""
+    max_self_kl: Positive | None = None
+    """Largest mean KL, in nats per token, between a teacher's scores and its own folder; absent: 1e-5 where the engine
+    computes in float32, else 5e-3."""
+    max_logprob_difference: Positive | None = None
+    """Largest mean log-prob difference at equal weights, of student and rollout engine and of a teacher and its folder;
+    absent: 1e-3 where both compute in float32, else 5e-2."""
+
+    def self_kl_limit(self, dtype: str) -> float:
+        """``max_self_kl`` for an engine that computes in ``dtype``."""
+        if self.max_self_kl is not None:
+            return self.max_self_kl
+        return 1e-5 if dtype == "float32" else 5e-3
+
+    def logprob_limit(self, *dtypes: str) -> float:
+        """``max_logprob_difference`` between two that compute in ``dtypes``."""
+        if self.max_logprob_difference is not None:
+            return self.max_logprob_difference
+        return 1e-3 if set(dtypes) == {"float32"} else 5e-2

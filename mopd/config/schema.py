@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from mopd.base.types import HIDDEN_FIELD, LOSS_FIELDS, ROLLOUT_FIELDS, TOKEN_FIELD
 from mopd.config.data import DataConfig, DataPlane, LocalPlaneConfig, ValidationConfig
+from mopd.config.gates import DomainConfig, GateConfig, require_gates
 from mopd.config.groups import Assignment, TeacherConfig, TeacherDefaultsConfig, VllmEngineConfig, require_turns
 from mopd.config.losses import (
     KLLossConfig,
@@ -34,49 +35,16 @@ from mopd.config.payloads import (
 from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.rewards import EnvironmentRewardConfig, RewardConfig
 from mopd.config.rollout import AnswersConfig, RolloutConfig
-from mopd.config.schedule import MAX_SAMPLES, ScheduleConfig
+from mopd.config.schedule import MAX_SAMPLES, PreflightConfig, ScheduleConfig
 from mopd.config.slurm import SlurmConfig
 from mopd.config.student import StudentConfig
-from mopd.config.values import Checked, Positive, require_seed
+from mopd.config.values import Checked, require_seed
 from mopd.config.views import RefreshConfig, ViewConfig
 from mopd.config.weights import AutoSyncConfig, WeightSync, check_weight_sync
 
 MAX_TEACHERS = 100
 MOST_OWN_TOKENS = 2
 """Most tokens that a teacher with another tokenizer reads of a response, as a multiple of the student's most."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreflightConfig(Checked):
-    """Checks before the first step; ``mopd check`` runs the same ones."""
-
-    allow_same_weights: bool = False
-    """Permit a teacher with the student's own weights that is not named as ``model: student``."""
-    require_better_teacher: bool = True
-    """Refuse a fresh run whose teacher does not beat the student on its own domain's validation prompts. Without
-    validation nothing is compared."""
-    compare_with_transformers: bool | Literal["auto"] = "auto"
-    """Compare each teacher's scores, through the whole path, with a transformers forward of its folder, on this
-    machine's CPU; ``auto``: where the folder has 80 GiB of weights at most, and they fit into the host memory that is
-    free. A teacher that is not compared is held against its own greedy continuations instead (docs/teachers.md)."""
-    max_self_kl: Positive | None = None
-    """Largest mean KL, in nats per token, between a teacher's scores and its own folder; absent: 1e-5 where the engine
-    computes in float32, else 5e-3."""
-    max_logprob_difference: Positive | None = None
-    """Largest mean log-prob difference at equal weights, of student and rollout engine and of a teacher and its folder;
-    absent: 1e-3 where both compute in float32, else 5e-2."""
-
-    def self_kl_limit(self, dtype: str) -> float:
-        """``max_self_kl`` for an engine that computes in ``dtype``."""
-        if self.max_self_kl is not None:
-            return self.max_self_kl
-        return 1e-5 if dtype == "float32" else 5e-3
-
-    def logprob_limit(self, *dtypes: str) -> float:
-        """``max_logprob_difference`` between two that compute in ``dtypes``."""
-        if self.max_logprob_difference is not None:
-            return self.max_logprob_difference
-        return 1e-3 if set(dtypes) == {"float32"} else 5e-2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +77,8 @@ class Recipe(Checked):
     of its domain instead. Never a smaller batch."""
     data: DataConfig
     """Prompt files."""
+    domains: Mapping[str, DomainConfig] = field(default_factory=dict)
+    """What holds for one domain of the data alone, by its name."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling of responses."""
     weight_sync: WeightSync = AutoSyncConfig()
@@ -144,6 +114,7 @@ class Recipe(Checked):
         elsewhere = {"data.scored": bool(self.data.scored), "objective": "off_policy_scores" in self.objectives}
         require_payloads(payloads, self.loss, elsewhere=elsewhere, is_ensemble=self.assignment.max_teachers > 1)
         self._check_combine()
+        self._check_gates()
         self._check_objective()
         self._check_vllm_rollout()
         self._check_staleness()
@@ -178,7 +149,10 @@ class Recipe(Checked):
                 f"validation.watch names {taught[0]!r}, but teachers.{name}.domains does too: leave it in one of them"
             )
         if self.needs_rewards and not self.rewards:
-            what = "loss.task_reward_weight" if self.validation is None else "validation"
+            what = (
+                "loss.task_reward_weight" if self.needs_task_advantage else f"domains.{next(iter(self.gates), '')}.gate"
+            )
+            what = what if self.validation is None else "validation"
             raise ValueError(
                 f"rewards is empty, but {what} needs one for each domain: add rewards.DOMAIN, or rewards.default as in "
                 "rewards: {default: {type: exact_match}}"
@@ -246,6 +220,22 @@ class Recipe(Checked):
         payloads = {name: self.teachers[name].payload for name in self.own_tokenizers}
         answers = {"objective or schedule.warm_up": self.draws_answers, "data.scored": bool(self.data.scored)}
         require_own_tokenizers(payloads, self.loss, max_staleness=self.schedule.max_staleness, elsewhere=answers)
+
+    def _check_gates(self) -> None:
+        elsewhere = {
+            "objective or schedule.warm_up trains on the teachers' own answers": self.draws_answers,
+            "data.scored has samples of their own": bool(self.data.scored),
+            "rollout.horizon cuts responses before the answers": self.rollout.horizon is not None,
+        }
+        asking = [domain for domain, gate in self.gates.items() if gate.by == "teacher_answers"]
+        for name in [name for domain in asking for name in self.assignment.teachers_of(domain)]:
+            elsewhere[f"teachers.{name} has refresh, and its answers are kept"] = name in self.refreshed
+            elsewhere[f"teachers.{name} is behind an openai server, which only scores"] = self.teachers[name].is_openai
+        for name in self.own_tokenizers:
+            elsewhere[f"teachers.{name}.tokenizer is 'own', whose chunks have an advantage of their own"] = True
+        if asking and self.rollout.environment is not None:
+            elsewhere["rollout.environment makes responses of several turns, and a teacher's answer is one"] = True
+        require_gates(self.gates, self.loss, elsewhere)
 
     def _check_refresh(self) -> None:
         """A teacher that is the student can be given its weights, and what is kept of its answers stays true."""
@@ -548,6 +538,11 @@ class Recipe(Checked):
         return (self.data.max_prompt_length if own is None else own) + self.longest_response(teacher)
 
     @property
+    def gates(self) -> dict[str, GateConfig]:
+        """Gates of the domains that have one."""
+        return {name: domain.gate for name, domain in self.domains.items() if domain.gate is not None}
+
+    @property
     def assignment(self) -> Assignment:
         """The teachers of each domain."""
         return Assignment(self.teachers)
@@ -571,7 +566,7 @@ class Recipe(Checked):
     @property
     def needs_rewards(self) -> bool:
         """Responses are judged."""
-        return self.validation is not None or self.needs_task_advantage
+        return self.validation is not None or self.needs_task_advantage or bool(self.gates)
 
     @property
     def needs_task_advantage(self) -> bool:

@@ -20,10 +20,10 @@ from mopd.launch.failure import close_standard_input, ignore_library_warnings
 from mopd.launch.link import LinkEnded, RankLink
 from mopd.launch.preparing import recipe_of_task
 from mopd.launch.signals import ENDING
-from mopd.orchestrator.evaluation import evaluate
 from mopd.orchestrator.leading import Orchestrator, RunParts
 from mopd.orchestrator.preflight.checks import Preflight
 from mopd.orchestrator.preflight.showing import print_checks, print_failures
+from mopd.orchestrator.tasks.evaluation import evaluate
 from mopd.orchestrator.training import train_task
 from mopd.report.terminal import log_to_terminal
 from mopd.run.manifests import make_manifests

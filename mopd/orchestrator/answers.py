@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -69,6 +69,16 @@ class AnswerWorker:
         ``version`` returns the student's weights once the answers are there: their age counts from these. ``UserError``
         if no replica of a teacher gives an answer.
         """
+        drawn, num, now = await self.draw(prompts), self.samples_per_prompt, version()
+        sample_ids = [prompt.sample_id * num + number for prompt in prompts for number in range(num)]
+        responses = [
+            replace(own, token_versions=torch.full((len(own.tokens),), now, dtype=torch.int32)) for own in drawn
+        ]
+        each = [prompt for prompt in prompts for _ in range(num)]
+        return await put_samples(self.plane, self.dataset, each, sample_ids, responses, masked_tail=self.masked_tail)
+
+    async def draw(self, prompts: Sequence[Prompt]) -> list[Generation]:
+        """Return ``samples_per_prompt`` answers to each prompt, one prompt after the other. Raises as ``generate``."""
         asked = [self._ask(prompt, number) for prompt in prompts for number in range(self.samples_per_prompt)]
         answers = {one.key: found for one in asked if (found := self._stored(one)) is not None}
         if self.store is not None:
@@ -79,21 +89,7 @@ class AnswerWorker:
                 missing[one.teacher][one.key] = one
         for drawn in await all_or_none(self._draw(name, [*own.values()]) for name, own in missing.items()):
             answers |= drawn
-        num, now = self.samples_per_prompt, version()
-        sample_ids = [prompt.sample_id * num + number for prompt in prompts for number in range(num)]
-        responses = [
-            Generation(
-                tokens=(own := answers[one.key]).tokens,
-                logprobs=own.logprobs,
-                finish_reason=own.finish_reason,
-                token_versions=torch.full((len(own.tokens),), now, dtype=torch.int32),
-            )
-            for one in asked
-        ]
-        prompts_of_all = [one.prompt for one in asked]
-        return await put_samples(
-            self.plane, self.dataset, prompts_of_all, sample_ids, responses, masked_tail=self.masked_tail
-        )
+        return [answers[one.key] for one in asked]
 
     def take_numbers(self) -> dict[str, float]:
         """Return the share of answers that the store had since the last call, if any was asked for."""

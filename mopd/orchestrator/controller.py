@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # these import torch
     from mopd.data.stream import PromptStream
     from mopd.data_plane.interface import Storage
     from mopd.orchestrator.answers import AnswerWorker
+    from mopd.orchestrator.gate import Gate
     from mopd.orchestrator.kept.samples import SampleKeeper, StoredWorker
     from mopd.orchestrator.rewards import RewardWorker
     from mopd.orchestrator.rollout import RolloutWorker
@@ -53,6 +54,8 @@ if TYPE_CHECKING:  # these import torch
 logger = logging.getLogger(__name__)
 MAX_DROPPED = 8
 """Prompts that may be dropped for each one of a step: with more, nearly all responses are cut."""
+MAX_SKIPPED = 20
+"""Prompts that gates may skip for one that a step has, before the run ends."""
 
 
 class Student(Protocol):
@@ -105,6 +108,8 @@ class Controller:
     """Where the samples of stored prompts come from, if the stream has any."""
     keeper: SampleKeeper | None = None
     """Keeps what is trained on, if that is wanted."""
+    gate: Gate | None = None
+    """Present where a domain has a gate."""
 
     def __post_init__(self) -> None:
         self.schedule = self.recipe.schedule
@@ -119,6 +124,8 @@ class Controller:
         """Replacements by the step that a slot was admitted for."""
         self._num_dropped: Counter[int] = Counter()
         """The same of prompts with a truncated response."""
+        self._num_skipped: Counter[int] = Counter()
+        """Likewise, of prompts that gates skip."""
 
     async def produce(self) -> None:
         """Admit prompts as there is room, and see each unit of them through."""
@@ -152,12 +159,14 @@ class Controller:
                     self._tasks.start(self._redraw(slot, own))
             dropped = await self._drop_truncated(fresh, of_slot)
             fresh = [slot for slot in fresh if slot not in dropped]
-            failed = await self._score(fresh, of_slot)
-            replaced = await self._replace(fresh, of_slot, failed)
-            slots = [*dropped, *replaced]
+            distilled, skipped = await self._sort(fresh, of_slot)
+            failed = await self._score(distilled, of_slot)
+            replaced = await self._replace(distilled, of_slot, failed)
+            slots = [*dropped, *replaced, *await self._skip(skipped, of_slot)]
+            gone = set(slots)
             for slot in fresh:
                 # No step can end between the ledger's look at the age and the slot's being ready: nothing is awaited.
-                if slot not in replaced and not self.ledger.complete(slot, of_slot[slot]):
+                if slot not in gone and not self.ledger.complete(slot, of_slot[slot]):
                     self._tasks.start(self._redraw(slot, of_slot[slot]))
 
     def _objective_of(self, slot: Slot) -> Objective:
@@ -188,6 +197,39 @@ class Controller:
     def _ended(self, by_id: Mapping[int, Slot], prompt: Prompt, weight_version: int) -> None:
         self.ledger.ended(by_id[prompt.sample_id], weight_version)
 
+    async def _sort(
+        self, slots: Sequence[Slot], of_slot: Mapping[Slot, list[SampleMeta]]
+    ) -> tuple[list[Slot], list[Slot]]:
+        """Have the gates of their domains decide; return the slots that teachers are to score, and those to skip."""
+        if self.gate is None:
+            return [*slots], []
+        gated = [slot for slot in slots if slot.prompt.domain in self.gate.gates]
+        if not gated:
+            return [*slots], []
+        with self.timer("rewards"):
+            samples = [sample for slot in gated for sample in of_slot[slot]]
+            verdicts = dict(zip(gated, await self.gate.sort([slot.prompt for slot in gated], samples), strict=True))
+        for slot, verdict in verdicts.items():
+            self._counts[f"gate_{verdict}"][slot.prompt.domain] += 1
+        distilled = [slot for slot in slots if verdicts.get(slot, "distil") == "distil"]
+        return distilled, [slot for slot, verdict in verdicts.items() if verdict == "skip"]
+
+    async def _skip(self, slots: Sequence[Slot], of_slot: Mapping[Slot, Sequence[SampleMeta]]) -> list[Slot]:
+        """Discard the samples of prompts that a gate skips, and put the next prompts of their domains in their places.
+        ``UserError`` when a step skips many times the prompts that it has."""
+        most = MAX_SKIPPED * self.schedule.prompts_per_step
+        for slot in slots:
+            step, domain = slot.number // self.schedule.prompts_per_step, slot.prompt.domain
+            self._num_skipped[step] += 1
+            if self._num_skipped[step] > most:
+                raise UserError(
+                    f"domains.{domain}.gate: more than {most} prompts were skipped for one step of "
+                    f"{self.schedule.prompts_per_step}, which finds too few to learn from: change threshold, or others"
+                )
+            await self.plane.discard([sample.sample_id for sample in of_slot[slot]])
+            self.ledger.replace(slot, self.prompts.next_of(domain))
+        return [*slots]
+
     async def _score(self, slots: Sequence[Slot], of_slot: Mapping[Slot, list[SampleMeta]]) -> list[FailedSample]:
         """Have teachers and rewards judge the samples side by side, as far as the objective needs it; return what a
         teacher could not score."""
@@ -203,8 +245,12 @@ class Controller:
                 return await self.teachers.score(samples, rows)
 
         async def judge(rewards: RewardWorker) -> list[FailedSample]:
-            with self.timer("rewards"):
-                await rewards.judge([slot.prompt for slot in slots], samples)
+            gates = self.recipe.gates
+            unjudged = [slot for slot in slots if slot.prompt.domain not in gates]
+            if unjudged and self.recipe.needs_task_advantage:
+                own = [sample for slot in unjudged for sample in of_slot[slot]]
+                with self.timer("rewards"):
+                    await rewards.judge([slot.prompt for slot in unjudged], own)
             return []  # a reward that cannot be had ends the run
 
         # Rewards of stored samples are those of their time.
@@ -221,12 +267,12 @@ class Controller:
         self.ledger.again(slot)
         await self._see_through([slot])
 
-    async def _drop_truncated(self, slots: Sequence[Slot], of_slot: Mapping[Slot, Sequence[SampleMeta]]) -> list[Slot]:
+    async def _drop_truncated(self, slots: Sequence[Slot], of_slot: Mapping[Slot, Sequence[SampleMeta]]) -> set[Slot]:
         """With ``rollout.on_truncated: drop`` discard every sample of a drawn prompt of which one was cut, and put the
         next prompt of the domain in its place. ``UserError`` when a step needs too many."""
         cfg = self.recipe.rollout
         if cfg.on_truncated != "drop":
-            return []
+            return set()
         cut = [s for s in slots if not s.prompt.is_stored and any(sample.truncated for sample in of_slot[s])]
         for slot in cut:
             step = slot.number // self.schedule.prompts_per_step
@@ -239,7 +285,7 @@ class Controller:
                     "on_truncated: mask_tail"
                 )
             await self._next_prompt(slot, of_slot[slot], "dropped_samples")
-        return cut
+        return set(cut)
 
     async def _next_prompt(self, slot: Slot, samples: Sequence[SampleMeta], count: str) -> None:
         """Discard and count a slot's samples, and put the next prompt of its domain in its place."""
@@ -372,6 +418,7 @@ class Controller:
         domains = {sample.domain for sample in batch.samples}
         names = ["replaced_samples"] if self.recipe.on_failure == "replace" else []
         names += ["dropped_samples"] if self.recipe.rollout.on_truncated == "drop" else []
+        names += [f"gate_{verdict}" for verdict in ("distil", "reinforce", "skip") if self.recipe.gates]
         if self.schedule.max_staleness:
             names += ["refused_samples", "drawn_samples", "drawn_tokens", "refused_tokens"]
         for name in names:

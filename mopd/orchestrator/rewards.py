@@ -43,19 +43,31 @@ class RewardWorker:
 
         ``samples`` holds equally many of each prompt, prompt after prompt.
         """
-        per_prompt = len(samples) // len(prompts)
-        ids = [sample.sample_id for sample in samples]
+        await self.write(prompts, samples, await self.values(prompts, samples))
+
+    async def values(self, prompts: Sequence[Prompt], samples: Sequence[SampleMeta]) -> Tensor:
+        """Return the rewards [prompts, responses] float64 of the samples, as ``judge`` takes them."""
         names = ["tokens", "loss_mask", *(["environment_reward"] if self.has_environment else [])]
-        fields = await self.plane.get(ids, names)
+        fields = await self.plane.get([sample.sample_id for sample in samples], names)
         responses = [own[s.prompt_length :] for own, s in zip(fields["tokens"], samples, strict=True)]
         texts = last_turns(self.tokenizer, responses, fields["loss_mask"], self.cut_texts)
-        given = [own.item() for own in fields["environment_reward"]] if self.has_environment else [None] * len(ids)
+        given = [own.item() for own in fields["environment_reward"]] if self.has_environment else [None] * len(texts)
+        per_prompt = len(samples) // len(prompts)
+        values = await self.graded([prompt for prompt in prompts for _ in range(per_prompt)], texts, given)
+        return torch.tensor(values, dtype=torch.float64).view(len(prompts), per_prompt)
+
+    async def graded(
+        self, prompts: Sequence[Prompt], texts: Sequence[str], given: Sequence[float | None]
+    ) -> list[float]:
+        """Return the reward of one response to each prompt, to which its environment has ``given`` one, if any."""
         items = [
             reward_item(self.dataset, prompt.row, text, reward)
-            for prompt, text, reward in zip((p for p in prompts for _ in range(per_prompt)), texts, given, strict=True)
+            for prompt, text, reward in zip(prompts, texts, given, strict=True)
         ]
-        values = [graded.value for graded in await self.rewards.score(items)]
-        rewards = torch.tensor(values, dtype=torch.float64).view(len(prompts), per_prompt)
+        return [graded.value for graded in await self.rewards.score(items)]
+
+    async def write(self, prompts: Sequence[Prompt], samples: Sequence[SampleMeta], rewards: Tensor) -> None:
+        """Write the advantages that follow from ``rewards``, as ``values`` returns them."""
         advantages = task_advantages(rewards, self.form).flatten().tolist()
         for prompt, own in zip(prompts, rewards, strict=True):
             self._groups[prompt.domain] += 1
@@ -64,7 +76,7 @@ class RewardWorker:
             torch.full((sample.response_length,), advantage)
             for sample, advantage in zip(samples, advantages, strict=True)
         ]
-        await self.plane.update(ids, {"task_advantage": columns})
+        await self.plane.update([sample.sample_id for sample in samples], {"task_advantage": columns})
 
     def take_numbers(self) -> dict[str, float]:
         """Return, by domain, the share of prompts since the last call whose responses all have one reward."""

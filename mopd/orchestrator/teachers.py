@@ -157,6 +157,19 @@ class TeacherWorker:
             await self._plane.update([*fields], {name: [own[name] for own in fields.values()] for name in every})
         return [*failed.values()]
 
+    async def leave_out(self, metas: Sequence[SampleMeta]) -> None:
+        """Write the fields of samples that no teacher scores: rows without ids, whose divergence is 0, and for their
+        tokens what the rollout said."""
+        ids = [meta.sample_id for meta in metas]
+        said = (await self._plane.get(ids, ["rollout_logprobs"]))["rollout_logprobs"]
+        fields: dict[str, list[Tensor]] = defaultdict(list)
+        for token_logprobs in said:
+            none = torch.empty(len(token_logprobs), 0)
+            one = TeacherRows(*widened(none.int(), none, self._width), token_logprobs=token_logprobs)
+            for name, value in self._joined("", (), [one], (1.0,)).items():
+                fields[name].append(value)
+        await self._plane.update(ids, fields)
+
     def take_numbers(self) -> dict[str, float]:
         """Return the numbers of the cache, of what was joined and of other tokenizers, since the last call."""
         values = {name: total / count for name, (total, count) in sorted(self._told.items())}
@@ -198,6 +211,8 @@ class TeacherWorker:
         fields = await self._plane.get(batch.sample_ids, ["teacher_logprobs", "loss_mask"])
         by_domain: dict[str, list[Coverage]] = defaultdict(list)
         for meta, logprobs, mask in zip(batch.samples, fields["teacher_logprobs"], fields["loss_mask"], strict=True):
+            if not (logprobs > -torch.inf).any():  # of no teacher
+                continue
             names, _ = self.teachers_of(meta.domain)
             own_rows = logprobs[mask]
             of_teachers = own_rows.unbind(1) if own_rows.dim() == 3 else (own_rows,)

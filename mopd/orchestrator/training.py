@@ -338,6 +338,7 @@ async def train(
                 ledger=ledger,
                 stop=training.parts.stop,
                 unit=recipe.prompts_together,
+                gate=workers.gate,
                 stored=training.stored,
                 keeper=training.keeper,
             ).run()

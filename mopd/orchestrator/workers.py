@@ -7,7 +7,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from mopd.engines.replicas.router import Router
 from mopd.engines.replicas.statistics import group_metrics
 from mopd.environments.process import Environments
 from mopd.orchestrator.answers import AnswerWorker
+from mopd.orchestrator.gate import Gate
 from mopd.orchestrator.rewards import RewardWorker
 from mopd.orchestrator.rollout import RolloutWorker, reward_item
 from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
@@ -107,7 +108,9 @@ class Workers:
     """Teacher -> its group."""
     teachers: TeacherWorker
     rewards: RewardWorker | None
-    """Present where the loss needs rewards of training samples."""
+    """Present where the loss, or a gate, needs rewards of training samples."""
+    gate: Gate | None
+    """Present where a domain has one."""
     validator: Validator | None
     turns: GpuTurns | None
     """Turns of student and rollout, where they share GPUs."""
@@ -161,6 +164,9 @@ def read_inputs(recipe: Recipe) -> Inputs:
     for domain, count in {**train.num_filtered, **train.num_truncated}.items():
         logger.warning("data.overlong_prompts %s: %d prompts of %s", recipe.data.overlong_prompts, count, domain)
     _check_budget(recipe.loss.domain_budget, train.domain_counts)
+    for domain in [domain for domain in recipe.domains if domain not in train.domain_counts]:
+        known = ", ".join(map(repr, train.domain_counts))
+        raise UserError(f"domains names {domain!r}, of which data.train has no row (it has {known}): remove it")
     validation = None
     if recipe.validation is not None:
         validation = load_prompts(recipe.data.validation, recipe.data, tokenizer, vision, views)
@@ -172,7 +178,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
             counts = {d: count for d, count in dataset.image_counts.items() if d not in recipe.watched_domains}
             require_vision_teachers(counts, assignment, sighted)
     if rewards is not None:
-        for dataset in (train if recipe.needs_task_advantage else None, validation):
+        for dataset in (train if recipe.needs_task_advantage or recipe.gates else None, validation):
             if dataset is not None:
                 _check_ground_truths(dataset, rewards)
         for name in rewards.unused(list(train.domain_counts)):
@@ -215,7 +221,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     teachers = {name: await teacher_group(name, routers, groups) for name in recipe.teachers}
     answers = await _answer_worker(recipe, inputs, plane, teachers, vocab_size) if recipe.draws_answers else None
     rewards = None
-    loss, judges = recipe.loss, inputs.rewards if recipe.needs_task_advantage else None
+    loss, judges = recipe.loss, inputs.rewards if recipe.needs_task_advantage or recipe.gates else None
     if isinstance(loss, (TopKLossConfig, PolicyGradientConfig)) and judges is not None:
         rewards = RewardWorker(
             inputs.train,
@@ -229,6 +235,24 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     refreshed = {name: GroupWeightSync(routers[f"teachers.{name}"]) for name in recipe.refreshed}
     sources = {f"teachers.{name}": sync for name, sync in refreshed.items()}
     groups.watch(routers, sources if weights is None else {ROLLOUT: weights, **sources})
+    worker = TeacherWorker(
+        teachers,
+        recipe.assignment,
+        plane,
+        asked=recipe.asked,
+        always_ids=inputs.always_ids,
+        temperature=recipe.loss.temperature,
+        dataset=inputs.train,
+        cross=inputs.cross,
+        keep_going=recipe.on_failure == "replace",
+    )
+    gate = None
+    if recipe.gates:
+        assert rewards is not None, "a recipe with gates has rewards"
+        own = None
+        if any(one.by == "teacher_answers" for one in recipe.gates.values()):
+            own = replace(await _answer_worker(recipe, inputs, plane, teachers, vocab_size), samples_per_prompt=1)
+        gate = Gate(recipe.gates, rewards, worker, own, writes_advantages=recipe.needs_task_advantage)
     return Workers(
         inputs=inputs,
         plane=plane,
@@ -239,17 +263,8 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         answers=answers,
         rewards=rewards,
         teacher_groups=teachers,
-        teachers=TeacherWorker(
-            teachers,
-            recipe.assignment,
-            plane,
-            asked=recipe.asked,
-            always_ids=inputs.always_ids,
-            temperature=recipe.loss.temperature,
-            dataset=inputs.train,
-            cross=inputs.cross,
-            keep_going=recipe.on_failure == "replace",
-        ),
+        teachers=worker,
+        gate=gate,
         validator=build_validator(recipe, inputs),
         turns=groups.turns,
     )

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from mopd.base.types import UserError
-from mopd.config.schema import PreflightConfig, Recipe
+from mopd.config.schedule import PreflightConfig
+from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import HASHES, Manifest
 from mopd.data.image_processing import read_image_processing, sees_images
 from mopd.engines.checks import check_scores

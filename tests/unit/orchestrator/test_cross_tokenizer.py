@@ -19,8 +19,8 @@ from mopd.base.types import SampleMeta
 from mopd.config.data import DataConfig
 from mopd.config.groups import TeacherConfig, TorchEngineConfig
 from mopd.config.losses import KLLossConfig, Loss, TopKLossConfig
-from mopd.config.schedule import ScheduleConfig
-from mopd.config.schema import PreflightConfig, Recipe
+from mopd.config.schedule import PreflightConfig, ScheduleConfig
+from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.data.cross_tokenizer import CrossTokenizer
 from mopd.data.prompts import PromptDataset, PromptRow, PromptView

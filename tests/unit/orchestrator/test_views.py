@@ -18,8 +18,8 @@ from mopd.base.types import TEACHER_FIELDS, SampleMeta
 from mopd.config.data import DataConfig
 from mopd.config.groups import TeacherConfig, TorchEngineConfig
 from mopd.config.losses import TopKLossConfig
-from mopd.config.schedule import ScheduleConfig
-from mopd.config.schema import PreflightConfig, Recipe
+from mopd.config.schedule import PreflightConfig, ScheduleConfig
+from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.config.views import ViewConfig
 from mopd.data.prompts import PromptDataset, PromptRow, PromptView

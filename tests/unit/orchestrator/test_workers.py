@@ -13,8 +13,8 @@ from mopd.config.data import DataConfig, ValidationConfig
 from mopd.config.groups import TeacherConfig
 from mopd.config.losses import TopKLossConfig
 from mopd.config.rewards import ExactMatchConfig
-from mopd.config.schedule import ScheduleConfig
-from mopd.config.schema import PreflightConfig, Recipe
+from mopd.config.schedule import PreflightConfig, ScheduleConfig
+from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.orchestrator.workers import build_validator, read_inputs
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer

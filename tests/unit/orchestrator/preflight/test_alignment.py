@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mopd.config.groups import TorchEngineConfig
-from mopd.config.schema import PreflightConfig
+from mopd.config.schedule import PreflightConfig
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.torch.sight import VisionFeatures
 from mopd.engines.vision import read_vision

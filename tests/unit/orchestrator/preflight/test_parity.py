@@ -13,7 +13,7 @@ import torch
 
 from mopd.base.types import PromptImage
 from mopd.config.groups import TorchEngineConfig
-from mopd.config.schema import PreflightConfig
+from mopd.config.schedule import PreflightConfig
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.preflight.parity import Parity, Probe, Reference
 from tests.fixtures.mistakes import MISTAKES, MistakenEngine

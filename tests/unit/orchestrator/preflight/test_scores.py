@@ -16,8 +16,8 @@ from mopd.base.types import SampleMeta
 from mopd.config.data import DataConfig
 from mopd.config.groups import TeacherConfig, TorchEngineConfig
 from mopd.config.losses import FullLossConfig, TopKLossConfig
-from mopd.config.schedule import ScheduleConfig
-from mopd.config.schema import PreflightConfig, Recipe
+from mopd.config.schedule import PreflightConfig, ScheduleConfig
+from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.interface import Scores

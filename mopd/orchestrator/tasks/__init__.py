@@ -1,0 +1,1 @@
+"""Tasks of the orchestrator beside training, one a command."""
