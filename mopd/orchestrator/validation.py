@@ -112,14 +112,7 @@ class Validator:
         tokenizer = load_tokenizer(self._recipe.teachers[teacher].model) if teacher and is_other else self._tokenizer
         with apart():
             generations = await self._generations(generator, order, prompts, sampling, seeds)
-        responses = [g.tokens for g in generations]
-        masks = [g.loss_mask if isinstance(g, Trajectory) else torch.ones_like(g.tokens).bool() for g in generations]
-        texts = last_turns(tokenizer, responses, masks, self._recipe.rollout.cut_texts)
-        rewards = [g.reward if isinstance(g, Trajectory) else None for g in generations]
-        items = [
-            reward_item(self._dataset, row, text, reward)
-            for row, text, reward in zip(order, texts, rewards, strict=True)
-        ]
+        items = self._items(order, generations, tokenizer)
         finished = list(zip(items, await self._rewards.score(items), generations, order, strict=True))
         by_domain = {domain: [entry for entry in finished if entry[0].domain == domain] for domain in chosen}
 
@@ -151,6 +144,22 @@ class Validator:
             pass_at_k={d: sum(map(max, own)) / len(own) for d, own in by_prompt.items()} if num > 1 else {},
             prompts={d: _digest([self._dataset.row(row).tokens for row in own]) for d, own in rows.items()},
         )
+
+    def _items(
+        self, order: Sequence[int], generations: Sequence[Generation], tokenizer: PreTrainedTokenizerBase
+    ) -> list[RewardItem]:
+        """Return what rewards judge of the responses to rows ``order``: the text of the last turn."""
+        responses = [made.tokens for made in generations]
+        played = [made if isinstance(made, Trajectory) else None for made in generations]
+        masks = [
+            torch.ones_like(own).bool() if one is None else one.loss_mask
+            for own, one in zip(responses, played, strict=True)
+        ]
+        texts = last_turns(tokenizer, responses, masks, self._recipe.rollout.cut_texts)
+        return [
+            reward_item(self._dataset, row, text, None if one is None else one.reward)
+            for row, text, one in zip(order, texts, played, strict=True)
+        ]
 
     async def _generations(
         self,

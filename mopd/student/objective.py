@@ -485,17 +485,7 @@ class Objective:
         if self._correction is not None and self._correction.of_tokens is not None:
             options |= {"rollout_logprobs": own["rollout_logprobs"], "correction": self._correction.of_tokens}
         if isinstance(loss, FullLossConfig):
-            value, metrics = parallel_full_distill(
-                logits,
-                own["teacher_logits"],
-                loss=loss.type.removeprefix("full_"),
-                beta=loss.beta,
-                skew=loss.skew,
-                target=own["targets"],
-                **options,
-            )
-            metrics["hidden_error"] = (metrics.pop("teacher_logprobs") - own[TOKEN_FIELD]).abs()
-            return value, metrics
+            return self._full_rows(logits, own, loss, options)
         if isinstance(loss, CustomLossConfig):
             return self._custom_rows(logits, own, loss, options)
         if not isinstance(loss, KLLossConfig) and loss.task_reward_weight:
@@ -540,6 +530,22 @@ class Objective:
             dual_clip=loss.dual_clip,
             **options,
         )
+
+    def _full_rows(
+        self, logits: Tensor, own: Mapping[str, Tensor], loss: FullLossConfig, options: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what ``_loss_rows`` does, over the whole vocabulary."""
+        value, metrics = parallel_full_distill(
+            logits,
+            own["teacher_logits"],
+            loss=loss.type.removeprefix("full_"),
+            beta=loss.beta,
+            skew=loss.skew,
+            target=own["targets"],
+            **options,
+        )
+        metrics["hidden_error"] = (metrics.pop("teacher_logprobs") - own[TOKEN_FIELD]).abs()
+        return value, metrics
 
     def _custom_rows(
         self, logits: Tensor, own: Mapping[str, Tensor], loss: CustomLossConfig, options: dict[str, Any]

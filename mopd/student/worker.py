@@ -101,26 +101,7 @@ class StudentWorker:
                 student.optimizer, self._chunks, num_steps=recipe.schedule.steps
             )
         self._averages = Averages(recipe.averages, [chunk.module for chunk in self._chunks])
-        shares = None
-        if recipe.teachers_per_row > 1:
-            shares = torch.tensor(recipe.assignment.weight_table(self.domains), device=self.layout.device)
-        limits = {
-            "true_vocab_size": self.dims.vocab_size,
-            "lm_head_memory_budget_mib": student.lm_head_memory_budget_mib,
-        }
-        heads = None
-        if recipe.sends_hidden and self.layout.is_last_stage:
-            heads = TeacherHeads.load(recipe, self.dims, self.layout, self.domains)
-        self._objective = Objective(
-            recipe.loss,
-            self.layout,
-            teacher_weights=shares,
-            has_support=recipe.support_width > 0,
-            has_chunks=recipe.has_chunks,
-            heads=heads,
-            **limits,
-        )
-        self._cross_entropy = CrossEntropy(recipe.loss, self.layout, **limits)
+        self._objective, self._cross_entropy = self._objectives(recipe)
         self._plan: MicroBatchPlan | None = None
         self._cosines: dict[str, float] = {}
         """Metrics of the domains' gradients in the last ``forward_backward``, where they were due."""
@@ -129,6 +110,29 @@ class StudentWorker:
         self._lending = (
             GpuMemoryLease(self._chunks, self._optimizer, self.layout.device) if recipe.shares_gpus else None
         )
+
+    def _objectives(self, recipe: Recipe) -> tuple[Objective, CrossEntropy]:
+        """Return what steps minimise: the recipe's loss, and on the teachers' own answers their cross entropy."""
+        shares = None
+        if recipe.teachers_per_row > 1:
+            shares = torch.tensor(recipe.assignment.weight_table(self.domains), device=self.layout.device)
+        limits = {
+            "true_vocab_size": self.dims.vocab_size,
+            "lm_head_memory_budget_mib": recipe.student.lm_head_memory_budget_mib,
+        }
+        heads = None
+        if recipe.sends_hidden and self.layout.is_last_stage:
+            heads = TeacherHeads.load(recipe, self.dims, self.layout, self.domains)
+        objective = Objective(
+            recipe.loss,
+            self.layout,
+            teacher_weights=shares,
+            has_support=recipe.support_width > 0,
+            has_chunks=recipe.has_chunks,
+            heads=heads,
+            **limits,
+        )
+        return objective, CrossEntropy(recipe.loss, self.layout, **limits)
 
     @property
     def dp_size(self) -> int:
