@@ -7,16 +7,19 @@ One sample's life, with small numbers::
                prompt_length=3, response_length=4, num_loss_tokens=4)         # after the rollout
     tensor fields of sample 7 in the data plane (L = 3 + 4 tokens, R = 4 response tokens, K = ids of a row):
         tokens [L] int64 · loss_mask [R] bool · rollout_logprobs [R] fp32 · token_versions [R] int32
-        teacher_ids [R, K] int32 · teacher_logprobs [R, K] fp32 · teacher_token_logprobs [R] fp32
+        teacher_ids [N, K] int32 · teacher_logprobs [N, K] fp32 · teacher_token_logprobs [R] fp32
         student_ids [R, top_k] int32, the student's most probable ids, where a teacher's payload asks for them
-        teacher_hidden [R, H] bf16, hidden states that the teacher's output matrix reads, with ``payload: hidden``;
+        teacher_hidden [N, H] bf16, hidden states that the teacher's output matrix reads, with ``payload: hidden``;
             H is the hidden size of the sample's own teacher
         task_advantage [R] fp32, of losses with a task reward · baseline [R] fp32, of ``loss.baseline: domain``
+        environment_reward [1] fp32, where an environment has answered the student's turns
+
+N, the loss tokens, are fewer than R where an environment gave some of the response: ``loss_mask`` is off there.
 
 K is the largest number of ids that a teacher is asked for (``config/payloads.py``). Places of ``teacher_ids`` that hold
 no id of their own, repeats and what other teachers are asked for more, have log-prob -inf.
 
-A recipe with an ensemble (D = most teachers of any domain > 1) has ``teacher_ids`` and ``teacher_logprobs`` [R, D, K]
+A recipe with an ensemble (D = most teachers of any domain > 1) has ``teacher_ids`` and ``teacher_logprobs`` [N, D, K]
 in all domains; entries beyond a domain's own teachers have weight 0. If the student's family has vision, every sample
 also has ``images`` [N, 8] int64, a row for each image of its prompt (``data/image_refs.py``).
 """
@@ -35,6 +38,8 @@ TEACHER_FIELDS = ("teacher_ids", "teacher_logprobs", TOKEN_FIELD)
 """Fields that the teacher worker writes; without the first two where no teacher's payload has ids."""
 HIDDEN_FIELD = "teacher_hidden"
 """Field that the teacher worker writes with ``payload: hidden``."""
+WIDE_FIELDS = (*TEACHER_FIELDS[:2], HIDDEN_FIELD)
+"""Fields with one row for each loss token of a sample; other fields of responses have one for each token."""
 LOSS_FIELDS = ROLLOUT_FIELDS + TEACHER_FIELDS
 """Fields that must exist before a sample can be trained on (``task_advantage`` joins them if a loss needs it)."""
 FIRST_STORED = 2**40

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mopd.base.text import named_samples, one_line
-from mopd.base.types import HIDDEN_FIELD, TOKEN_FIELD, Batch, FailedSample, SampleMeta, UserError
+from mopd.base.types import HIDDEN_FIELD, TOKEN_FIELD, WIDE_FIELDS, Batch, FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment
 from mopd.config.payloads import Asked, Combine
 from mopd.data.cross_tokenizer import NO_CHUNK, NO_TOKEN, Aligned, CrossTokenizer
@@ -122,10 +122,13 @@ class TeacherWorker:
             return (self._best[domain],), (1.0,)
         return self._assignment.teachers_of(domain), self._assignment.weights_of(domain)
 
-    async def score(self, metas: Sequence[SampleMeta], rows: Mapping[int, int] = NO_ROWS) -> list[FailedSample]:
+    async def score(
+        self, metas: Sequence[SampleMeta], rows: Mapping[int, int] = NO_ROWS, *, keeps_all: bool = False
+    ) -> list[FailedSample]:
         """Score each sample with its domain's teachers, all teachers at the same time; return the samples that cannot
         be scored, which get no field. Several teachers make one ensemble (``merge``). ``rows``: sample id -> row of its
-        prompt, of which a teacher's view is made.
+        prompt, of which a teacher's view is made. Rows of ids and states at tokens without a loss, as those that an
+        environment gave, are neither stored nor sent to a rank, unless ``keeps_all``.
 
         Raises:
             UserError: a domain has no teacher; a sample cannot be scored and ``keep_going`` is false; or, a
@@ -152,6 +155,8 @@ class TeacherWorker:
                 own = fields[meta.sample_id] = self._joined(meta.domain, names, said, weights)
                 if self.cross and self._width:
                     own["chunk_advantage"] = chunk_advantage(said, weights)
+        if not keeps_all:
+            await self._drop_rows(metas, fields)
         if fields:
             every = next(iter(fields.values()))
             await self._plane.update([*fields], {name: [own[name] for own in fields.values()] for name in every})
@@ -169,6 +174,15 @@ class TeacherWorker:
             for name, value in self._joined("", (), [one], (1.0,)).items():
                 fields[name].append(value)
         await self._plane.update(ids, fields)
+
+    async def _drop_rows(self, metas: Sequence[SampleMeta], fields: dict[int, dict[str, Tensor]]) -> None:
+        """Keep of ``WIDE_FIELDS`` the rows of loss tokens."""
+        ids = [meta.sample_id for meta in metas if meta.num_loss_tokens < meta.response_length]
+        ids = [sample_id for sample_id in ids if sample_id in fields]
+        masks = (await self._plane.get(ids, ["loss_mask"]))["loss_mask"] if ids else []
+        for sample_id, mask in zip(ids, masks, strict=True):
+            own = fields[sample_id]
+            own |= {name: own[name][mask] for name in WIDE_FIELDS if name in own}
 
     def take_numbers(self) -> dict[str, float]:
         """Return the numbers of the cache, of what was joined and of other tokenizers, since the last call."""
@@ -208,14 +222,13 @@ class TeacherWorker:
         """Return metrics of what the rows of a claimed batch hold of their teachers (``coverage_metrics``)."""
         if not self._width:
             return {}
-        fields = await self._plane.get(batch.sample_ids, ["teacher_logprobs", "loss_mask"])
+        fields = await self._plane.get(batch.sample_ids, ["teacher_logprobs"])
         by_domain: dict[str, list[Coverage]] = defaultdict(list)
-        for meta, logprobs, mask in zip(batch.samples, fields["teacher_logprobs"], fields["loss_mask"], strict=True):
+        for meta, logprobs in zip(batch.samples, fields["teacher_logprobs"], strict=True):
             if not (logprobs > -torch.inf).any():  # of no teacher
                 continue
             names, _ = self.teachers_of(meta.domain)
-            own_rows = logprobs[mask]
-            of_teachers = own_rows.unbind(1) if own_rows.dim() == 3 else (own_rows,)
+            of_teachers = logprobs.unbind(1) if logprobs.dim() == 3 else (logprobs,)
             joined = Asked(own=logprobs.shape[-1]) if len(names) > len(of_teachers) else None  # in an order of its own
             for name, own in zip(names, of_teachers, strict=False):  # teachers that a domain lacks stand behind its own
                 by_domain[meta.domain].append(Coverage.of(own, joined or self._asked[name]))

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.base.types import HIDDEN_FIELD, SampleMeta
+from mopd.base.types import HIDDEN_FIELD, WIDE_FIELDS, SampleMeta
 from mopd.data.packing import PackingRules
 from mopd.losses import choose_rows
 from mopd.student.attention import PackedSequences, to_device
@@ -48,7 +48,7 @@ ROW_FIELDS = (
     "baseline",
     "chunk_advantage",
 )
-"""Fields with one entry per response token that a loss may read."""
+"""Fields with one entry per response token, or per loss token (``WIDE_FIELDS``), that a loss may read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +187,10 @@ def _loss_rows(
             loss_mask[scored] = own_mask = fields["loss_mask"][sample.sample_id]
             num_loss_tokens[i] = own_mask.sum()
         for name, values in row_fields.items():
-            own = fields[name][sample.sample_id]
-            values[(scored, ..., slice(own.shape[-1])) if own.dim() > 1 else scored] = own
+            own, rows = fields[name][sample.sample_id], scored
+            if len(own) < sample.response_length:
+                rows = torch.arange(token_layout.num_rows)[scored][fields["loss_mask"][sample.sample_id]]
+            values[(rows, ..., slice(own.shape[-1])) if own.dim() > 1 else rows] = own
     loss_mask = token_layout.share(loss_mask)
     chosen = choose_rows(loss_mask) if "loss_mask" in fields else None
     num_filler = len(token_layout.firsts) - len(samples)
@@ -216,5 +218,5 @@ def _check(sample: SampleMeta, fields: Fields) -> None:
             continue  # one row for each image
         expected = sample.length if name == "tokens" else sample.response_length
         actual = values[sample.sample_id].shape[0]
-        if actual != expected:
+        if actual != expected and not (name in WIDE_FIELDS and actual == sample.num_loss_tokens):
             raise ValueError(f"sample {sample.sample_id}: field {name!r} has {actual} entries, {expected} expected")

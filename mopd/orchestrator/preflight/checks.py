@@ -124,7 +124,7 @@ class Preflight:
             if self.workers.rollout is not None:
                 rollout = RolloutCheck(self.recipe, self.workers, self.student)
                 yield await rollout.judge(samples, self._infos[ROLLOUT][0])
-            failed = await self.workers.teachers.score(samples, rows)
+            failed = await self.workers.teachers.score(samples, rows, keeps_all=True)
             if failed:
                 detail = f"teachers.{failed[0].teacher} did not score a probe: {failed[0].reason}: see its logs"
                 yield Check(f"scores of {failed[0].teacher}", "failed", detail)

@@ -145,7 +145,7 @@ async def _score(recipe: Recipe, stored: StoredSamples, manifests: dict[str, Man
             own = [p for p in prompts if name in recipe.assignment.teachers_of(p.domain)][:NUM_PROBE_SAMPLES]
             if own:
                 metas = await load.load(own, 0)
-                await worker.score(metas)
+                await worker.score(metas, keeps_all=True)
                 check = await ScoresCheck(recipe, group, plane, None, dtype).judge(metas)
                 await plane.discard([meta.sample_id for meta in metas])
                 if check.status == "failed":

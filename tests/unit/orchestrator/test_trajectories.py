@@ -281,6 +281,14 @@ def test_teachers_score_the_whole_trajectory_once(
         mask = fields["loss_mask"][i]
         own = forced(teacher, fields["tokens"][i], meta.prompt_length)
         assert (own - fields["teacher_token_logprobs"][i])[mask].abs().max() < TOLERANCE
+        # rows of given tokens have gone no further than the worker
+        ids, logprobs, tokens = fields["teacher_ids"][i], fields["teacher_logprobs"][i], fields["tokens"][i]
+        assert len(ids) == len(logprobs) == meta.num_loss_tokens
+        with torch.no_grad():
+            whole = AutoModelForCausalLM.from_pretrained(teacher)(tokens[None]).logits[0].float().log_softmax(-1)
+        drawn = whole[meta.prompt_length - 1 : -1][mask]
+        assert (drawn.gather(-1, ids.long()) - logprobs).abs().max() < TOLERANCE
+    assert any(meta.num_loss_tokens < meta.response_length for meta in metas)
 
 
 def test_rewards_judge_the_last_turn_or_take_the_environments(

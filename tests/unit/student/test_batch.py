@@ -39,6 +39,19 @@ def build(
     )
 
 
+@pytest.mark.parametrize("rules", [PACKS, RECTANGLES])
+def test_rows_of_loss_tokens_alone_stand_where_they_would_stand_among_all(rules: PackingRules) -> None:
+    whole = build([META_A, META_B], rules=rules)
+    mask = FIELDS["loss_mask"][7]
+    few = {**FIELDS, "teacher_ids": {**FIELDS["teacher_ids"], 7: FIELDS["teacher_ids"][7][mask]}}
+    rows, all_rows = build([META_A, META_B], few, rules).rows, whole.rows
+    assert rows.fields["teacher_ids"][rows.loss_mask].equal(all_rows.fields["teacher_ids"][all_rows.loss_mask])
+    assert (rows.fields["teacher_ids"][~rows.loss_mask] == 0).all()
+    wrong = {**few, "teacher_ids": {**few["teacher_ids"], 7: few["teacher_ids"][7][:1]}}
+    with pytest.raises(ValueError, match="field 'teacher_ids' has 1 entries"):
+        build([META_A, META_B], wrong, rules)
+
+
 def test_rows_score_the_next_token() -> None:
     batch = build([META_A, META_B], rules=replace(RECTANGLES, sequence_multiple=4))
     assert batch.shape == (2, 8) and batch.packed is None
