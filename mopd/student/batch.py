@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -187,7 +187,7 @@ def _loss_rows(
             loss_mask[scored] = own_mask = fields["loss_mask"][sample.sample_id]
             num_loss_tokens[i] = own_mask.sum()
         for name, values in row_fields.items():
-            own, rows = fields[name][sample.sample_id], scored
+            own, rows = fields[name][sample.sample_id], cast(slice | Tensor, scored)
             if len(own) < sample.response_length:
                 rows = torch.arange(token_layout.num_rows)[scored][fields["loss_mask"][sample.sample_id]]
             values[(rows, ..., slice(own.shape[-1])) if own.dim() > 1 else rows] = own
