@@ -124,12 +124,12 @@ class CustomRewardConfig(Checked):
 
 RewardConfig = (
     ExactMatchConfig
-    | EnvironmentRewardConfig
     | MathConfig
     | MultipleChoiceConfig
     | RegexConfig
     | JsonSchemaConfig
     | CodeConfig
+    | EnvironmentRewardConfig
     | CustomRewardConfig
 )
 
