@@ -22,7 +22,7 @@ from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_mo
 PROMPTS = [[5, 9, 11], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23], [5, 9, 11], [30, 3]]
 SEEDS = [10, 11, 12, 13, 14, 15]
 random_ = random.Random(0)
-PIECES = ["<pad>", "<bos>", "<eos>", *"abc", *{"".join(random_.choices("abc ", k=n)) for n in (2, 2, 3, 3, 4) * 9}]
+PIECES = ["<pad>", "<bos>", "<eos>", *"abc", *("".join(random_.choices("abc ", k=n)) for n in (2, 2, 3, 3, 4) * 9)]
 PIECES = [*dict.fromkeys([*PIECES, *(f"a{i}b" for i in range(VOCAB_SIZE))])][:VOCAB_SIZE]
 
 
