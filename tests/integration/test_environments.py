@@ -68,7 +68,7 @@ def test_an_asynchronous_run_goes_on_where_it_was(world: World, tmp_path: Path) 
         ({"rollout__environment__max_turns": 0}, "rollout.environment.max_turns is 0: set 1 or more"),
         (
             {"rollout__environment__module": "nowhere.py"},
-            "nowhere.py: no such file: correct rollout.environment.module",
+            "rollout.environment.module: file 'nowhere.py' does not exist",
         ),
         ({"rollout__environment__class_name": "Absent"}, "has no attribute 'Absent'"),
         ({"rollout__environment": {"type": "bash"}}, "python_tool"),
