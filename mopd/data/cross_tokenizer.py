@@ -29,6 +29,8 @@ from mopd.base.types import UserError
 
 NO_CHUNK = -1
 """Chunk of a token that the other side has no counterpart for."""
+NO_ROW = -1
+"""The teacher's row of a token that begins nothing that it has a distribution over."""
 NO_TOKEN = -1
 """The student's id of a token that only the teacher has."""
 _SPACE = "\u2581"
@@ -49,13 +51,9 @@ class Aligned:
     """[N] int64: the same of the teacher's."""
     is_one_to_one: Tensor
     """[C] bool: the chunk is one token of each, of the same bytes."""
-
-    @property
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Return which of the student's tokens are one-to-one chunks, bool [R], and the teacher's row of each."""
-        chosen = _at(self.is_one_to_one, self.student_chunks)
-        is_theirs = _at(self.is_one_to_one, self.teacher_chunks)
-        return chosen, is_theirs.nonzero().flatten()
+    rows: Tensor
+    """[R] int64: which of the teacher's N rows is a distribution over what the student's token begins; ``NO_ROW`` for
+    none. It is that of a chunk's first token, where the teacher's own is as long at least."""
 
     def spread(self, teacher_N: Tensor, student_R: Tensor) -> Tensor:
         """Return the teacher's log-probs [R] fp32 over the student's tokens.
@@ -76,16 +74,29 @@ class Aligned:
         share = torch.where(size_C[ours] == 1, 1.0, torch.where(total < 0, own / total, 1 / size_C[ours]))
         return torch.where(ours == NO_CHUNK, own, teacher_C[ours] * share).float()
 
+    def advantage(self, teacher_N: Tensor, student_R: Tensor, first_R: Tensor) -> Tensor:
+        """Return the advantage [R] fp32 of tokens without a row, ``spread`` - ``student_R``, and 0 for others.
+
+        Of a chunk whose first token has a row, what is left of the teacher's log-prob is divided: without ``first_R``,
+        the log-prob by that row of what the token begins. Where that is -inf, the teacher goes on in another way, and
+        what follows has no advantage.
+        """
+        has_row = self.rows != NO_ROW
+        begun = torch.where(has_row, first_R.double(), 0.0)
+        count = len(self.is_one_to_one) + 1
+        begun_C = begun.new_zeros(count).index_add(0, self.student_chunks % count, begun.clamp_min(-1e9))
+        left = torch.where(has_row, 0.0, student_R.double())  # a token with a row takes no part in what is divided
+        firsts = _first_of_each(self.teacher_chunks)
+        rest = teacher_N.double() - torch.where(firsts, begun_C[self.teacher_chunks], 0.0)
+        found = self.spread(rest, left) - left
+        is_nobodys = has_row | (self.student_chunks == NO_CHUNK) | (begun_C[self.student_chunks] < -1e8)
+        return found.masked_fill(is_nobodys, 0.0).float()
+
     def counts(self) -> tuple[int, int, int, int]:
         """Return numbers of tokens of the student; those in one-to-one chunks; those in none; chunks."""
-        one_to_one, _ = self.rows
+        one_to_one = torch.cat([self.is_one_to_one, torch.zeros(1, dtype=torch.bool)])[self.student_chunks]
         unscored = (self.student_chunks == NO_CHUNK).sum()
         return len(self.student_chunks), int(one_to_one.sum()), int(unscored), len(self.is_one_to_one)
-
-
-def _at(per_chunk_C: Tensor, chunks: Tensor) -> Tensor:
-    """Return the value of each token's chunk; False for a token in none."""
-    return torch.cat([per_chunk_C, torch.zeros(1, dtype=torch.bool)])[chunks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +218,13 @@ class CrossTokenizer:
         """Return a response in the teacher's tokens, which are encoded apart from the prompt, as its start is a
         boundary. A response may end inside a character; the student's tokens from there on are in no chunk, and so are
         those of a text whose bytes the teacher's tokenizer changes."""
-        tokens, ours, theirs, one_to_one = list[int](), list[int](), list[int](), list[bool]()
+        tokens, ours, theirs, one_to_one, rows = list[int](), list[int](), list[int](), list[bool](), list[int]()
         start = 0
         while start < len(response):
             if response[start] not in self._texts:
                 other = self._special.get(response[start])
                 ours.append(NO_CHUNK if other is None else len(one_to_one))
+                rows.append(NO_ROW if other is None else len(tokens))
                 if other is not None:
                     tokens.append(other)
                     theirs.append(len(one_to_one))
@@ -222,17 +234,18 @@ class CrossTokenizer:
             end = start + 1
             while end < len(response) and response[end] in self._texts:
                 end += 1
-            written, own, other_chunks, kinds = self._align_text([self._texts[i] for i in response[start:end]])
+            written, own, other_chunks, kinds, firsts = self._align_text([self._texts[i] for i in response[start:end]])
+            rows += [NO_ROW if row == NO_ROW else row + len(tokens) for row in firsts]
             for chunks, more in ((ours, own), (theirs, other_chunks)):
                 chunks += [NO_CHUNK if chunk == NO_CHUNK else chunk + len(one_to_one) for chunk in more]
             tokens += written
             one_to_one += kinds
             start = end
-        return self._limited(tokens, ours, theirs, one_to_one)
+        return self._limited(tokens, ours, theirs, one_to_one, rows)
 
-    def _align_text(self, parts: Sequence[bytes]) -> tuple[list[int], list[int], list[int], list[bool]]:
-        """Return, of some text without special tokens, the teacher's tokens, both sides' chunks, and which of these are
-        one to one."""
+    def _align_text(self, parts: Sequence[bytes]) -> tuple[list[int], list[int], list[int], list[bool], list[int]]:
+        """Return, of some text without special tokens, the teacher's tokens, both sides' chunks, which of these are one
+        to one, and the rows of the student's tokens (``Aligned``)."""
         whole = b"".join(parts)
         text = whole[: _valid_length(whole)]
         tokens = self._backend.encode(text.decode(), add_special_tokens=False).ids
@@ -241,7 +254,7 @@ class CrossTokenizer:
         again = b"".join(own or b"" for own in written)
         has_space = again == b" " + text  # sentencepiece puts one before a text
         if None in written or not (has_space or again == text):
-            return tokens, [NO_CHUNK] * len(parts), [NO_CHUNK] * len(tokens), []
+            return tokens, [NO_CHUNK] * len(parts), [NO_CHUNK] * len(tokens), [], [NO_ROW] * len(parts)
         if has_space:
             lengths[0] -= 1
         ours, theirs, count = common_chunks([len(part) for part in parts], lengths)
@@ -249,12 +262,20 @@ class CrossTokenizer:
         kinds = [sizes[0][chunk] == sizes[1][chunk] == 1 for chunk in range(count)]
         if has_space and kinds:
             kinds[0] = False  # that token is another one
-        return tokens, ours, theirs, kinds
+        rows, first = [NO_ROW] * len(parts), dict(reversed([(chunk, row) for row, chunk in enumerate(theirs)]))
+        for i, chunk in enumerate(ours):
+            begins = chunk != NO_CHUNK and (i == 0 or ours[i - 1] != chunk) and not (has_space and chunk == 0)
+            if begins and 0 < len(parts[i]) <= lengths[first[chunk]]:
+                rows[i] = first[chunk]
+        return tokens, ours, theirs, kinds, rows
 
-    def _limited(self, tokens: list[int], ours: list[int], theirs: list[int], one_to_one: list[bool]) -> Aligned:
+    def _limited(
+        self, tokens: list[int], ours: list[int], theirs: list[int], one_to_one: list[bool], rows: list[int]
+    ) -> Aligned:
         """Return the whole, without the chunks that end after ``most_tokens``."""
         count = min((chunk for chunk in theirs[self._most :] if chunk != NO_CHUNK), default=len(one_to_one))
         ours, theirs = ([chunk if chunk < count else NO_CHUNK for chunk in chunks] for chunks in (ours, theirs))
+        rows = [NO_ROW if chunk == NO_CHUNK else row for row, chunk in zip(rows, ours, strict=True)]
         if not tokens:  # a teacher is asked for something
             tokens, theirs = [self._end], [NO_CHUNK]
         return Aligned(
@@ -262,7 +283,14 @@ class CrossTokenizer:
             student_chunks=torch.tensor(ours, dtype=torch.int64),
             teacher_chunks=torch.tensor(theirs[: self._most]),
             is_one_to_one=torch.tensor(one_to_one[:count], dtype=torch.bool),
+            rows=torch.tensor(rows, dtype=torch.int64),
         )
+
+
+def _first_of_each(chunks: Tensor) -> Tensor:
+    """Return whether each token [N] is the first of its chunk, bool; ``chunks`` ascend but for ``NO_CHUNK``."""
+    before = torch.nn.functional.pad(chunks[:-1], (1, 0), value=NO_CHUNK - 1)
+    return (chunks != before) & (chunks != NO_CHUNK)
 
 
 def common_chunks(ours: Sequence[int], theirs: Sequence[int]) -> tuple[list[int], list[int], int]:

@@ -21,7 +21,7 @@ from mopd.base.text import named_samples, one_line
 from mopd.base.types import HIDDEN_FIELD, TOKEN_FIELD, WIDE_FIELDS, Batch, FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment
 from mopd.config.payloads import Asked, Combine
-from mopd.data.cross_tokenizer import NO_CHUNK, NO_TOKEN, Aligned, CrossTokenizer
+from mopd.data.cross_tokenizer import NO_ROW, NO_TOKEN, Aligned, CrossTokenizer
 from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import Storage
@@ -286,7 +286,8 @@ class TeacherWorker:
             answer, other = answers[meta.sample_id], aligned[i]
             if isinstance(answer, Scores) and cross is not None and other is not None:
                 drawn = fields["rollout_logprobs"][i]
-                said[meta.sample_id] = in_students_tokens(answer, other, cross, drawn, width=self._width)
+                own = fields["tokens"][i][meta.prompt_length :]
+                said[meta.sample_id] = in_students_tokens(answer, other, cross, own, drawn, width=self._width)
             elif isinstance(answer, Scores):
                 support = support_rows(answer, ids_RG, self._width)
                 said[meta.sample_id] = TeacherRows(*support, token_logprobs=answer.token_logprobs, hidden=answer.hidden)
@@ -377,28 +378,36 @@ class TeacherRows:
     hidden: Tensor | None = None
     """[R, H] bf16, where it sends them."""
     advantage: Tensor | None = None
-    """[R] fp32, of a teacher with another tokenizer: that of tokens in chunks of several, which have no row of ids; 0
-    elsewhere."""
+    """[R] fp32, of a teacher with another tokenizer: that of tokens without a row of ids; 0 elsewhere."""
 
 
 def in_students_tokens(
-    scores: Scores, aligned: Aligned, cross: CrossTokenizer, rollout_logprobs: Tensor, *, width: int
+    scores: Scores,
+    aligned: Aligned,
+    cross: CrossTokenizer,
+    response: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    width: int,
 ) -> TeacherRows:
     """Return what a teacher with another tokenizer says of its own N tokens as rows of the student's R.
 
-    A one-to-one chunk has the teacher's row with the student's ids (``student_rows``); other rows are empty.
-    ``rollout_logprobs`` [R] divide a chunk's log-prob (``Aligned.spread``).
+    Tokens with a row of the teacher's (``Aligned.rows``) have it with the student's ids (``student_rows``); other rows
+    are empty, and have an advantage. ``rollout_logprobs`` [R] of the student's tokens ``response`` [R] divide a chunk's
+    log-prob (``Aligned.spread``).
     """
     num_rows, asked = len(rollout_logprobs), scores.ids.shape[1]
     token_logprobs = aligned.spread(scores.token_logprobs, rollout_logprobs)
     ids = torch.full((num_rows, width), NO_ID, dtype=torch.int32)
     logprobs = torch.full((num_rows, width), -torch.inf)
-    chosen_R, rows = aligned.rows
+    advantage = None
     if width:
+        chosen_R = aligned.rows != NO_ROW
+        rows = aligned.rows[chosen_R]
         own, logprobs[chosen_R, :asked] = cross.student_rows(scores.ids[rows], scores.logprobs[rows])
         ids[chosen_R, :asked] = own.masked_fill(own == NO_TOKEN, NO_ID).int()
-    is_other = chosen_R | (aligned.student_chunks == NO_CHUNK)
-    advantage = (token_logprobs - rollout_logprobs).masked_fill(is_other, 0.0)
+        first = torch.where(ids == response[:, None], logprobs, -torch.inf).amax(1)
+        advantage = aligned.advantage(scores.token_logprobs, rollout_logprobs, first)
     return TeacherRows(ids, logprobs, token_logprobs, advantage=advantage)
 
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from mopd.base.types import UserError
-from mopd.data.cross_tokenizer import NO_CHUNK, NO_TOKEN, Aligned, CrossTokenizer, common_chunks
+from mopd.data.cross_tokenizer import NO_CHUNK, NO_ROW, NO_TOKEN, Aligned, CrossTokenizer, common_chunks
 
 WORDS = ["".join(random.Random(i).choices("abcdefghij", k=2 + i % 5)) for i in range(600)]
 ALPHABETS = [
@@ -120,6 +120,15 @@ def test_chunks_of_ten_thousand_texts_are_all_common_boundaries() -> None:
             (found.student_chunks.tolist().count(c), found.teacher_chunks.tolist().count(c)) for c in range(len(common))
         ]
         assert found.is_one_to_one.tolist() == [pair == (1, 1) for pair in pairs]
+        begins = [0, *common]
+        for i, row in enumerate(found.rows.tolist()):
+            start, other = (
+                ends[i] - len(parts[i]),
+                [end - len(own) for end, own in zip(others, other_parts, strict=True)],
+            )
+            beside = other.index(start) if start in begins else NO_ROW
+            is_long = beside != NO_ROW and len(other_parts[beside]) >= len(parts[i])
+            assert row == (beside if is_long else NO_ROW)
         num_several += sum(pair != (1, 1) for pair in pairs)
     assert num_several > 10_000
 
@@ -304,6 +313,7 @@ def test_certain_tokens_share_equally() -> None:
         student_chunks=torch.tensor([0, 0, NO_CHUNK]),
         teacher_chunks=torch.tensor([0]),
         is_one_to_one=torch.tensor([False]),
+        rows=torch.tensor([NO_ROW, NO_ROW, NO_ROW]),
     )
     got = found.spread(torch.tensor([-4.0]), torch.tensor([0.0, 0.0, -0.25]))
     assert got.tolist() == [-2.0, -2.0, -0.25]

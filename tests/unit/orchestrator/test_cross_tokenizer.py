@@ -36,7 +36,7 @@ from tests.unit.orchestrator.groups import teacher_of
 from tests.unit.orchestrator.test_views import FAULTS, Shifted
 from tools.quickstart.tokenizer import build_other_tokenizer
 
-TOP_K = 6
+TOP_K = 48
 RESPONSES = ["abcdefgh ponm", "kkkk", "the gap: 1,2", "p"]
 """The last one does not end."""
 ENGINE = TorchEngineConfig(dtype="float32")
@@ -185,17 +185,15 @@ def test_a_sampled_loss_reads_the_chunks_log_prob(folders: dict[str, Path], samp
     assert all(map(torch.equal, fields["tokens"], samples.tokens))
 
 
-def test_a_topk_loss_reads_rows_of_one_to_one_chunks_and_an_advantage_of_others(
+def test_a_topk_loss_reads_rows_where_chunks_begin_and_an_advantage_of_the_rest(
     folders: dict[str, Path], samples: Samples
 ) -> None:
     fields, _ = samples.scored(recipe_of(folders, TOPK, "other"), folders)
-    vocabulary = samples.student.get_vocab()
+    vocabulary, num_rest = samples.student.get_vocab(), 0
     for i in range(len(RESPONSES)):
         wanted = Definition(folders["other"], samples, i)
         ids, logprobs, advantage = (fields[name][i] for name in ("teacher_ids", "teacher_logprobs", "chunk_advantage"))
-        spread, drawn = wanted.spread(samples.drawn[i]), samples.drawn[i].double()
-        several = wanted.is_several()
-        torch.testing.assert_close(advantage.double(), torch.where(several, spread - drawn, 0), rtol=0, atol=2e-5)
+        drawn, response = samples.drawn[i].double(), samples.tokens[i][samples.metas[i].prompt_length :].tolist()
         for row, places in enumerate(wanted.chunks):
             best = wanted.logprobs[row].topk(TOP_K)
             known = {}
@@ -203,9 +201,18 @@ def test_a_topk_loss_reads_rows_of_one_to_one_chunks_and_an_advantage_of_others(
                 first = samples.teacher.decode([other])[:1]  # the student writes a pair of letters as two tokens
                 if other in samples.teacher.all_special_ids:
                     first = "<eos>" if other == samples.teacher.eos_token_id else ""
-                if len(places) == 1 and first in vocabulary:
+                if first in vocabulary:
                     known[vocabulary[first]] = known.get(vocabulary[first], 0.0) + value
-            for place in places:
+            begun = known.get(response[places[0]])
+            rest = None if begun is None else wanted.sums[row].item() - math.log(begun)
+            for place in places[1:]:
+                share = drawn[place] / drawn[places[1:]].sum()
+                own = 0.0 if rest is None else float(rest * share - drawn[place])
+                assert advantage[place].item() == pytest.approx(own, abs=5e-5)
+                assert (ids[place] == NO_ID).all() and (logprobs[place] == -torch.inf).all()
+                num_rest += rest is not None
+            for place in places[:1]:
+                assert advantage[place] == 0
                 got = {
                     int(a): math.exp(b)
                     for a, b in zip(ids[place].tolist(), logprobs[place].tolist(), strict=True)
@@ -213,6 +220,7 @@ def test_a_topk_loss_reads_rows_of_one_to_one_chunks_and_an_advantage_of_others(
                 }
                 assert got == pytest.approx(known, abs=2e-5)
                 assert ((ids[place] == NO_ID) == (logprobs[place] == -torch.inf)).all()
+    assert num_rest > 1
 
 
 def test_an_ensemble_may_hold_both_kinds(folders: dict[str, Path], samples: Samples) -> None:
