@@ -90,7 +90,8 @@ class World:
         async def run() -> tuple[list[str], dict[str, list[Tensor]]]:
             tokens = [torch.tensor([*PROMPT_TOKENS[i // NUM], *own]) for i, own in enumerate(self.responses)]
             said = [torch.full((len(own),), -1.5) for own in self.responses]
-            await self.plane.put(self.metas, {"tokens": tokens, "rollout_logprobs": said})
+            masks = [torch.ones(len(own)).bool() for own in self.responses]
+            await self.plane.put(self.metas, {"tokens": tokens, "loss_mask": masks, "rollout_logprobs": said})
             verdicts = await self.gate.sort(self.prompts, self.metas)
             kept = [self._ids(i) for i, verdict in enumerate(verdicts) if verdict in fields[0].split("+")]
             return [*verdicts], await self.plane.get([i for own in kept for i in own], fields[1:])
