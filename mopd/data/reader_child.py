@@ -65,7 +65,7 @@ def _load(source: str, name: str) -> Callable[..., Any]:
 def _described(error: BaseException, source: str) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == source]
     where = f" (line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_SHOWN]}{where}"
+    return f"{type(error).__name__}: {' '.join(f'{error}'.split())[:MAX_SHOWN]}{where}"
 
 
 if __name__ == "__main__":

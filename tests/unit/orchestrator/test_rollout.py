@@ -297,7 +297,8 @@ def run_validation(
     engine: TorchEngine, dataset: PromptDataset, tokenizer: Any, seed: int = 1, domains: Any = None, **validation: Any
 ) -> ValidationResult:
     rollout, cfg = RolloutConfig(max_response_length=SAMPLING.max_new_tokens), ValidationConfig(**validation)
-    recipe: Any = SimpleNamespace(seed=seed, validation=cfg, rollout=rollout)
+    recipe: Any = SimpleNamespace(seed=seed, validation=cfg, rollout=rollout, own_tokenizers=())
+    recipe.longest_response = lambda teacher: rollout.max_response_length
     rewards = build_rewards({"default": ExactMatchConfig(type="exact_match")})
     validator = Validator(recipe, dataset, tokenizer, rewards)
     return asyncio.run(validator.run(engine, domains=domains))

@@ -27,7 +27,9 @@ DEADLINE_S = 15.0
 def ledger_of(router: Router, rewards: Any = None) -> Ledger:
     ledger = Ledger(prompts_per_step=1, max_staleness=0, step=0)
     ledger.admit([Prompt(sample_id=0, domain="math", row=0)])
-    workers: Any = SimpleNamespace(routers={"rollout": router}, inputs=SimpleNamespace(rewards=rewards), plane=None)
+    workers: Any = SimpleNamespace(
+        routers={"rollout": router}, inputs=SimpleNamespace(rewards=rewards, environments=None), plane=None
+    )
     extend_wait_for_batch(ledger, workers)
     return ledger
 

@@ -17,7 +17,7 @@ from mopd.base.types import UserError
 from mopd.cli import convert
 from mopd.cli.main import main
 from mopd.config.load import dump, load_recipe
-from mopd.orchestrator import evaluation
+from mopd.orchestrator.tasks import evaluation
 from mopd.orchestrator.validation import ValidationResult
 from mopd.report.build import build_report, print_summary
 from mopd.report.sinks import LiveProgress, PlainProgress, Sinks

@@ -137,5 +137,6 @@ def test_every_temporary_folder_is_one_of_these() -> None:
         "base/files/writing.py",
         "base/files/temporary.py",
         "conversion/hf/writer.py",
+        "environments/python_tool.py",
         "rewards/graders/programs.py",
     }
