@@ -59,7 +59,8 @@ def test_an_asynchronous_run_goes_on_where_it_was(world: World, tmp_path: Path) 
     metrics = read_metrics(run_dir)
     assert [line["step"] for line in metrics] == list(range(1, 7))
     assert complete_steps(run_dir / "checkpoints")[-1] == 6
-    assert all(line["turns/left"] >= 1 for line in metrics)
+    turns = [line["turns/left"] for line in metrics if "turns/left" in line]  # absent where none ended since the last step
+    assert turns and min(turns) >= 1
 
 
 @pytest.mark.parametrize(
