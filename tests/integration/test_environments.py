@@ -59,7 +59,8 @@ def test_an_asynchronous_run_goes_on_where_it_was(world: World, tmp_path: Path) 
     metrics = read_metrics(run_dir)
     assert [line["step"] for line in metrics] == list(range(1, 7))
     assert complete_steps(run_dir / "checkpoints")[-1] == 6
-    turns = [line["turns/left"] for line in metrics if "turns/left" in line]  # absent where none ended since the last step
+    # absent of a step before which no response ended
+    turns = [line["turns/left"] for line in metrics if "turns/left" in line]
     assert turns and min(turns) >= 1
 
 
