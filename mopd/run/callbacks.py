@@ -1,4 +1,4 @@
-"""Callbacks of a recipe, each in a process beside the run (``mopd/callbacks.py``), which no step waits for."""
+"""Callbacks of a recipe, each in a process beside the run (``mopd/api/callbacks.py``), which no step waits for."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def callbacks_beside(callbacks: Sequence[CallbackConfig], run: Path) -> As
 
 def _start(key: str, cfg: CallbackConfig, run: Path) -> CallbackProcess:
     process = subprocess.Popen(
-        [sys.executable, "-m", "mopd.callbacks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "mopd.api.callbacks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None
     task: dict[str, Any] = {"run": str(run), "key": key, "module": cfg.module, "options": dict(cfg.options)}

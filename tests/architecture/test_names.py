@@ -21,7 +21,7 @@ RUN_ELSEWHERE = {"mopd.placement.ray.agent"}
 
 CALLED_BY_LIBRARIES = {
     "mopd/__init__.py": {"__dir__", "__getattr__"},
-    "mopd/api.py": {"to_yaml"},
+    "mopd/api/__init__.py": {"to_yaml"},
     "mopd/conversion/torch_dist/description.py": {"find_class"},
     "mopd/conversion/torch_dist/reader.py": {"readable", "readinto", "seekable"},
     "mopd/engines/vllm/worker.py": {

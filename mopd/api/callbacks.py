@@ -1,4 +1,4 @@
-"""Process of one callback of a recipe: ``python -m mopd.callbacks < LINES``, started by ``run/callbacks.py``.
+"""Process of one callback of a recipe: ``python -m mopd.api.callbacks < LINES``, started by ``run/callbacks.py``.
 
 ::
 
