@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -83,7 +84,11 @@ async def callbacks_beside(callbacks: Sequence[CallbackConfig], run: Path) -> As
 
 def _start(key: str, cfg: CallbackConfig, run: Path) -> CallbackProcess:
     process = subprocess.Popen(
-        [sys.executable, "-m", "mopd.api.callbacks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "mopd.api.callbacks"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("MOPD_")},  # a run's secrets
     )
     assert process.stdin is not None
     task: dict[str, Any] = {"run": str(run), "key": key, "module": cfg.module, "options": dict(cfg.options)}

@@ -16,6 +16,7 @@ from mopd.run.callbacks import callbacks_beside
 from mopd.run.stopping import stop_requested
 
 CODE = """\
+import os
 import time
 
 import mopd
@@ -23,6 +24,7 @@ import mopd
 
 class Notes(mopd.Callback):
     def __init__(self, file, ends_at=None, lingers=False):
+        assert "MOPD_RUN_SECRET" not in os.environ
         self.file, self.ends_at, self.lingers = file, ends_at, lingers
 
     def note(self, *words):
@@ -50,8 +52,9 @@ class NoCallback:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run in its first steps, behind the validation of the untrained student."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run in its first steps, behind the validation of the untrained student, with a secret that is its own."""
+    monkeypatch.setenv("MOPD_RUN_SECRET", "its own")
     (tmp_path / "mine.py").write_text(CODE)
     (tmp_path / "run").mkdir()
     add(tmp_path / "run", "validation", step=0)
@@ -99,7 +102,7 @@ def test_an_exception_is_told_and_decides_what_on_error_says(
     assert notes(run)[-1] == "step 2 0.25"
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("mopd: ")]
     then = "the run stops after its step" if stops else "the run goes on without it"
-    assert f"failed in on_step of step 2: LookupError: no such thing (line 20): {then} (on_error: {on_error})" in line
+    assert f"failed in on_step of step 2: LookupError: no such thing (line 22): {then} (on_error: {on_error})" in line
     asked = stop_requested(run)
     assert (asked is not None and asked.startswith("callbacks[0]")) if stops else asked is None
 
