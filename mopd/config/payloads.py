@@ -7,9 +7,10 @@ states, of which its output matrix makes the logits of all ids.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from mopd.base.types import UserError
 from mopd.config.losses import (
     CustomLossConfig,
     FullLossConfig,
@@ -269,3 +270,20 @@ def _require_reach(correction: MismatchCorrectionConfig) -> None:
             f"loss.correction.sequence keeps mean ratios from {bounds.low:g} to {bounds.high:g}, so that the student's "
             "own responses, whose ratio is 1, give no gradient: set low to 1 or less and high to 1 or more"
         )
+
+
+def token_ids(tokens: Sequence[int | str], vocabulary: Mapping[str, int], key: str) -> tuple[int, ...]:
+    """Return the ids of ``tokens``, which are ids or texts of single tokens. ``UserError`` with ``key`` for one that
+    ``vocabulary``, of the student's tokenizer, does not have, or that is named twice."""
+    known, found = set(vocabulary.values()), list[int]()
+    for token in tokens:
+        number = vocabulary.get(token, -1) if isinstance(token, str) else token
+        if number not in known:
+            raise UserError(
+                f"{key} names {token!r}, which is no token of student.model's tokenizer: name one that is, as its "
+                "tokenizer.json writes it, or its id"
+            )
+        if number in found:
+            raise UserError(f"{key} names token {number} twice ({token!r}): remove one of them")
+        found.append(number)
+    return tuple(found)

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mopd.base.types import UserError
+from mopd.config.payloads import token_ids
 from mopd.config.rollout import RolloutConfig
 from mopd.conversion.hf import pretrained
 
@@ -33,26 +34,8 @@ def read_texts(
 
 def stops_of(cfg: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return what ends a response, as fields of ``SamplingParams``. ``UserError`` for a token that there is not."""
-    ids = token_ids(cfg.stop_token_ids, tokenizer, "rollout.stop_token_ids") if cfg.stop_token_ids else ()
+    ids = token_ids(cfg.stop_token_ids, tokenizer.get_vocab(), "rollout.stop_token_ids") if cfg.stop_token_ids else ()
     return {"stop": cfg.stop, "stop_token_ids": ids, "ignore_eos": cfg.ignore_eos}
-
-
-def token_ids(tokens: Sequence[int | str], tokenizer: PreTrainedTokenizerBase, key: str) -> tuple[int, ...]:
-    """Return the ids of ``tokens``, which are ids or texts of single tokens. ``UserError`` with ``key`` for one that
-    the tokenizer does not have, or that is named twice."""
-    vocabulary = tokenizer.get_vocab()
-    known, found = set(vocabulary.values()), list[int]()
-    for token in tokens:
-        number = vocabulary.get(token, -1) if isinstance(token, str) else token
-        if number not in known:
-            raise UserError(
-                f"{key} names {token!r}, which is no token of student.model's tokenizer: name one that is, as its "
-                "tokenizer.json writes it, or its id"
-            )
-        if number in found:
-            raise UserError(f"{key} names token {number} twice ({token!r}): remove one of them")
-        found.append(number)
-    return tuple(found)
 
 
 def compare_tokenizers(

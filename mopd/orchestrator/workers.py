@@ -17,7 +17,7 @@ from mopd.base.files.records import Records
 from mopd.base.types import UserError
 from mopd.config.groups import TeacherConfig
 from mopd.config.losses import PolicyGradientConfig, TopKLossConfig
-from mopd.config.payloads import always_ids_of
+from mopd.config.payloads import always_ids_of, token_ids
 from mopd.config.schema import Recipe
 from mopd.conversion.models.reading import read_dims
 from mopd.data.cross_tokenizer import CrossTokenizer
@@ -29,7 +29,7 @@ from mopd.data.prompts import (
     load_prompts,
     require_vision_teachers,
 )
-from mopd.data.tokenizer import compare_tokenizers, load_tokenizer, stops_of, token_ids
+from mopd.data.tokenizer import compare_tokenizers, load_tokenizer, stops_of
 from mopd.data.turns import TurnFrame
 from mopd.data.views import Views
 from mopd.data.vision_prompts import VisionPrompts, read_vision
@@ -149,7 +149,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
     """
     tokenizer = load_tokenizer(recipe.student.model)
     stops = stops_of(recipe.rollout, tokenizer)
-    always_ids = token_ids(always_ids_of(recipe.loss), tokenizer, "loss.always_ids")
+    always_ids = token_ids(always_ids_of(recipe.loss), tokenizer.get_vocab(), "loss.always_ids")
     rewards = build_rewards(recipe.rewards) if recipe.needs_rewards else None
     vision = read_vision(recipe.student.model, recipe.data.max_pixels, tokenizer)
     assignment = recipe.assignment

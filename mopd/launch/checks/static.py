@@ -22,13 +22,19 @@ from mopd.base.types import UserError
 from mopd.config.data import DataConfig, DataFileConfig
 from mopd.config.load import Draft
 from mopd.config.machine.places import engine_groups, place_on_machine
+from mopd.config.payloads import always_ids_of, token_ids
 from mopd.config.reading.tree import dotted
 from mopd.conversion.models.reading import read_dims
 from mopd.data.columns import survey
 from mopd.data.files import quoted
 from mopd.data.hub.names import hub_data, hub_model
 from mopd.data.image_processing import read_image_processing, sees_images
-from mopd.data.prompts import check_domains_have_teachers, require_vision_student, require_vision_teachers
+from mopd.data.prompts import (
+    check_domains_have_teachers,
+    check_texts_have_domains,
+    require_vision_student,
+    require_vision_teachers,
+)
 from mopd.data.templates.rendering import Renderer
 from mopd.data.views import Views
 from mopd.launch.checks.inputs import Check, check_cuda, check_data_file, check_machine, check_model_folder, file_checks
@@ -84,6 +90,9 @@ class StaticChecks:
             lengths = [("student",), ("data", "max_prompt_length"), ("rollout", "max_response_length")]
             yield from self._try("lengths", lengths, self._lengths) if self._is_whole(("teachers",)) else ()
             yield from self._tokenizers()
+            named = {key: tokens for key, tokens in self._tokens_named() if tokens}
+            if named and self._is_whole(("student",)):
+                yield from self._try("tokens of the recipe", [], partial(self._tokens, named))
             if self._is_whole(("data",)):
                 yield from self._template()
         if not self._draft.broken:
@@ -101,6 +110,9 @@ class StaticChecks:
                 yield Check("teachers of the domains", "skipped", "no row of the training data has been read here")
             return
         yield from self._try("teachers of the domains", [("data",), *domains], self._routes)
+        if self._are_all_read:
+            texts = partial(check_texts_have_domains, self._recipe.data, self._domains)
+            yield from self._try("texts of the domains", [("data",)], texts)
         if self._with_images and not self._no_folder and self._student_sees is not None:
             yield from self._try("images", [("data",), *self._model_keys[1:], *domains], self._images)
         if self._is_whole(("validation",)) and self._is_whole(("loss",)) and self._recipe.needs_rewards:
@@ -184,6 +196,21 @@ class StaticChecks:
                 failed += f", or set {key}.tokenizer: own (docs/teachers.md)"
                 yield Check(title, "failed", failed) if problem else Check(title, "ok", "same ids, same tokens")
 
+    def _tokens_named(self) -> Iterator[tuple[str, Sequence[int | str]]]:
+        """Yield the keys that name tokens of the student, each with what it names."""
+        if self._is_whole(("loss",)):
+            yield "loss.always_ids", always_ids_of(self._recipe.loss)
+        if self._is_whole(("rollout",)):
+            yield "rollout.stop_token_ids", self._recipe.rollout.stop_token_ids
+
+    def _tokens(self, named: Mapping[str, Sequence[int | str]]) -> str:
+        """Check that the student's tokenizer has the tokens."""
+        path = Path(self._recipe.student.model) / TOKENIZER_FILE
+        if not path.is_file():
+            return f"not looked up: there is no {TOKENIZER_FILE}"
+        vocabulary = {token: number for number, token in _ids(path).items()}
+        return f"{sum(len(token_ids(tokens, vocabulary, key)) for key, tokens in named.items())} there"
+
     def _layout(self) -> str:
         check_machine(self._loaded)
         dims = check_student_layout(self._recipe.student)
@@ -219,6 +246,7 @@ class StaticChecks:
         except UserError:
             self._are_all_read = False
             raise
+        self._are_all_read &= found.is_whole
         for domain, count in found.counts.items():
             before = self._domains.get(domain, 0)
             self._domains[domain] = before + count if split == "train" else before or count

@@ -23,12 +23,12 @@ from mopd.base.files.records import Records
 from mopd.base.files.writing import writing
 from mopd.base.types import LOSS_FIELDS, Prompt, SampleMeta, UserError
 from mopd.config.data import ColumnsConfig, DataFileConfig
-from mopd.config.payloads import always_ids_of
+from mopd.config.payloads import always_ids_of, token_ids
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.conversion.models.reading import read_dims
 from mopd.data.prompts import PromptRow, load_prompts
-from mopd.data.tokenizer import compare_tokenizers, load_tokenizer, token_ids
+from mopd.data.tokenizer import compare_tokenizers, load_tokenizer
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.replicas.identity import Needs, problems_of
 from mopd.engines.replicas.interface import info_of
@@ -136,7 +136,9 @@ async def _score(recipe: Recipe, stored: StoredSamples, manifests: dict[str, Man
         groups.watch(routers, {})
         plane = LocalDataPlane()
         teachers = {name: await teacher_group(name, routers, groups) for name in recipe.teachers}
-        always_ids = token_ids(always_ids_of(recipe.loss), load_tokenizer(recipe.student.model), "loss.always_ids")
+        always_ids = token_ids(
+            always_ids_of(recipe.loss), load_tokenizer(recipe.student.model).get_vocab(), "loss.always_ids"
+        )
         options: dict[str, Any] = {"asked": recipe.asked, "temperature": recipe.loss.temperature}
         worker = TeacherWorker(teachers, recipe.assignment, plane, always_ids=always_ids, **options)
         load = StoredWorker(stored, plane, LOSS_FIELDS)

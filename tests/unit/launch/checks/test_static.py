@@ -63,6 +63,18 @@ OF_FILES = {
         "student.max_tokens_per_micro_batch: 1000 is less than the 2048 tokens of the longest sample",
     ),
     "tokenizer": (("models/law", "models/other"), "do not share a tokenizer: 1 of 3 ids mean different tokens"),
+    "stop token": (
+        ("validation: {every_steps: 5}", "rollout: {stop_token_ids: [a, b, 7]}"),
+        "rollout.stop_token_ids names 7, which is no token of student.model's tokenizer",
+    ),
+    "decision token": (
+        ("validation: {every_steps: 5}", "loss: {type: topk_forward_kl, always_ids: [z]}"),
+        "loss.always_ids names 'z', which is no token of student.model's tokenizer",
+    ),
+    "text of no domain": (
+        ("[validation.jsonl]}", "[validation.jsonl], prompt_suffix: {law: x, tax: y}}"),
+        "data.prompt_suffix names domain 'tax', and the data has 'gsm8k', 'law': correct or remove it",
+    ),
     "own tokenizer": (
         ("models/law", "models/law, tokenizer: own"),
         "but teachers.law.tokenizer is own: remove that key",
