@@ -64,7 +64,7 @@ def test_one_file_reads_parallel_state() -> None:
 def test_the_environment_is_read_where_processes_start() -> None:
     """vLLM reads its settings from the environment: the module that starts it has to set them; so do groups of NCCL.
     Which GPUs a process may use stands there too, the keys of services that a start checks and uploads need, which are
-    in no file of a run, and where the user's caches are, which changes no run."""
+    in no file of a run, where the user's caches are, which changes no run, and what a callback's process gets of it."""
     readers = {
         path.relative_to(ROOT) for path in (ROOT / "mopd").rglob("*.py") if names_in(path) & {"environ", "getenv"}
     }
@@ -73,6 +73,7 @@ def test_the_environment_is_read_where_processes_start() -> None:
         "mopd/engines/vllm/start.py",
         "mopd/base/hardware.py",
         "mopd/data/hub/push.py",
+        "mopd/run/callbacks.py",
         "mopd/run/manifests.py",
         "mopd/weights/backends.py",
     }
