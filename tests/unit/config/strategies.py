@@ -97,6 +97,8 @@ def _member_values(member: Any) -> st.SearchStrategy[Any]:
     if dataclasses.is_dataclass(member):
         types_ = field_types(typing.cast(type, member))
         some = {name: values(annotation) for name, annotation in types_.items() if not section_classes(annotation)}
+        if not some:  # it holds sections alone
+            return st.just(least_section(typing.cast(type, member)))
         key = st.sampled_from([name for name in some if name != "type"] or ["type"])
         changed = key.flatmap(lambda name: st.fixed_dictionaries({name: some[name]}))
         return changed.map(lambda change: {**least_section(typing.cast(type, member)), **change})
