@@ -14,7 +14,8 @@ One sample's life, with small numbers::
         task_advantage [R] fp32, of losses with a task reward · baseline [R] fp32, of ``loss.baseline: domain``
         environment_reward [1] fp32, where an environment has answered the student's turns
 
-N, the loss tokens, are fewer than R where an environment gave some of the response: ``loss_mask`` is off there.
+N, the loss tokens, are fewer than R where an environment gave some of the response, or ``rollout.masked_tail`` leaves
+its end out: ``loss_mask`` is off there.
 
 K is the largest number of ids that a teacher is asked for (``config/payloads.py``). Places of ``teacher_ids`` that hold
 no id of their own, repeats and what other teachers are asked for more, have log-prob -inf.

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mopd.losses.call import LossCall
-from mopd.losses.chunked.functions import gradient_of, select_ids
-from mopd.losses.chunked.passes import FarTail, LogProbs, collect
+from mopd.losses.chunked.functions import saved_gradient, select_ids
+from mopd.losses.chunked.passes import LogProbs, collect
 from mopd.losses.divergences import SMALLEST
 from mopd.losses.topk import TeacherRows, group_ids
 
@@ -164,20 +164,7 @@ class CustomDistill(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        call: LossCall = ctx.call
-        call.refuse_second_backward(ctx)
-        inp, entry, dense, column, owned, factor, far, far_lse = ctx.saved_tensors
-        upstream = grad_loss * factor / call.temperature
-        gradient = gradient_of(
-            inp,
-            call,
-            entry_TN=entry * upstream.unsqueeze(1),
-            write_TN=owned,
-            column_TN=column,
-            dense_T=call.only_active(dense * upstream),
-            far=FarTail(call.only_active(far * upstream), far_lse),
-        )
-        return gradient, None, None, None, None, None
+        return saved_gradient(ctx, grad_loss), None, None, None, None, None
 
 
 def _known(teacher: TeacherRows, call: LossCall) -> Tensor:

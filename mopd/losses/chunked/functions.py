@@ -74,20 +74,25 @@ class TopKDistill(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        call: LossCall = ctx.call
-        call.refuse_second_backward(ctx)
-        inp, entry, dense, column, owned, factor, far, far_lse = ctx.saved_tensors
-        upstream = grad_loss * factor / call.temperature
-        gradient = gradient_of(
-            inp,
-            call,
-            entry_TN=entry * upstream.unsqueeze(1),
-            write_TN=owned,
-            column_TN=column,
-            dense_T=None if dense is None else call.only_active(dense * upstream),
-            far=None if far is None else FarTail(call.only_active(far * upstream), far_lse),
-        )
-        return gradient, None, None, None, None
+        return saved_gradient(ctx, grad_loss), None, None, None, None
+
+
+def saved_gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
+    """Return the gradient of the input that a forward pass over teachers' ids has saved: entry [T, N], dense [T] or
+    ``None``, column and owned [T, N], factor [T], far and its log-sum-exp [T] or ``None``."""
+    call: LossCall = ctx.call
+    call.refuse_second_backward(ctx)
+    inp, entry, dense, column, owned, factor, far, far_lse = ctx.saved_tensors
+    upstream = grad_loss * factor / call.temperature
+    return gradient_of(
+        inp,
+        call,
+        entry_TN=entry * upstream.unsqueeze(1),
+        write_TN=owned,
+        column_TN=column,
+        dense_T=None if dense is None else call.only_active(dense * upstream),
+        far=None if far is None else FarTail(call.only_active(far * upstream), far_lse),
+    )
 
 
 def select_ids(teacher: TeacherRows, first: Tensor, shard: VocabShard) -> Selection:
