@@ -142,6 +142,7 @@ REFUSALS = {
     "rollout.on_truncated=mask_tail": "on_truncated is 'mask_tail' and masked_tail is None: set masked_tail with",
     "rollout.masked_tail=4": "on_truncated is 'train' and masked_tail is 4: set masked_tail with mask_tail",
     "rollout={on_truncated: mask_tail, masked_tail: 8, max_response_length: 8}": "masked_tail is 8 and max_response_l",
+    "rollout={on_truncated: mask_tail, masked_tail: 2, environment: {type: python_tool}}": "environment.type 'pyth",
     "on_failure=ignore": "on_failure: expected one of stop, replace",
     "teachers.math.placement.share_gpus_with=student": "share_gpus_with is set: only the rollout shares",
     "rollout.placement={type: local, share_gpus_with: student}": "but teachers.code.placement is in_process, where",

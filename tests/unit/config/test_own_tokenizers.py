@@ -61,6 +61,18 @@ def test_fields_and_lengths(tmp_path: Path) -> None:
         ),
         ([OWN, "rollout.top_p=0.9"], "a teacher's tokenizer 'own' estimates an expectation over the student's own"),
         ([OWN, "objective=sft_on_teacher"], "but objective or schedule.warm_up trains on responses of which nobody"),
+        (
+            [OWN, "rollout.environment={type: python_tool}"],
+            "rollout.environment is 'python_tool', but teachers.a.tokenizer is 'own', and a chunk may hold",
+        ),
+        (
+            [OWN, "teachers.b.domains=[a, b]", "teachers.a.weight=1", "teachers.b.weight=1", "combine=mean_logprob"],
+            "combine is 'mean_logprob', but a teacher's tokenizer is 'own', whose chunks the mean alone joins",
+        ),
+        (
+            [OWN, "domains={a: {gate: {by: student_rewards, others: skip}}}", "rewards={default: {type: exact_match}}"],
+            "domains.a.gate is set, but teachers.a.tokenizer is 'own', whose chunks have an advantage of their own",
+        ),
         ([OWN, "data.scored=[x]", "schedule.on_policy_fraction=0.5"], "but data.scored trains on responses of which"),
     ],
 )
