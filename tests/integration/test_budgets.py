@@ -75,6 +75,7 @@ def test_a_domain_of_few_tokens_gets_its_budget(uneven: World, tmp_path: Path, l
         assert step["gradient_share/brief"] + step["gradient_share/long"] == pytest.approx(1)
 
 
+@pytest.mark.long
 def test_adaptive_prompts_follow_the_headroom_and_a_resumed_run(uneven: World, tmp_path: Path) -> None:
     """Each step's shares are those of the validation before it; a run that goes on from the middle repeats them."""
     run = tmp_path / "run"

@@ -22,7 +22,7 @@ from tests.fixtures.mounts import private_mounts
 from tests.integration.world import REPOSITORY, World, environment
 
 pytestmark = pytest.mark.slow
-SHORT_FORM = 2
+SHORT_FORM = 1
 TIMEOUT_S = 180.0
 """For each moment, and once for the start: for a busy machine."""
 

@@ -48,6 +48,7 @@ def test_a_run_in_an_environment_learns_goes_on_and_does_not_depend_on_its_ranks
     assert validation["rewards"]["left"] > 0 and "tool:" in json.dumps(validation["examples"])
 
 
+@pytest.mark.long
 def test_an_asynchronous_run_goes_on_where_it_was(world: World, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options = {"rollout__placement": LOCAL, "teacher_defaults__placement": LOCAL, "schedule__max_staleness": 1}

@@ -31,7 +31,7 @@ def wide_teacher(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.mark.parametrize("placement", ["in_process", "local"])
+@pytest.mark.parametrize("placement", ["in_process", pytest.param("local", marks=pytest.mark.long)])
 def test_teachers_of_two_sizes_train_two_ranks(
     world: World, wide_teacher: Path, tmp_path: Path, placement: str
 ) -> None:

@@ -41,7 +41,7 @@ def test_a_warm_up_resumed_within_it_and_at_its_end_equals_uninterrupted(world: 
         assert learned(resumed) == learned(whole)
 
 
-@pytest.mark.parametrize("objective", ["sft_on_teacher", "off_policy_scores"])
+@pytest.mark.parametrize("objective", ["sft_on_teacher", pytest.param("off_policy_scores", marks=pytest.mark.long)])
 def test_a_baseline_learns_without_a_rollout_and_a_second_run_draws_nothing(
     world: World, tmp_path: Path, objective: str
 ) -> None:

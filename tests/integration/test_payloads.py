@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 LOSS: dict[str, Any] = {"type": "topk_reverse_kl", "top_k": 4, "tail": "sampled", "always_ids": ["<eos>", 5]}
 
 
-@pytest.mark.parametrize("placement", ["in_process", "local"])
+@pytest.mark.parametrize("placement", ["in_process", pytest.param("local", marks=pytest.mark.long)])
 def test_both_top_ks_and_decision_tokens_train_on_two_ranks(world: World, tmp_path: Path, placement: str) -> None:
     """One teacher gives log-probs at the student's ids alone, the other at both sides'; rows have one width."""
     run_dir = tmp_path / "run"

@@ -125,6 +125,7 @@ def test_a_server_that_cannot_load_its_model(models: World, tmp_path: Path) -> N
     assert children() <= before
 
 
+@pytest.mark.long
 def test_servers_of_another_interpreter(models: World, tmp_path: Path) -> None:
     """An environment of its own has its own packages and none of ours; only mopd itself comes from here."""
     other = tmp_path / "other"

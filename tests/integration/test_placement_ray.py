@@ -54,6 +54,7 @@ pytestmark = [
 RAY = {"type": "ray", "startup_timeout_s": 120.0}
 
 
+@pytest.mark.long
 def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
     """Scores, weights, an interpreter by another name, a killed server, a lost agent, and nothing left behind."""
     python = str(Path(sys.executable).with_name(f"python3.{sys.version_info.minor}"))

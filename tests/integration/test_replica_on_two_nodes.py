@@ -91,8 +91,12 @@ async def assert_scores_as_one(url: str, model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("event", "codes"),
-    [("SIGTERM to node 1", (0, 0)), ("a worker of node 1 dies", (69, 69)), ("node 0 dies", (-signal.SIGKILL, 69))],
-)  # fmt: skip
+    [
+        pytest.param("SIGTERM to node 1", (0, 0), marks=pytest.mark.long),
+        ("a worker of node 1 dies", (69, 69)),
+        pytest.param("node 0 dies", (-signal.SIGKILL, 69), marks=pytest.mark.long),
+    ],
+)
 def test_two_nodes_score_as_one_and_end_together(
     tmp_path: Path, model: Path, event: str, codes: tuple[int, int]
 ) -> None:

@@ -169,6 +169,7 @@ def _computed(run_dir: Path) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.long
 def test_a_frozen_tower_stays_and_its_merger_learns(assets: Path, tmp_path: Path) -> None:
     """On two pipeline stages, of which the first has the tower."""
     run_dir = tmp_path / "run"

@@ -159,6 +159,7 @@ def test_drawn_tokens_tell_the_most_probable_ids(
             )
 
 
+@pytest.mark.long
 def test_images_on_two_workers_after_new_weights(
     tmp_path: Path, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

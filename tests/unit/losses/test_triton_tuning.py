@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,35 +82,40 @@ COMPILED = {
 """Case -> its kernels that are looked at; all of them where none is named."""
 
 
+Code = dict[str, dict[str, Any]]
+"""Kernel -> what ``compile_kernels`` prints of it."""
+
+
 @pytest.fixture(scope="module")
-def machine_code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, Any]]]:
-    """What ``compile_kernels`` prints, by case and kernel. No GPU needed: Triton brings ptxas and nvdisasm."""
+def machine_code(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Code]:
+    """Compiles a case once. No GPU needed: Triton brings ptxas and nvdisasm."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
-    cases = [word for case, kernels in COMPILED.items() for word in ("--case", f"{case}:{kernels}")]
-    command = [sys.executable, "-m", "tests.unit.losses.compile_kernels", *cases]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, dict[str, Any]]] = {case: {} for case in COMPILED}
-    for report in map(json.loads, done.stdout.splitlines()):
-        found[report["case"]][report["kernel"]] = report
-    return found
+
+    @cache
+    def of(case: str) -> Code:
+        command = [sys.executable, "-m", "tests.unit.losses.compile_kernels", "--case", f"{case}:{COMPILED[case]}"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+        assert done.returncode == 0, done.stderr
+        return {report["kernel"]: report for report in map(json.loads, done.stdout.splitlines())}
+
+    return of
 
 
-Code = dict[str, dict[str, Any]]
+LONG_CASES = [case if case == "qwen" else pytest.param(case, marks=pytest.mark.long) for case in COMPILED]
 
 
-@pytest.mark.parametrize("case", COMPILED)
-def test_no_kernel_spills(machine_code: dict[str, Code], case: str) -> None:
+@pytest.mark.parametrize("case", LONG_CASES)
+def test_no_kernel_spills(machine_code: Callable[[str], Code], case: str) -> None:
     """And three programs of those that read the logits fit a processor."""
-    assert len(machine_code[case]) >= 2
-    for report in machine_code[case].values():
+    assert len(machine_code(case)) >= 2
+    for report in machine_code(case).values():
         assert report["spilled_bytes"] == 0, report
         if report["kernel"] in ("stats_kernel", "dense_kernel"):
             assert report["registers"] * 32 * report["warps"] <= 65_536 // 3, report
 
 
-def issued(code: dict[str, dict[str, Any]], columns: int, k: int) -> tuple[float, float]:
+def issued(code: Code, columns: int, k: int) -> tuple[float, float]:
     """Instructions that a warp issues for 32 columns in bf16: of the statistics' loop, and of a whole row.
 
     Counted in the machine code: the loop's instructions over the columns that one round of it takes; for the row as
@@ -130,9 +137,9 @@ def issued(code: dict[str, dict[str, Any]], columns: int, k: int) -> tuple[float
     return loop["instructions"] / (per_round / (32 * stats["warps"])), 32 * (row + beside) / columns
 
 
-def test_kernels_compile_for_hopper(machine_code: dict[str, Code]) -> None:
+def test_kernels_compile_for_hopper(machine_code: Callable[[str], Code]) -> None:
     """The padded vocabulary ends in the middle of a tile."""
-    code = machine_code["qwen"]
+    code = machine_code("qwen")
     assert code.keys() == {
         "select_kernel", "neighbours_kernel", "stats_kernel", "loss_kernel", "dense_kernel", "fixup_kernel",
         "logprobs_kernel", "gather_gradient_kernel",
@@ -143,10 +150,11 @@ def test_kernels_compile_for_hopper(machine_code: dict[str, Code]) -> None:
     assert code["dense_kernel"]["widths"]["ld128"] >= 2 and code["dense_kernel"]["widths"]["st128"] >= 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["shard", "odd", "fp32"])
-def test_every_width_is_read_by_16_bytes(machine_code: dict[str, Code], case: str) -> None:
+def test_every_width_is_read_by_16_bytes(machine_code: Callable[[str], Code], case: str) -> None:
     """A shard, rows that begin anywhere, fp32: the passes over the logits load and store whole groups at once."""
-    code = machine_code[case]
+    code = machine_code(case)
     assert code["stats_kernel"]["widths"].keys() & {"ld16", "ld64"} == set()
     assert code["stats_kernel"]["widths"]["ld128"] >= 2
     assert code["dense_kernel"]["widths"]["ld128"] >= 2 and code["dense_kernel"]["widths"]["st128"] >= 2
@@ -158,9 +166,10 @@ def test_every_width_is_read_by_16_bytes(machine_code: dict[str, Code], case: st
         assert loop <= 9 and row <= 14, (loop, row)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["full", "mixed"])
-def test_full_vocabulary_kernels_compile_for_hopper(machine_code: dict[str, Code], case: str) -> None:
-    code = machine_code[case]
+def test_full_vocabulary_kernels_compile_for_hopper(machine_code: Callable[[str], Code], case: str) -> None:
+    code = machine_code(case)
     names = {"first_kernel", "gradient_kernel"} | ({"second_kernel"} if case == "mixed" else set())
     assert code.keys() == names
     for kernel in code.values():

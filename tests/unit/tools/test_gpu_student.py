@@ -79,6 +79,7 @@ def test_a_resumed_run_on_a_cpu_is_exact() -> None:
     assert broken(tested, is_exact=True) == ["losses after resuming", "resumed_equals_uninterrupted"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_stages_that_run_on_this_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

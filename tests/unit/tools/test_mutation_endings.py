@@ -82,6 +82,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.long
 def test_only_what_the_mutation_caused_is_a_kill(repository: Path) -> None:
     """Statuses of pytest that say nothing, and a test that always fails, are tried on the unchanged copy."""
     results = repository.parent / "results"
