@@ -9,7 +9,7 @@ import inspect
 import itertools
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,29 +24,23 @@ A recipe is one YAML file (JSON is YAML too) that says everything about a run. T
 in `mopd/config/` by `python -m mopd.config.document`; `mopd config RECIPE` prints a recipe with every value resolved
 and the place that it comes from.
 
-- **Precedence:** default < `base` < recipe < `key=value` behind the recipe on the command line. `base:` names one
-  other recipe file, relative to the file that names it. Sections merge key by key, so teachers merge by name; lists and
-  scalars are replaced. A section of another `type`, with other keys, replaces the one below it, but adds to one of
-  `type: auto`: `loss.type=topk_jsd` leaves `loss.top_k` as it was, `loss.type=k2` does not. `null` takes an optional
-  section away, `{}` what a mapping of names (of domains, say) holds below: `data.domain_weights={}`.
-- **`mopd train my.yaml seed=1 data.train='[a.parquet, b.parquet]'`**: an override's value is YAML. A key part that
-  holds a dot or `=` goes in double quotes: `'data.domain_weights."a.b"=2'`.
-- **Strict:** an unknown key, a wrong type, a repeated key or a key that is not text stops the command with one line
-  that names file, line and dotted path. Two kindnesses: a whole number is taken where a number is expected, and `1e-6`
-  (which YAML 1.1 reads as text) is a number wherever one fits.
-- **YAML that reads as something else** is refused: dates, numbers of base 60 (`1:30`) and with leading zeros (`010`),
-  merge keys (`<<`), tags (`!…`) that do not fit their value, several documents in one file. In quotes it is text. Whole
-  numbers have 64 bits, numbers are finite.
-- **Limits:** 1 MiB, 20,000 keys and values and 64 levels, with every alias written out and every default in place;
-  100 characters a key; 16 files by way of `base`; 4,000 bytes a text; 100 teachers. No key takes a number that a rank
-  could not use: at most 2,147,483,647 for a count, 2,000,000 seconds for a deadline, 1e30 for anything else.
-- **Texts** hold no control characters, as line ends and tabs are, which paths, names and scripts would carry on; free
-  values (`chat_template_kwargs`, `megatron_overrides`) may. A regular expression spells them: `\\n`.
-- **Names** of teachers and domains have 1 to 100 characters. Brackets, slashes, quotes and spaces are fine.
-- **Paths** (`run_dir`, model folders, data files, the chat template, a reward's file) are relative to the **current
-  working directory**, not to the recipe. Only `base` is relative to its file. Models and data may have names of the
-  Hugging Face Hub instead ([data.md](data.md#names-of-the-hub)).
-- **`type`** chooses among the forms of a section. Where a default is given, the section may leave `type` out.
+- **Precedence:** default < `base` (another recipe, named relative to this file) < recipe < `key=value` on the command
+  line. Sections merge key by key, so teachers merge by name; lists and scalars are replaced. A section of another
+  `type` replaces the one below it, unless that is `type: auto` or both types have the same keys: `loss.type=topk_jsd`
+  leaves `loss.top_k` as it was, `loss.type=k2` does not. `null` removes an optional section, `{}` empties a mapping.
+- **Overrides** are YAML: `mopd train my.yaml seed=1 data.train='[a.parquet, b.parquet]'`. A key part that holds a dot
+  or `=` goes in double quotes: `'data.domain_weights."a.b"=2'`.
+- **Strict:** an unknown or repeated key, or a wrong type, ends the command with file, line and dotted path. A number
+  may be written as `1e-6`.
+- **Refused YAML:** dates, `1:30`, `010`, merge keys (`<<`), tags (`!…`) that do not fit, several documents in one file.
+  Quote such values.
+- **Limits:** 1 MiB, 20,000 keys and values, 64 levels, 16 `base` files, 4,000 bytes a text, 100 characters a name or
+  key, 100 teachers; 2,147,483,647 for a count, 2,000,000 seconds for a deadline. Texts hold no control characters (a
+  regular expression writes `\\n`).
+- **Paths** are relative to the working directory, and may name the Hugging Face Hub
+  ([data.md](data.md#names-of-the-hub)).
+- **Columns below:** a default follows its type, or is the bold choice; *absent* is `null`. `type` chooses among the
+  forms of a section.
 """
 
 
@@ -74,32 +68,36 @@ def _own_field_docs(cls: type) -> dict[str, str]:
 def recipes_page() -> str:
     """The whole page as Markdown."""
     lines = [INTRODUCTION]
-    _section(Recipe, "", lines, {})
+    _section(Recipe, "", lines, {}, {})
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(cls: type, path: str, lines: list[str], headings: dict[type, str]) -> None:
+Row = tuple[str, ...]
+
+
+def _section(
+    cls: type, path: str, lines: list[str], headings: dict[type, str], told: dict[tuple[str, Row], str]
+) -> None:
     """Heading, class text and table of one section, then its subsections; ``headings`` are those under which a class
-    already stands."""
+    already stands, ``told`` those under which a row of some path does."""
     choice = f" with `type: {' | '.join(type_values(cls))}`" if type_values(cls) else ""
     heading = f"{f'`{path}`' if path else 'Top level'}{choice}"
     inherited = next((base for base in cls.__mro__[1:] if base in headings and dataclasses.is_dataclass(base)), None)
     headings |= {base: heading for base in cls.__mro__[:-1] if base not in headings}
-    lines.append(f"## {heading}\n")
-    lines.append(_cell(inspect.getdoc(cls) or "") + "\n")
-    docs = field_docs(cls)
+    lines += [f"## {heading}\n", _cell(inspect.getdoc(cls) or "") + "\n"]
     annotations = field_types(cls)
-    if inherited is not None:
-        lines.append(f"The keys of {headings[inherited]}, and:\n")
     above = () if inherited is None else field_types(inherited)
-    only_type = ("type",) if len(type_values(cls)) == 1 else ()  # the heading tells it
-    rows = [field for field in dataclasses.fields(cls) if field.name not in (*above, *only_type)]
+    rows = _rows(cls, above)
+    same = [] if inherited is None else [f"Also the keys of {headings[inherited]}."]
+    for where in dict.fromkeys(told[path, row] for row in rows if (path, row) in told):
+        names = ", ".join(row[0] for row in rows if told.get((path, row)) == where)
+        same.append(f"As in {where}: {names}.")
+    if same:
+        lines.append(" ".join(same) + "\n")
+    rows = [row for row in rows if (path, row) not in told]
     if rows:
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for field in rows:
-        words = (f"`{field.name}`", _words(annotations[field.name]), _default(field), docs[field.name])
-        lines.append("| " + " | ".join(_cell(word) for word in words) + " |")
-    lines.append("")
+        lines += ["| key | type, default | meaning |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows), ""]
+    told |= {(path, row): heading for row in rows}
     elsewhere: list[str] = []
     new: list[tuple[type, str]] = []
     for name, annotation in annotations.items():
@@ -107,14 +105,26 @@ def _section(cls: type, path: str, lines: list[str], headings: dict[type, str]) 
         for member in union_members(annotation):
             inner, suffix = _inner(member)
             for section in section_classes(inner):
-                if section in headings and name not in above:
-                    elsewhere.append(f"{name}: {headings[section]}")
+                if section in headings and name not in above and told.get((path, _row(cls, name)), heading) == heading:
+                    elsewhere.append(f"`{name}`: {headings[section]}")
                 elif section not in headings and section not in (known for known, _ in new):
                     new.append((section, f"{below}{suffix}"))
     if elsewhere:
-        lines.append(f"Sections that stand above: {'; '.join(elsewhere)}.\n")
+        lines.append(f"Described above: {'; '.join(elsewhere)}.\n")
     for section, below in new:
-        _section(section, below, lines, headings)
+        if section not in headings:  # a section before it may have led there
+            _section(section, below, lines, headings, told)
+
+
+def _rows(cls: type, without: Collection[str]) -> list[Row]:
+    """Table rows of a section's own fields: all but those ``without``, and a ``type`` that the heading tells."""
+    only_type = ("type",) if len(type_values(cls)) == 1 else ()
+    return [_row(cls, field.name) for field in dataclasses.fields(cls) if field.name not in (*without, *only_type)]
+
+
+def _row(cls: type, name: str) -> Row:
+    (field,) = (field for field in dataclasses.fields(cls) if field.name == name)
+    return tuple(_cell(word) for word in (f"`{name}`", _type_and_default(cls, field), field_docs(cls)[name]))
 
 
 def _inner(member: Any) -> tuple[Any, str]:
@@ -125,9 +135,9 @@ def _inner(member: Any) -> tuple[Any, str]:
     return (typing.get_args(member)[0], "[…]") if origin is tuple else (member, "")
 
 
-def _words(annotation: Any) -> str:
-    """An annotation in a reader's words."""
-    plain = {bool: "true/false", int: "int", float: "float", str: "text", type(None): "null", Any: "any"}
+def _words(annotation: Any) -> list[str]:
+    """The forms that an annotation allows, in a reader's words."""
+    plain = {bool: "true/false", int: "int", float: "float", str: "text", Any: "any"}
     plain[Lines] = "text"
     parts: list[str] = []
     for member in union_members(annotation):
@@ -135,28 +145,38 @@ def _words(annotation: Any) -> str:
         if origin is Literal:
             parts += [f"`{choice}`" for choice in typing.get_args(member)]
         elif origin is tuple:
-            parts.append(f"list of {_words(typing.get_args(member)[0]).replace(', ', ' or ')}")
+            parts.append(f"list of {' or '.join(_words(typing.get_args(member)[0]))}")
         elif origin is Mapping:
-            parts.append(f"names to {_words(typing.get_args(member)[1])}")
+            parts.append(f"names to {', '.join(_words(typing.get_args(member)[1]))}")
         elif isinstance(member, type) and dataclasses.is_dataclass(member):
             parts += [f"`type: {value}`" for value in type_values(member)] or ["section"]
-        else:
+        elif member is not type(None):
             parts.append(plain[member])
-    return ", ".join(dict.fromkeys(parts))
+    return list(dict.fromkeys(parts))
+
+
+def _type_and_default(cls: type, field: dataclasses.Field[Any]) -> str:
+    """Choices with the default one in bold; else the type and, if it is not empty, the default behind it."""
+    words = _words(field_types(cls)[field.name])
+    default = _default(field)
+    if default in words:
+        return ", ".join(f"**{word}**" if word == default else word for word in words)
+    return ", ".join([*words, default] if default else words)
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
+    """The default as it is written; nothing for an empty collection, and for a section whose keys have theirs."""
     value = field_default(field)
     if value is dataclasses.MISSING:
         return "**required**"
     if dataclasses.is_dataclass(value):
-        return f"`type: {value.type}`" if hasattr(value, "type") else "section defaults"
+        return f"`type: {value.type}`" if hasattr(value, "type") else ""
     if value is None:
         return "absent"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, (tuple, dict)):
-        return "empty" if not value else f"`{list(value)}`"
+        return f"`{list(value)}`" if value else ""
     return f"`{value}`"
 
 
