@@ -72,8 +72,7 @@ DEFAULT_COLUMNS: ShippedColumns = "verl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReaderConfig(Checked):
-    """A function of yours that yields the rows of a file of any kind, in a process of its own (``docs/extending.md``).
-    Its rows have no images."""
+    """A function of yours that yields the rows of a file of any kind, without images (``docs/extending.md``)."""
 
     module: str
     """The function: ``file.py:name``, ``package.module:name``, or the name of an entry point ``mopd.readers`` of an
@@ -129,8 +128,8 @@ class DataConfig(Checked):
     """Prompt files and how to read their rows."""
 
     train: tuple[str | DataFileConfig, ...]
-    """Training prompts: parquet or JSONL files, or splits of data sets of the Hub (``openai/gsm8k:main/train``). An
-    entry is such a text, or a section ``{path: …, columns: …, domain: …}`` with a mapping or a domain of its own."""
+    """Training prompts: parquet or JSONL files, or splits of data sets of the Hub (``openai/gsm8k:main/train``), each a
+    text or a section."""
     validation: tuple[str | DataFileConfig, ...] = ()
     """Validation prompts, as ``train``."""
     columns: ShippedColumns | ColumnsConfig = DEFAULT_COLUMNS
@@ -141,11 +140,11 @@ class DataConfig(Checked):
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template (for example ``enable_thinking: false``)."""
     system_prompt: Lines | Mapping[str, Lines] | None = None
-    """System message before each conversation that begins without one, as to ask for the form that a reward reads; or
-    one for each domain, by its name, where ``default`` stands for the domains that are not named."""
+    """System message before each conversation that begins without one; or one for each domain, by its name, with
+    ``default`` for the others."""
     prompt_suffix: Lines | Mapping[str, Lines] | None = None
-    """Text right behind each prompt, of a conversation behind its last user message, for all or by domain as
-    ``system_prompt``. Teachers with a view read it in ``{prompt}``."""
+    """Text behind each prompt, of a conversation behind its last user message, for all or by domain as
+    ``system_prompt``."""
     image_key: str = "images"
     """Column that holds a row's images, a list of ``{bytes: …}`` or ``{path: …}``; ``<image>`` in the prompt marks the
     place of each."""
@@ -156,20 +155,19 @@ class DataConfig(Checked):
     overlong_prompts: Literal["filter", "error", "truncate"] = "error"
     """What happens to a longer prompt: dropped with a count, refused, or cut from the left."""
     domain_weights: Mapping[str, float] | Literal["adaptive"] = field(default_factory=dict)
-    """Relative share of each domain in the prompt stream; empty mixes by row count. Names every domain or none.
-    ``adaptive``: after each validation, prompts go where the student's reward is below its teacher's, in proportion to
-    the difference."""
+    """Share of each domain in the prompt stream, for every domain or none; empty: by row count. ``adaptive``: after
+    each validation, in proportion to how far the student's reward is below its teacher's."""
     adaptive_floor: Share = 0.3
     """With ``domain_weights: adaptive``: share of prompts that all domains get equally, whatever their head-room."""
 
     scores_cache: str | None = None
-    """Folder where the teachers' scores are kept: what a teacher has said of the same tokens, in this run or another,
-    is read there and not asked again. Absent: nothing is kept."""
+    """Folder where the teachers' scores are kept and read again for the same tokens, also by other runs. Absent:
+    nothing is kept."""
     scores_cache_max_gib: Positive = 100.0
     """Size of ``scores_cache`` from which nothing more is added."""
     scored: tuple[str, ...] = ()
-    """Folders of samples that a run has kept (``metrics.keep_samples``) or ``mopd score`` has made of texts: responses
-    to train on beside those that the student draws, in the share that ``schedule.on_policy_fraction`` leaves them."""
+    """Folders of samples that a run has kept (``metrics.keep_samples``) or ``mopd score`` has made, to train on beside
+    the student's own (``schedule.on_policy_fraction``)."""
 
     def check(self) -> None:
         if not self.image_key:
@@ -217,13 +215,13 @@ class ValidationConfig(Checked):
     temperature: NotNegative = 0.0
     """Sampling temperature; 0 is greedy."""
     samples_per_prompt: Count = 1
-    """Responses drawn per prompt, k. The reward is then the mean over all of them (avg@k), beside the mean of each
-    prompt's best (pass@k). Above 1 needs ``temperature`` above 0."""
+    """Responses drawn per prompt, k: the reward is the mean over all (avg@k), beside the mean of each prompt's best
+    (pass@k). Above 1 needs ``temperature`` above 0."""
     max_samples_per_domain: Count | None = None
     """Only the first rows of each domain; absent means all."""
     watch: tuple[str, ...] = ()
-    """Domains of ``data.validation`` that no teacher teaches, validated all the same: what the student forgets of them
-    is a line of the report. They need a reward, and have no say in which step is best."""
+    """Domains of ``data.validation`` that no teacher teaches, to report what the student forgets. They need a reward,
+    and have no say in which step is best."""
 
     def check(self) -> None:
         if self.samples_per_prompt > 1 and self.temperature == 0:

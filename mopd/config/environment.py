@@ -18,7 +18,7 @@ class TurnsConfig(Checked):
     """Most turns of the student in one response. A response that is not over by then counts as truncated."""
     max_tokens_per_turn: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
     """Longest turn in tokens; a longer one is cut, and ends the response as truncated. Absent: what
-    ``rollout.max_response_length``, which counts all turns and all given text, has left."""
+    ``rollout.max_response_length`` has left."""
     max_tokens_per_observation: Annotated[int, at_least(1, MAX_TOKENS)] = 512
     """Longest given text in tokens; of a longer one the first are given."""
     turn_timeout_s: Seconds = 30.0
@@ -29,8 +29,8 @@ class TurnsConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PythonToolConfig(TurnsConfig):
-    """Two tools, ``calculator`` and ``python``, whose programs are confined as those of ``code`` rewards. A turn
-    without a tool call ends the response (docs/environments.md)."""
+    """Two confined tools, ``calculator`` and ``python``. A turn without a tool call ends the response
+    (docs/environments.md)."""
 
     type: Literal["python_tool"]
     """Environment type."""
@@ -42,10 +42,8 @@ class PythonToolConfig(TurnsConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomEnvironmentConfig(TurnsConfig):
-    """A Python class of yours, with an object for each response, run in a process of its own with a clean environment.
-
-    It has ``async reset(row, seed) -> messages`` and ``async step(text) -> (observation or None, reward)``.
-    """
+    """A Python class of yours, with an object for each response, in a process of its own: ``async reset(row, seed) ->
+    messages`` and ``async step(text) -> (observation or None, reward)``."""
 
     type: Literal["custom"]
     """Environment type."""

@@ -12,17 +12,17 @@ from mopd.config.values import Checked, Fraction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateConfig(Checked):
-    """Per prompt, once the student has answered and before a teacher scores: distil, reinforce by the task reward, or
-    skip. Skipped prompts are replaced by the next of their domain."""
+    """Decides per prompt, once the student has answered: distil, reinforce by the task reward, or skip. The next prompt
+    of the domain replaces a skipped one."""
 
     by: Literal["teacher_answers", "student_rewards"]
-    """What decides. teacher_answers: the reward of the teacher's own answer to the prompt, which is drawn once and kept
-    (``answers``); student_rewards: the mean reward of the student's responses."""
+    """teacher_answers: the reward of the teacher's own answer to the prompt; student_rewards: the mean reward of the
+    student's responses."""
     threshold: Fraction = 0.5
     """Distil where the teacher's reward is at least this; of student_rewards, where the student's mean is below it."""
     others: Literal["reinforce", "skip"] = "reinforce"
-    """Other prompts: learn from the task reward alone, where the responses' rewards differ, or leave them out.
-    Responses that all have one reward teach nothing, and are left out too."""
+    """Other prompts: learn from the task reward alone, or leave them out. Responses that all have one reward are left
+    out too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,9 +43,8 @@ STUDENT = "student"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoEngineConfig:
-    """The engine that suits the machine: vLLM on GPUs of the group's own, where the package is installed and does what
-    the recipe asks, else torch. Engines that share the student's GPU are torch: vLLM reserves memory for itself. A key
-    that only one engine has needs its ``type`` beside it."""
+    """vLLM on GPUs of the group's own, where it is installed and does what the recipe asks, else torch. A key that only
+    one engine has needs its ``type`` beside it."""
 
     type: Literal["auto"] = "auto"
     """Engine type; ``mopd config`` prints what it becomes, and why."""
@@ -78,8 +77,8 @@ class VllmEngineConfig(Checked):
     tensor_parallel_size: Processes = 1
     """GPUs of one replica that share each layer."""
     pipeline_parallel_size: Processes = 1
-    """Stages that share the layers of a teacher's replica, which has as many times ``tensor_parallel_size`` GPUs. With
-    ``placement: {type: registered}`` more of them than a node has are on several nodes (docs/teachers.md)."""
+    """Stages of a teacher's replica, each of ``tensor_parallel_size`` GPUs; with ``placement: {type: registered}`` also
+    on several nodes (docs/teachers.md)."""
     gpu_memory_utilization: Share = 0.9
     """Share of each GPU's memory that one replica may take."""
     kv_cache_memory_bytes: Annotated[int, at_least(1, MAX_BYTES)] | None = None
@@ -97,9 +96,8 @@ class VllmEngineConfig(Checked):
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation: starts faster, runs slower."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's ``AsyncEngineArgs`` by name, as in ``{quantization: fp8, kv_cache_dtype: fp8,
-    enable_expert_parallel: true}``; the installed version knows which there are. The run's ``manifest.json`` names
-    them, as they may change scores. None that other keys set, and of the rollout none that changes its weights."""
+    """Further arguments of vLLM's ``AsyncEngineArgs``, as in ``{quantization: fp8, kv_cache_dtype: fp8,
+    enable_expert_parallel: true}``; none that other keys set, and for the rollout none that changes its weights."""
 
     @property
     def num_gpus(self) -> int:
@@ -116,11 +114,10 @@ class RoutingConfig(Checked):
     """How requests are cut and spread over a group's replicas."""
 
     max_tokens_per_request: Count = 16384
-    """Tokens of one request; a larger batch of samples is cut, and what several prompts ask for at one moment travels
-    together up to it (of responses that are to be drawn, their prompts' tokens)."""
+    """Tokens of one request (of responses to draw, their prompts'); larger batches are cut, smaller ones joined."""
     max_inflight_tokens: Count = 131072
-    """Tokens that one replica holds unanswered; more wait at the router. Of responses that are to be drawn their
-    prompts' count, and what a server says of itself goes before: sequences that it works on, tokens that it holds."""
+    """Tokens that one replica holds unanswered (of responses to draw, their prompts'); more wait at the router. A
+    server's own limits go before."""
     request_timeout_s: Seconds = 600.0
     """Deadline of one request to one replica; a server that takes no requests is waited for as long."""
 
@@ -141,8 +138,8 @@ class EngineGroupConfig(Checked):
     placement: Placement = AutoPlacementConfig()
     """Where the replicas run."""
     replicas: Annotated[int, at_least(1, MAX_REPLICAS)] = 1
-    """Copies of the engine, each with its own resources; with ``external`` the URLs are counted instead, with
-    ``registered`` it is the number that is planned for, and there may be more."""
+    """Copies of the engine, each with its own resources. ``external`` counts its URLs instead; of ``registered`` it is
+    the planned number."""
     routing: RoutingConfig = RoutingConfig()
     """How requests reach the replicas."""
 
@@ -237,20 +234,19 @@ class TeacherConfig(EngineGroupConfig):
     """One standalone domain expert and the domains that it answers for."""
 
     model: str
-    """The teacher's Hugging Face checkpoint: its folder, or its name on the Hub; config and tokenizer are enough for
-    ``protocol: openai``. ``student``: the student itself, with ``refresh``."""
+    """Hugging Face checkpoint: a folder, or a name of the Hub; config and tokenizer are enough for ``protocol:
+    openai``. ``student``: the student itself, with ``refresh``."""
     refresh: Literal["frozen"] | RefreshConfig | None = None
-    """Weights of a teacher that is the student: those of ``student.model`` for the whole run (``frozen``), those of
-    the student as it is every so many steps, or an average of all that it has had."""
+    """Weights of a teacher that is the student: ``frozen`` at those of ``student.model``, or the student's own as they
+    change, or their average."""
     view: ViewConfig | None = None
     """What it reads in the place of the student's prompt; absent: the same."""
     tokenizer: Literal["student", "own"] = "student"
-    """Tokens that it reads. student: the student's, which must be its own too; own: those of ``model``, where these are
-    others: responses are encoded anew and compared chunk by chunk (docs/teachers.md)."""
+    """student: the student's tokens, which must be its own too; own: those of ``model``, with responses encoded anew
+    and compared chunk by chunk (docs/teachers.md)."""
     tokenizer_map: Mapping[str, str | None] = field(default_factory=dict)
-    """With ``tokenizer: own``: the student's special and added tokens, each with the teacher's token for it, or null
-    for one that nobody is to score. Not needed for the student's eos, and for special tokens that both call the
-    same."""
+    """With ``tokenizer: own``: the student's special tokens, each with the teacher's token for it, or null for one that
+    is not scored. Not needed for eos, and for tokens that both call the same."""
     domains: tuple[str, ...] = ()
     """Values of the data's domain column that go to this teacher; may be empty for the default teacher only."""
     default: bool = False
@@ -259,10 +255,9 @@ class TeacherConfig(EngineGroupConfig):
     """Share in domains that several teachers name (an ensemble), relative to the others' weights; all of them set
     one."""
     payload: Payload = "topk"
-    """Ids at which it gives log-probs at each response token, beside that token itself. topk: its own
-    ``loss.top_k`` most probable; student_topk: the student's, which the rollout tells; union: both, without repeats;
-    sampled: none; hidden: none, but the hidden states that its output matrix reads, in bfloat16, for a loss over the
-    whole vocabulary (docs/losses.md)."""
+    """Ids at which it gives log-probs, beside the sampled token. topk: its own ``loss.top_k`` most probable;
+    student_topk: the student's; union: both; sampled: none; hidden: its hidden states, for a loss over the whole
+    vocabulary (docs/losses.md)."""
 
     def check(self) -> None:
         EngineGroupConfig.check(self)  # ``super()`` does not work in dataclasses with slots

@@ -55,9 +55,9 @@ class TopKLossConfig(Checked):
     """Tokens that are among every position's ids, whatever the payload: texts of single tokens of the student's
     tokenizer, or their ids."""
     tail: Literal["bucket", "generalized", "renormalize", "none", "sampled"] | None = None
-    """What becomes of the mass outside the ids; absent means the vetted form (reverse: generalized, else bucket).
-    sampled, of ``topk_reverse_kl``: the bucket, and the policy gradient of sampled tokens in it, which together are an
-    unbiased estimate over the whole vocabulary; responses must then be the student's own."""
+    """What becomes of the mass outside the ids; absent: generalized for reverse KL, else bucket. sampled, of
+    ``topk_reverse_kl``: the bucket and a policy gradient of sampled tokens, unbiased over the whole vocabulary
+    (docs/losses.md)."""
     beta: Fraction = 0.5
     """Weight of the teacher in the mixture of ``topk_jsd``; 0 is forward KL and 1 is reverse KL."""
     temperature: Positive = 1.0
@@ -65,9 +65,8 @@ class TopKLossConfig(Checked):
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
-    sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
-    budget with equal shares."""
+    """Share of the loss's weight that each domain has, whatever its share of the tokens: names every domain, sums to 1.
+    Empty: by tokens (``sequence_mean``: by responses). ``domain_mean``: equal shares."""
     logprob_min_clamp: float | None = None
     """Floor of both sides' log-probs (verl's); gradient is zero where it bites, and the share is reported."""
     entry_max_clamp: Positive | None = None
@@ -77,13 +76,13 @@ class TopKLossConfig(Checked):
     loss_soft_cap: Positive | None = None
     """Cap that keeps a gradient: above c a token's loss grows as c (1 + log(x / c)). The recommended stabiliser."""
     task_reward_weight: NotNegative = 0.0
-    """Weight of the task advantage, whose policy gradient joins the divergence, after caps. Above 0 responses must be
-    the student's own, as for ``type: policy_gradient``."""
+    """Weight of the task advantage's policy gradient beside the divergence. Above 0 responses must be the student's
+    own."""
     task_advantage: TaskAdvantage = "mean"
     """As ``task_advantage`` of ``type: policy_gradient``."""
     correction: MismatchCorrectionConfig | None = None
     """Weight of the task advantage on tokens, and choice of responses, that another policy than the current student has
-    drawn; absent means none. The divergence itself needs none."""
+    drawn. The divergence itself needs none."""
     tokens: Tokens = "all"
     """Tokens that count: all, or a share of each response."""
 
@@ -123,8 +122,8 @@ class TopKLossConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMaskConfig(Checked):
-    """Whole responses that are left out of the loss, by the geometric mean over their loss tokens of the ratio of
-    current student to rollout. Denominators stay those of the whole batch."""
+    """Leaves out whole responses by the geometric mean of their tokens' ratios of current student to rollout.
+    Denominators stay those of the whole batch."""
 
     low: NotNegative = 0.9
     """Least mean ratio of a response that counts."""
@@ -137,13 +136,12 @@ class SequenceMaskConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchCorrectionConfig(Checked):
-    """What repairs the difference between the student's and the rollout's probability of the same token: the engines'
-    rounding, and the steps that the rollout's weights were behind."""
+    """Weights for the ratio of the student's to the rollout's probability of a token: other rounding, or older
+    weights."""
 
     type: Literal["none", "tis", "icepop", "gate"]
-    """Weight of a token. none: 1, for ``sequence`` alone; tis: truncate the ratio at ``high``; icepop: drop tokens
-    outside [low, high], weight the others by the ratio; gate: MiMo's form, the same drop with the ratio of current
-    student to rollout."""
+    """none: 1, for ``sequence`` alone; tis: the ratio, truncated at ``high``; icepop: the ratio inside [low, high],
+    else 0; gate: the same with the ratio of current student to rollout (MiMo)."""
     low: NotNegative = 0.5
     """Lower bound of the ratio (icepop, gate)."""
     high: Positive = 2.0
@@ -180,16 +178,15 @@ class KLLossConfig(Checked):
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
-    sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
-    budget with equal shares."""
+    """Share of the loss's weight that each domain has, whatever its share of the tokens: names every domain, sums to 1.
+    Empty: by tokens (``sequence_mean``: by responses). ``domain_mean``: equal shares."""
     tokens: Tokens = "all"
     """Tokens that count: all, or a share of each response."""
     loss_max_clamp: Positive | None = None
     """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
     correction: MismatchCorrectionConfig | None = None
-    """Weight of tokens, and choice of responses, that another policy than the current student has drawn; absent means
-    none. Needed where ``schedule.max_staleness`` is above 0."""
+    """Weight of tokens, and choice of responses, that another policy than the current student has drawn. Required where
+    ``schedule.max_staleness`` is above 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,14 +197,13 @@ class PolicyGradientConfig(Checked):
     type: Literal["policy_gradient"]
     """Loss type."""
     baseline: Literal["kl", "domain", "none"] = "kl"
-    """What the advantage is compared with. kl: its expectation over the student's tokens, by the teacher's top k and a
-    bucket: the same expected gradient with a fraction of its variance; domain: its mean over the domain's other
-    responses of the step; none: nothing."""
+    """What the advantage is compared with. kl: its expectation over the ids and a bucket, for a fraction of the
+    variance; domain: its mean over the domain's other responses of the step; none: nothing."""
     task_reward_weight: NotNegative = 0.0
     """Weight of the task advantage."""
     task_advantage: TaskAdvantage = "mean"
-    """A response's reward minus: the mean over its prompt's responses (mean), or over the others alone (leave_one_out,
-    RLOO); grpo: minus the mean, divided by their standard deviation."""
+    """A response's reward minus the mean over its prompt's responses (mean), or over the others (leave_one_out); grpo:
+    mean, divided by their standard deviation."""
     old_logprobs: Literal["student", "rollout"] = "student"
     """p_old of the PPO ratio: the student's own (on-policy, ratio 1) or the rollout engine's."""
     clip_ratio_low: Positive = 0.2
@@ -217,8 +213,8 @@ class PolicyGradientConfig(Checked):
     dual_clip: float | None = None
     """Bound c > 1 of the loss for negative advantages (dual-clip PPO); absent means none."""
     correction: MismatchCorrectionConfig | None = None
-    """Weight of tokens, and choice of responses, that another policy than the current student has drawn; absent means
-    none. Needed where ``schedule.max_staleness`` is above 0."""
+    """Weight of tokens, and choice of responses, that another policy than the current student has drawn. Required where
+    ``schedule.max_staleness`` is above 0."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 16
     """Ids per position, as in a top-k loss, for the baseline and the mass and overlap metrics."""
     always_ids: tuple[int | str, ...] = ()
@@ -228,9 +224,8 @@ class PolicyGradientConfig(Checked):
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
-    sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
-    budget with equal shares."""
+    """Share of the loss's weight that each domain has, whatever its share of the tokens: names every domain, sums to 1.
+    Empty: by tokens (``sequence_mean``: by responses). ``domain_mean``: equal shares."""
     tokens: Tokens = "all"
     """Tokens that count: all, or a share of each response."""
 
@@ -254,16 +249,15 @@ class FullLossConfig(Checked):
     beta: Fraction = 0.5
     """Weight of the teacher in the mixture of ``full_jsd``; 0 is forward KL and 1 is reverse KL."""
     skew: NotNegative = 0.0
-    """Below 1: weight of the averaged side in the mixture that it is compared with, KL(teacher||skew teacher +
-    (1 - skew) student) and, for ``full_reverse_kl``, KL(student||skew student + (1 - skew) teacher)."""
+    """Weight of the averaged side in the mixture that it is compared with: KL(teacher||skew teacher + (1 - skew)
+    student), or the same with the sides changed for ``full_reverse_kl``."""
     temperature: Positive = 1.0
     """Divides the logits of both sides."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
-    sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
-    budget with equal shares."""
+    """Share of the loss's weight that each domain has, whatever its share of the tokens: names every domain, sums to 1.
+    Empty: by tokens (``sequence_mean``: by responses). ``domain_mean``: equal shares."""
     # What other losses have as keys.
     top_k: ClassVar[int] = 0
     tokens: ClassVar[Literal["all"]] = "all"
@@ -299,9 +293,8 @@ class CustomLossConfig(Checked):
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Each domain's share of the loss's weight, whatever its share of the tokens: names every domain of the data, and
-    sums to 1. Empty: a domain weighs what its tokens (``sequence_mean``: its responses) weigh. ``domain_mean`` is the
-    budget with equal shares."""
+    """Share of the loss's weight that each domain has, whatever its share of the tokens: names every domain, sums to 1.
+    Empty: by tokens (``sequence_mean``: by responses). ``domain_mean``: equal shares."""
     # What other losses have as keys.
     tokens: ClassVar[Literal["all"]] = "all"
     correction: ClassVar[None] = None

@@ -36,9 +36,8 @@ class CheckpointConfig(Checked):
     keep_last: Count = 2
     """Newest checkpoints that are kept."""
     async_save: bool = True
-    """Copy the state into host memory and go on with the next step while every rank writes and hashes its own files;
-    the checkpoint counts once all are written. The files are the same. Meanwhile host memory holds 14 bytes a weight in
-    bfloat16, 16 in float32, over all ranks; with ``false`` the distributed optimizer's 12 of them, while steps wait."""
+    """Copy the state into host memory and go on while every rank writes its own files. Meanwhile host memory holds 14
+    bytes a weight in bfloat16, 16 in float32, over all ranks; with ``false`` 12, while steps wait."""
     keep_best: bool = True
     """Also keep the checkpoint with the best mean validation reward (saved when it is reached). Without validation
     there is none."""
@@ -67,8 +66,8 @@ class CallbackConfig(Checked):
     timeout_s: Seconds = 60.0
     """Deadline of each of its calls."""
     on_error: Literal["stop", "ignore"] = "stop"
-    """What an exception or a missed deadline, its last call, means for the run: it stops after its step, with a
-    checkpoint, or goes on without the callback. Either is told in one line."""
+    """After an exception or a missed deadline, which ends the callback: stop the run after its step, with a checkpoint,
+    or go on without it."""
 
     def check(self) -> None:
         check_reference("module", self.module)
@@ -99,11 +98,11 @@ class MetricsConfig(Checked):
     diagnostics_every_steps: Count = 10
     """Optimizer steps between the dearer diagnostics: student entropy and top-k overlap."""
     keep_samples: bool = False
-    """Keep every sample that is trained on (tokens and the rollout's log-probs, no scores) in the run folder's
-    ``samples``, for ``mopd replay`` and ``data.scored``."""
+    """Keep every trained sample (tokens and the rollout's log-probs) in the run folder's ``samples``, for ``mopd
+    replay`` and ``data.scored``."""
     gradient_cosine_every_steps: Count | None = None
-    """Optimizer steps between measurements of the cosines between the domains' gradients, each of which costs another
-    forward and backward over the step's batch; absent: never."""
+    """Optimizer steps between measurements of the cosines between the domains' gradients, each another forward and
+    backward over the batch; absent: never."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
     wandb: WandBConfig | None = None

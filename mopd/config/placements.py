@@ -22,9 +22,8 @@ MAX_THREADS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoPlacementConfig:
-    """``in_process`` without CUDA; with it ``local`` where enough GPUs are free of trainer ranks and other groups, else
-    ``in_process`` where everything fits on rank 0's GPU. Always ``local`` with ``schedule.max_staleness`` above 0. Too
-    few GPUs are an error with the table of who wants what."""
+    """``in_process`` without CUDA; with it ``local`` where enough GPUs are free, else ``in_process`` where everything
+    fits on rank 0's GPU. Always ``local`` with ``schedule.max_staleness`` above 0."""
 
     type: Literal["auto"] = "auto"
     """Placement type; ``mopd config`` prints what it becomes, and why."""
@@ -45,17 +44,15 @@ class LocalConfig(Checked):
     type: Literal["local"]
     """Placement type."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this group by number, shared out in order, ``engine.tensor_parallel_size`` to each replica; empty: the
-    lowest that neither trainer ranks nor other groups have. A GPU has one owner: too few are an error."""
+    """GPUs of this group by number, shared out in order; empty: the lowest free ones. Too few are an error."""
     num_threads: Annotated[int, at_least(1, MAX_THREADS)] | None = None
     """CPU threads of one replica; absent: the machine's cores over the number of replicas."""
     share_gpus_with: Literal["student"] | None = None
-    """``student``, of the rollout: replicas on the trainer ranks' own GPUs, by turns. They sleep while the student
-    trains; its optimizer states are in host memory while they draw (docs/teachers.md). Only with
+    """``student``, of the rollout: replicas on the trainer ranks' own GPUs, by turns (docs/teachers.md). Only with
     ``schedule.max_staleness: 0``. Absent: GPUs of their own."""
     python: str | None = None
-    """Python interpreter that runs this group's servers, for an engine in an environment of its own (vLLM with the
-    torch that it pins); absent: mopd's. That environment needs the packages of mopd, not mopd itself."""
+    """Python interpreter that runs this group's servers, for an engine in an environment of its own (docs/teachers.md);
+    absent: mopd's."""
     startup_timeout_s: Seconds = 600.0
     """Deadline for a server to become healthy, model loading included."""
 
@@ -77,8 +74,8 @@ class RayConfig(Checked):
     type: Literal["ray"]
     """Placement type."""
     address: str | None = None
-    """Address of the cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster of this machine that
-    lives as long as the run."""
+    """Address of the cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster of this machine for
+    this run."""
     num_cpus: Processes = 1
     """CPUs of one replica, as Ray counts them."""
     num_gpus: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
@@ -86,8 +83,8 @@ class RayConfig(Checked):
     python: str | None = None
     """Python interpreter of the servers, as with ``local``, on every node of the cluster."""
     shared_pool: str | None = None
-    """Name of a pool that several groups share by turns: only one is awake at a time, the least recently used sleeps
-    first, and none stays awake for longer than half a minute while others wait. Absent: resources of its own."""
+    """Name of a pool that several groups share by turns, at most half a minute each while others wait. Absent:
+    resources of its own."""
     startup_timeout_s: Seconds = 600.0
     """Deadline for a replica to become healthy, placement and model loading included."""
 
@@ -133,8 +130,7 @@ class RegisteredConfig(Checked):
     min_replicas: Annotated[int, at_least(1, MAX_REPLICAS)] = 1
     """Servers that the run waits for before it begins, and does not go on without."""
     python: str | None = None
-    """Python interpreter of the servers, as with ``local``: ``mopd serve``, also in a Slurm job, goes over to it once
-    it has read the recipe."""
+    """Python interpreter of the servers, as with ``local``."""
     startup_timeout_s: Seconds = 600.0
     """Deadline for ``min_replicas`` servers to be there and healthy: when the run starts, and when some have gone."""
 

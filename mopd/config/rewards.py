@@ -90,10 +90,8 @@ class JsonSchemaConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeConfig(Checked):
-    """1 when the program in the last fenced block passes every test of the ground truth, else 0.
-
-    Programs run in processes of their own, with no network and no way to write outside an empty folder.
-    """
+    """1 when the program in the last fenced block passes every test of the ground truth, else 0. Programs have no
+    network and write into an empty folder only."""
 
     type: Literal["code"]
     """Reward type."""
@@ -105,10 +103,8 @@ class CodeConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomRewardConfig(Checked):
-    """A Python function of yours, run in a process of its own with a clean environment.
-
-    The function takes ``prompt, response, ground_truth, extra_info, domain`` as keywords and returns a number.
-    """
+    """A Python function of ``prompt, response, ground_truth, extra_info, domain`` as keywords, in a process of its own,
+    that returns a number."""
 
     type: Literal["custom"]
     """Reward type."""

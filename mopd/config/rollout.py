@@ -72,13 +72,13 @@ class RolloutConfig(EngineGroupConfig):
     """Taken from the logits of tokens that the response holds already."""
     repetition_penalty: Annotated[float, at_least(0.01, 100)] = 1.0
     """Divides positive logits of tokens that prompt or response holds already, and multiplies negative ones; 1 changes
-    nothing. Where the loss estimates with the drawn token it biases, as the cuts do, and is refused."""
+    nothing. Refused where the loss estimates with the drawn token."""
     stop: tuple[Lines, ...] = ()
-    """Texts that end a response, also a teacher's answer and in validation. It ends with the token in which the text
-    is complete, whole, even where the token goes on beyond the text: what is trained on is what was drawn."""
+    """Texts that end a response, also a teacher's answer and in validation, with the token in which the text is
+    complete, whole, even where the token goes on."""
     stop_text: Literal["kept", "cut"] = "kept"
-    """Whether rewards, validation and ``mopd generate`` read the stop text, or what comes before it; the tokens are
-    trained on either way, for else the student would not learn to end."""
+    """Whether rewards, validation and ``mopd generate`` read the stop text, or what comes before it; its tokens are
+    trained on either way."""
     stop_token_ids: tuple[int | str, ...] = ()
     """Tokens that end a response beside those of the checkpoint's ``generation_config.json``: ids, or single tokens of
     the tokenizer as its ``tokenizer.json`` writes them."""
@@ -86,9 +86,8 @@ class RolloutConfig(EngineGroupConfig):
     """The checkpoint's own stop tokens end nothing: responses end at ``stop``, ``stop_token_ids`` and
     ``max_response_length`` alone."""
     on_truncated: Literal["train", "mask_tail", "drop"] = "train"
-    """What becomes of a response, or a teacher's answer, that ``max_response_length`` cut: it is trained on; or all of
-    it but its last ``masked_tail`` tokens; or it is dropped with the prompt's other responses, and the stream's next
-    prompt of the domain takes their place, so that no batch is smaller."""
+    """A response, or a teacher's answer, that ``max_response_length`` cut: train on it, on all but its last
+    ``masked_tail`` tokens, or drop it with the prompt's other responses and take the domain's next prompt."""
     masked_tail: Count | None = None
     """Tokens at the end of a cut response that carry no loss, with ``on_truncated: mask_tail``."""
     samples_per_prompt: Annotated[int, at_least(1, MAX_SAMPLES)] = 1
@@ -96,9 +95,8 @@ class RolloutConfig(EngineGroupConfig):
     environment: PythonToolConfig | CustomEnvironmentConfig | None = None
     """What answers the student's turns, in training and in validation; absent: a response is one turn."""
     on_new_weights: Literal["auto", "finish", "continue"] = "auto"
-    """What becomes of responses that are under way when new weights arrive: they end under the old ones, and the new
-    ones wait (``finish``), or they go on under the new ones (``continue``: partial rollout). ``auto``: ``continue``
-    with ``schedule.max_staleness`` above 0; at 0 nothing is under way then."""
+    """Responses under way when new weights arrive: they end under the old ones while the new ones wait (``finish``), or
+    go on under the new ones (``continue``). ``auto``: ``continue`` with ``schedule.max_staleness`` above 0."""
 
     def check(self) -> None:
         if isinstance(self.placement, RayConfig) and self.placement.shared_pool is not None:
@@ -168,8 +166,8 @@ class RolloutConfig(EngineGroupConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswersConfig(Checked):
-    """The teachers' own answers to the training prompts, on which ``sft_on_teacher`` and ``off_policy_scores`` train.
-    Each is as long as ``rollout.max_response_length`` allows, drawn once, and kept on disk."""
+    """The teachers' own answers to the training prompts, on which ``sft_on_teacher`` and ``off_policy_scores`` train:
+    drawn once, and kept on disk."""
 
     temperature: NotNegative = 0.0
     """Temperature at which the teachers draw; 0 is greedy (sequence-level distillation)."""

@@ -56,9 +56,8 @@ class Recipe(Checked):
     seed: Annotated[int, require_seed] = 0
     """Root of all randomness; sampling seeds derive from it and the sample id."""
     objective: Objective = "on_policy"
-    """Samples that the student trains on, and with which loss. on_policy: its own, with ``loss`` on the teachers'
-    scores; off_policy_scores: the teachers' own answers, with the same; sft_on_teacher: the teachers' own answers, with
-    cross entropy. The last two are the baselines of the first (docs/pipeline.md)."""
+    """on_policy: the student's own samples, with ``loss`` on the teachers' scores; off_policy_scores: the teachers' own
+    answers, with the same; sft_on_teacher: the teachers' own answers, with cross entropy (docs/pipeline.md)."""
     answers: AnswersConfig = AnswersConfig()
     """The teachers' own answers, where a step trains on them."""
     student: StudentConfig
@@ -68,13 +67,12 @@ class Recipe(Checked):
     teachers: Mapping[str, TeacherConfig]
     """Domain experts by name; metrics and reports use the name."""
     combine: Combine = "weighted_mean"
-    """What several teachers of a domain make of a token. weighted_mean: the mean of their losses; mean_probability: the
-    loss to the mean of their probabilities; mean_logprob: to their geometric mean; per_token_lowest_entropy: to the one
-    that is surest there; best_reward: to the one with the best reward on the domain's validation prompts before
-    training. The first three weigh by ``weight`` (docs/losses.md)."""
+    """How several teachers of a domain join. weighted_mean: the mean of their losses; mean_probability, mean_logprob:
+    the loss to the arithmetic or geometric mean of their distributions; per_token_lowest_entropy: to the surest one;
+    best_reward: to the one with the best validation reward before training (docs/losses.md)."""
     on_failure: Literal["stop", "replace"] = "stop"
-    """A sample that no replica of its teacher could score: end the run, or count it and take the stream's next prompt
-    of its domain instead. Never a smaller batch."""
+    """A sample that no replica of its teacher could score: end the run, or count it and take the domain's next
+    prompt."""
     data: DataConfig
     """Prompt files."""
     domains: Mapping[str, DomainConfig] = field(default_factory=dict)
@@ -88,8 +86,8 @@ class Recipe(Checked):
     schedule: ScheduleConfig
     """Steps and rhythm."""
     rewards: Mapping[str, RewardConfig] = field(default_factory=dict)
-    """How responses are judged, by domain; the name ``default`` answers for every domain that stands not here. Needed
-    by ``validation`` and ``loss.task_reward_weight``, and read by nothing else."""
+    """How responses are judged, by domain; ``default`` for every other domain. Read by ``validation``, gates and
+    ``loss.task_reward_weight``."""
     validation: ValidationConfig | None = None
     """Reward on held-out prompts; absent means none."""
     data_plane: DataPlane = LocalPlaneConfig()

@@ -64,20 +64,19 @@ class SlurmComponentConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmConfig(Checked):
-    """The job that ``mopd slurm`` submits (docs/cluster.md). ``mopd plan --gpu`` plans on its nodes, and ``mopd check
-    --nodes`` holds them against it; no other command reads this section."""
+    """The job that ``mopd slurm`` submits (docs/cluster.md); ``mopd plan --gpu`` and ``mopd check --nodes`` read it
+    too."""
 
     form: Literal["allocation", "heterogeneous", "ray"] = "allocation"
-    """One allocation, in which groups of ``placement: {type: registered}`` run beside the student; a heterogeneous job,
-    in which each such group is a component of its own, on nodes of its own; or one allocation with a Ray cluster over
-    its nodes for the groups of ``placement: {type: ray}``."""
+    """One allocation, with groups of ``placement: {type: registered}`` beside the student; a heterogeneous job, with a
+    component for each such group; or one allocation with a Ray cluster for groups of ``placement: {type: ray}``."""
     partition: str | None = None
     """Partition, or several with commas between; absent: the cluster's default."""
     nodes: Processes | None = None
     """Nodes of the whole job; absent: as few as hold everything."""
     spare_nodes: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
-    """How many of the nodes nothing runs on at first: replicas that register go on there when their node is lost, or
-    they have died on it twice. In a heterogeneous job each group's component has so many of its own."""
+    """Nodes kept empty for registered replicas whose node is lost, or that have died on it twice; in a heterogeneous
+    job in each group's component."""
     student_nodes: Processes | None = None
     """Nodes that the student's ranks are spread over, equally; absent: as few as hold them with ``gpus_per_node``;
     where that is 0 all, or one of a heterogeneous job."""
@@ -86,15 +85,14 @@ class SlurmConfig(Checked):
     cpus_per_node: Processes | None = None
     """CPUs that the job asks for on each node; absent: whole nodes, with all their memory."""
     time: str | None = None
-    """Limit as sbatch takes it, in quotes: ``"minutes"``, ``"hours:minutes:seconds"``, ``"days-hours"``. A run that is
-    longer goes on in the same job, queued again. Absent: the partition's."""
+    """Limit as sbatch takes it, in quotes: ``"minutes"``, ``"hours:minutes:seconds"``, ``"days-hours"``. A longer run
+    goes on in the same job, queued again. Absent: the partition's."""
     stop_before_s: Annotated[int, at_least(1, MAX_SIGNAL_S)] = 300
-    """Seconds before the limit, or before a preemption that announces itself, at which the run is asked to stop: enough
-    for a step, the rest of a checkpoint that is being written, and another one."""
+    """Seconds before the limit, or an announced preemption, at which the run is asked to stop: enough for a step and
+    two checkpoints."""
     interface: Annotated[str, check_interface] | None = None
-    """Network interface by which the nodes reach one another (``ib0``), on all of them: launchers meet and servers
-    listen on its addresses, and it is ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` where those are not set. The
-    weights follow, unless ``weight_sync.interface`` names another. Absent: the address that Slurm knows a node by
+    """Network interface by which the nodes reach one another (``ib0``); also ``GLOO_SOCKET_IFNAME`` and
+    ``NCCL_SOCKET_IFNAME`` where those are not set, and ``weight_sync.interface``. Absent: the node's address in Slurm
     (NodeAddr), often of a management network."""
     account: str | None = None
     """Account that is charged."""
@@ -103,8 +101,8 @@ class SlurmConfig(Checked):
     options: tuple[str, ...] = ()
     """Further options of sbatch, for every component, as in ``["--constraint=h100", "--mem=0"]``."""
     setup: tuple[str, ...] = ()
-    """Shell lines that the job runs on its first node before anything else, as in ``["module load cuda", "export
-    NCCL_SOCKET_IFNAME=ib0"]``; every step gets what they export."""
+    """Shell lines that the job runs on its first node, as in ``["module load cuda", "export NCCL_SOCKET_IFNAME=ib0"]``;
+    every step gets what they export."""
     container: SlurmContainerConfig | None = None
     """Image for every step; absent: the Python that submits."""
     components: Mapping[str, SlurmComponentConfig] = field(default_factory=dict)

@@ -35,20 +35,19 @@ class ParallelConfig(Checked):
     pipeline_model_parallel_size: Processes = 1
     """Consecutive stages that the layers are split into."""
     virtual_pipeline_model_parallel_size: Count = 1
-    """Model chunks of each stage: layers go round the stages as often, which shortens the pipeline's bubble and sends
-    more between stages. Each rank's number of micro-batches is rounded up to a multiple of the stages."""
+    """Model chunks of each stage: a shorter bubble, and more sent between stages. Each rank's micro-batches are rounded
+    up to a multiple of the stages."""
     data_parallel_size: Processes = 1
     """Copies of the student, each computing its share of the batch."""
     expert_model_parallel_size: Processes = 1
-    """Ranks that share the experts of each layer of a mixture-of-experts student; they are ranks of the tensor,
-    context and data dimensions, not further ones."""
+    """Ranks that share the experts of each layer; they are ranks of the tensor, context and data dimensions, not
+    further ones."""
     expert_tensor_parallel_size: Processes | None = None
     """Ranks that share each expert's matrices; null for ``tensor_model_parallel_size``."""
     sequence_parallel: bool = False
     """Split activations between the tensor-parallel regions along the sequence; needs tensor parallelism."""
     num_layers_in_first_pipeline_stage: Count | None = None
-    """Layers of the first stage, which also holds the embedding and a vision tower; the other stages share the rest
-    evenly. null: as many as the others."""
+    """Layers of the first stage, which also holds the embedding and a vision tower. null: as many as the others."""
     num_layers_in_last_pipeline_stage: Count | None = None
     """Layers of the last stage, which also computes logits and loss; likewise."""
 
@@ -139,8 +138,8 @@ class OptimizerConfig(Checked):
     use_distributed_optimizer: bool = True
     """Shard optimizer states over data-parallel ranks."""
     offload_fraction: Fraction = 0.0
-    """Share of each rank's optimizer states and fp32 main weights that is kept in host memory, where the processor
-    steps it: less device memory, longer steps."""
+    """Share of each rank's optimizer states and fp32 main weights that host memory holds and the processor steps: less
+    device memory, longer steps."""
 
     def check(self) -> None:
         if self.offload_fraction and not self.use_distributed_optimizer:
@@ -174,8 +173,8 @@ class VisionConfig:
     """The vision tower of a vision-language student; unread for a text model."""
 
     freeze: Freeze = "tower"
-    """What keeps its weights: the tower but not the layers that merge its features into the student's embeddings,
-    all of it, or nothing. What is frozen costs no gradient, no optimizer states and no backward pass."""
+    """What keeps its weights, and costs no gradient and no optimizer states: the tower but not the layers that merge
+    its features, all of it, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,8 +200,8 @@ class StudentConfig(Checked):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: nothing, attention only, or whole layers."""
     overlap: bool | None = None
-    """Sum gradients over data-parallel ranks while backward goes on, and gather the distributed optimizer's weights
-    while the next forward pass does. null: where there is CUDA and more than one data-parallel rank."""
+    """Sum gradients over data-parallel ranks during backward, and gather the distributed optimizer's weights during the
+    next forward. null: with CUDA and more than one data-parallel rank."""
     packing: bool = True
     """Lay the sequences of a micro-batch one after another, without padding between them; ``false`` pads them to the
     longest, side by side."""
@@ -212,8 +211,8 @@ class StudentConfig(Checked):
     micro_batch_size: Count | None = None
     """A fixed number of sequences per micro-batch instead of the token budget (parity tests, debugging)."""
     lm_head_memory_budget_mib: Annotated[int, at_least(1, MAX_BYTES // 2**20)] = 1024
-    """Memory for logits and their gradient on one rank. A micro-batch that needs more runs the LM head and the loss in
-    chunks of tokens, and the log says so."""
+    """Memory for logits and their gradient on one rank. A micro-batch that needs more runs LM head and loss in chunks
+    of tokens."""
     megatron_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Extra ``TransformerConfig`` fields that cost or save memory and time; those that make another model are refused
     with the reason."""

@@ -34,8 +34,7 @@ def parse_view(text: str) -> list[tuple[str, str | None]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ViewConfig(Checked):
-    """What this teacher reads in the place of the student's prompt: more than the student knows, or other words. The
-    response, and its tokens, are the student's; the student never sees a view. In ``system`` and ``prompt``,
+    """What this teacher reads in the place of the student's prompt (docs/teachers.md). In ``system`` and ``prompt``,
     ``{prompt}`` stands for the student's last user message, ``{ground_truth}`` for the row's reference answer and
     ``{NAME}`` for its column NAME (dots reach into nested ones); ``{{`` and ``}}`` are braces."""
 
@@ -88,8 +87,8 @@ class RefreshConfig(Checked):
     """Optimizer steps from one update of the teacher to the next: over HTTP, or inside the process, whatever
     ``weight_sync`` is."""
     ema: float | None = None
-    """Decay, between 0 and 1, of an average of the student's weights after every step, which the teacher gets in their
-    place; absent: the weights as they are. The student's ranks keep it in fp32."""
+    """Decay, between 0 and 1, of an average of the student's weights after every step, which the teacher gets instead;
+    absent: the weights as they are."""
 
     def check(self) -> None:
         if self.ema is not None and not 0 < self.ema < 1:

@@ -25,9 +25,9 @@ def check_interface(name: str, value: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoSyncConfig:
-    """``collective``, and HTTP where no engine can join (``or_http``). Replicas on the student's own GPUs: ``ipc`` on a
-    CPU or with a student of one rank, else ``http``. ``http`` also where the student would wait for responses under way
-    (``max_staleness`` above 0 and ``on_new_weights: finish``)."""
+    """``collective``, or HTTP where no engine can join (``or_http``) or the student would wait for responses under way
+    (``on_new_weights: finish``). Replicas on the student's own GPUs: ``ipc`` on a CPU or with a student of one rank,
+    else ``http``."""
 
     type: Literal["auto"] = "auto"
     """The way's name."""
@@ -54,28 +54,26 @@ class BucketsConfig(Checked):
     timeout_s: Seconds = 60.0
     """Longest that one side waits for the other, for a bucket, or for engines to come into the group."""
     interface: Annotated[str, check_interface] | None = None
-    """Network interface on which student and engines listen for one another, by the same name on all machines; absent:
-    on each machine the one that leads to the orchestrator's."""
+    """Network interface on which student and engines listen for one another; absent: on each machine the one that leads
+    to the orchestrator's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveConfig(BucketsConfig):
-    """From the student's ranks into the memory of all rollout engines at once, on any machine, in buckets, without a
-    copy of the model anywhere; student and engines wait for it (docs/weights.md). Over gloo on a CPU, over NCCL on
-    CUDA."""
+    """From the student's ranks into the memory of all rollout engines at once, in buckets, over gloo on a CPU and NCCL
+    on CUDA (docs/weights.md). Student and engines wait for it."""
 
     type: Literal["collective"]
     """The way's name."""
     or_http: bool = False
-    """Whether the weights go by HTTP for the rest of the run if no engine can come into a group with the student;
-    else the run ends."""
+    """Whether the weights go by HTTP for the rest of the run if no engine can join the student's group; else the run
+    ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IpcConfig(BucketsConfig):
-    """Read by the rollout engines in two buckets of rank 0's own memory, which they map: shared memory on a CPU, CUDA
-    IPC on a GPU. Where ``rollout.placement`` is ``local``; on CUDA it also takes ``share_gpus_with: student`` and a
-    student of one rank, as engines see their own GPU alone."""
+    """The rollout engines map two buckets of rank 0's memory: shared memory on a CPU, CUDA IPC on a GPU. Needs
+    ``rollout.placement`` of ``local``; on CUDA also ``share_gpus_with: student`` and a student of one rank."""
 
     type: Literal["ipc"]
     """The way's name."""
