@@ -203,6 +203,43 @@ def test_metrics() -> None:
     assert sorted(parts - words_of_the_package() - METRICS_OF_OTHERS) == []
 
 
+SETTINGS = {
+    "cluster.md": {"10 minutes"},
+    "data.md": {"2 s"},
+    "data_plane.md": {"10 seconds"},
+    "losses.md": {"30 %", "32 %"},
+    "performance.md": {"2 %", "0.5 %", "3 x"},
+    "pipeline.md": {"1 s", "3 s", "8 s"},
+    "planning.md": {"5 %", "19.3 s"},
+    "recipes.md": {"2,000,000 seconds"},
+    "rewards.md": {"20 ms"},
+    "teachers.md": {"20 times"},
+    "vision.md": {"200 times"},
+}
+"""Figures in the text of a page that somebody has set: limits, goals, properties of an experiment. What was measured
+stands in a table."""
+FIGURE = re.compile(r"(?<![\w.,])\d[\d.,]* ?(?:[x×](?! ?\d)|%|times|tokens/s|ms|s|seconds|min|minutes|hours)(?![\w/])")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.parent.name == "docs" or page.name == "README.md"],
+    ids=lambda page: page.name,
+)
+def test_figures_stand_in_tables(page: Path) -> None:
+    """A ratio, a share or a time in the text is one of a table of its page (of the README: of any), or a setting."""
+    tables: set[str] = set()
+    for source in [page] if page.name != "README.md" else PAGES:
+        tables |= set(FIGURE.findall("\n".join(line for line in plain(source) if line.startswith("|"))))
+    told = set(FIGURE.findall("\n".join(line for line in plain(page) if not line.startswith("|"))))
+    assert sorted(told - tables) == sorted(SETTINGS.get(page.name, set()) - tables)
+
+
+def plain(page: Path) -> list[str]:
+    """Lines outside of blocks."""
+    return re.sub(r"^```[a-z]*\n.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S).splitlines()
+
+
 def test_paths_of_the_makefile_exist() -> None:
     """A rule that names files which have moved fails only where somebody runs it."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
