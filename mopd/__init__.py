@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mopd.api import Callback, Recipe, Run, UserError, check, plan, train
+    from mopd.api import Callback, Recipe, Run, check, plan, train
+    from mopd.base.types import UserError
 
 __version__ = "0.2.0"
 __all__ = ["Callback", "Recipe", "Run", "UserError", "check", "plan", "train"]

@@ -85,7 +85,7 @@ def driver_version() -> str | None:
 
 def free_memory_bytes() -> int:
     """Return the host memory that processes could get now: the machine's, or what the container's limit leaves."""
-    return min([psutil.virtual_memory().available, *_free_in_container()])
+    return int(min([psutil.virtual_memory().available, *_free_in_container()]))
 
 
 def shown_gpus(gpus: list[tuple[str, int]], visible: str | None) -> tuple[int, ...]:

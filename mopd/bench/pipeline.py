@@ -311,7 +311,7 @@ class StageSeconds:
     @property
     def slowest_s(self) -> float:
         """Bound of an asynchronous step: the stages work side by side."""
-        return max(asdict(self).values())
+        return float(max(asdict(self).values()))
 
     @property
     def streamed_s(self) -> float:

@@ -70,7 +70,7 @@ def _overrides(files: RunFiles, args: argparse.Namespace) -> list[str]:
     # a loss of another type would begin with its own defaults, and ask for other scores than those that are kept
     changes |= {"loss.top_k": recipe.loss.top_k} if recipe.loss.top_k else {}
     changes |= {} if args.steps is None else {"schedule.steps": args.steps}
-    overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()] + args.set
+    overrides: list[str] = [f"{key}={json.dumps(value)}" for key, value in changes.items()] + args.set
     replayed = load_recipe(files.recipe, overrides).recipe
     if replayed.run_dir == recipe.run_dir:
         target = f"{os.path.normpath(files.path)}-replay-{replayed.loss.type}"

@@ -312,7 +312,7 @@ def common_chunks(ours: Sequence[int], theirs: Sequence[int]) -> tuple[list[int]
 
 def backend_of(tokenizer: PreTrainedTokenizerBase, key: str) -> Tokenizer:
     """Return what the ``tokenizers`` library knows of a tokenizer. ``UserError`` with ``key`` for a slow one."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"{key}: {type(tokenizer).__name__} has no tokenizer.json: save it as a fast tokenizer")
     return backend

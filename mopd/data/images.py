@@ -12,9 +12,9 @@ from typing import Any
 
 from mopd.base.files.reading import read_bytes, shown_path
 from mopd.base.types import ImageRef, PromptImage, UserError
-from mopd.config.data import DataConfig, DataFileConfig
+from mopd.config.data import MAX_IMAGE_BYTES, DataConfig, DataFileConfig
 from mopd.data.files import MISSING, ColumnReader, described, lookup, quoted
-from mopd.data.image_files import MAX_IMAGE_BYTES, MAX_IMAGES, digest_of, read_rgb
+from mopd.data.image_files import MAX_IMAGES, digest_of, read_rgb
 
 
 @dataclass(frozen=True, slots=True)

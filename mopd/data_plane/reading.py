@@ -86,7 +86,8 @@ class SocketReader:
                 self._socket.send(packed(request), zmq.NOBLOCK)
             except zmq.Again:
                 raise self._ended() from None
-            return self._wait(deadline, self._receive)
+            fields_of: dict[str, list[Tensor]] = self._wait(deadline, self._receive)
+            return fields_of
 
     def close(self) -> None:
         """Close the socket and its context."""

@@ -184,7 +184,8 @@ def start_orchestrator(
     ):
         first = orchestrator.link.next_command()
         if "end" in first:
-            return first["end"]
+            end: str | None = first["end"]
+            return end
         if rank_and_world_size()[1] > 1:
             orchestrator.watch(lambda error: leave(error if run is None else run.with_cure(error)))
         joining = first["kwargs"]

@@ -201,7 +201,8 @@ def check_student_layout(student: StudentConfig) -> ModelDims:
 
 def _account(loaded: Loaded) -> dict[str, Any]:
     rest = {field.name: getattr(loaded, field.name) for field in dataclasses.fields(Loaded) if field.name != "named"}
-    return to_tree(rest | {"recipe": loaded.named})
+    account: dict[str, Any] = to_tree(rest | {"recipe": loaded.named})
+    return account
 
 
 def _from_account(account: Mapping[str, Any]) -> Loaded:

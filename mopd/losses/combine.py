@@ -76,7 +76,8 @@ def _entropy(logprobs: Tensor) -> Tensor:
     """Return the entropy, in nats, of log-probs [..., K] and one outcome that has the rest of the mass."""
     masses = logprobs.exp()
     rest = (1 - masses.sum(-1, keepdim=True)).clamp_min(0)
-    return torch.special.entr(torch.cat([masses, rest], -1)).sum(-1)
+    entropy: Tensor = torch.special.entr(torch.cat([masses, rest], -1)).sum(-1)
+    return entropy
 
 
 def _by_id(ids: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:

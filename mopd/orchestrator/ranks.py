@@ -74,7 +74,8 @@ class Ranks:
             if self._ended.done():
                 self._ended.result()
             self.num_calls += 1
-            answer = self._answer = asyncio.get_running_loop().create_future()
+            answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            self._answer = answer
             await asyncio.to_thread(self._link.send, {"call": name, "kwargs": kwargs})
             return await answer  # which may be there by now
 

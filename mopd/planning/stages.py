@@ -246,7 +246,7 @@ def _read_weights(dims: ModelDims, tokens: float) -> float:
     if dims.moe is None:
         return float(total)
     experts = shards.expert_weights(dims)
-    missed = (1 - dims.moe.experts_per_token / dims.moe.num_experts) ** tokens
+    missed: float = (1 - dims.moe.experts_per_token / dims.moe.num_experts) ** tokens
     return total - experts * missed
 
 

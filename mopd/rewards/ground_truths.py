@@ -64,7 +64,7 @@ def schema_problem(schema: Mapping[str, Any]) -> str:
     try:
         validator_for(schema).check_schema(schema)
     except SchemaError as error:
-        return error.message[:200]
+        return str(error.message)[:200]
     return ""
 
 

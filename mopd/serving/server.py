@@ -339,7 +339,7 @@ class Connection(H11Protocol):
             headers = [*response.raw_headers, (b"connection", b"close")]
             parts = (h11.Response(status_code=refusal.status, headers=headers), h11.Data(data=bytes(response.body)))
             for part in (*parts, h11.EndOfMessage()):
-                self.transport.write(cast(bytes, self.conn.send(part)))
+                self.transport.write(self.conn.send(part))
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

@@ -173,6 +173,7 @@ def _samples_group(timeout_s: float) -> dist.ProcessGroup:
     """Return a gloo group like Megatron's group of tensor- and context-parallel ranks. Megatron numbers ranks so that
     those of such a group are consecutive, which is checked."""
     own = parallel_state.get_tensor_and_context_parallel_group()
+    group: dist.ProcessGroup
     group, _ = dist.new_subgroups(group_size=own.size(), backend="gloo", timeout=timedelta(seconds=timeout_s))
     ranks = dist.get_process_group_ranks(group)
     if ranks != dist.get_process_group_ranks(own):

@@ -76,7 +76,8 @@ class TokenLayout:
     def sequences(self, rows: Tensor) -> Tensor:
         """Return this rank's [..., B, S / c] from flat rows [..., T]."""
         own = rows if self._own is None else rows[..., self._own]
-        return own.unflatten(-1, (-1, self.shape[0])).transpose(-1, -2).contiguous()
+        grid: Tensor = own.unflatten(-1, (-1, self.shape[0]))
+        return grid.transpose(-1, -2).contiguous()
 
     def samples(self) -> Tensor:
         """Return [T] int64: the sample that each row belongs to."""

@@ -68,7 +68,8 @@ def make_tower(student: StudentConfig, dtype: torch.dtype) -> nn.Module:
         parameter.average_gradients_across_tp_domain = True
     if student.recompute == "full" and freeze == "none":
         tower.gradient_checkpointing_enable({"use_reentrant": False})
-    return tower
+    built: nn.Module = tower
+    return built
 
 
 TOWER = "vision-tower"

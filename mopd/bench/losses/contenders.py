@@ -75,7 +75,7 @@ def verl(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
     """verl style: truncated forward KL, log-probs held above -10, rows in [0, 10], and the diagnostics that go with it:
     the student's own top-k, how many ids it shares with the teacher's and the student's mass on the shared ones.
     """
-    loss, _, _ = VerlTopK.apply(logits, ids, logprobs)
+    loss: Tensor = VerlTopK.apply(logits, ids, logprobs)[0]
     return loss.clamp_max(10.0).clamp_min(0.0)
 
 
@@ -130,7 +130,7 @@ def nemo_rl(logits: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
     """NeMo-RL style with full normalisation: the student's log-probs over the whole vocabulary, chunk by chunk, forward
     and again in backward; the teacher renormalised over its K ids.
     """
-    log_p = ChunkedGather.apply(logits.float(), ids)
+    log_p: Tensor = ChunkedGather.apply(logits.float(), ids)
     log_q = logprobs.log_softmax(1)
     return (log_q.exp() * (log_q - log_p)).sum(1)
 

@@ -56,7 +56,7 @@ def build_from_json(cls: type[Config], tree: dict[str, Any], file: str) -> Confi
 
 def _section(tree: dict[str, Any], file: str) -> Section:
     items = {key: _section(item, file) if isinstance(item, dict) else Leaf(item, file) for key, item in tree.items()}
-    return Section(typing.cast(dict[str, Node], items), file)
+    return Section(items, file)
 
 
 def place(recipe_file: str, origin: str) -> str:

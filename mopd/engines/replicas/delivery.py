@@ -281,7 +281,7 @@ class Request(Generic[R]):
                 raise self._broken.result()
             if not call.done():
                 raise EngineUnavailable(f"{name}: no answer within {timeout_s:g} s (routing.request_timeout_s)")
-            results = call.result()
+            results: Sequence[R] = call.result()
         finally:
             # answers that are told from here on are dropped
             self._is_over = True

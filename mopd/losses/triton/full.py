@@ -187,9 +187,9 @@ def gradient_kernel(
 def _form(kind: FullLoss) -> int:
     """Return the kernels' number of a form."""
     if kind.loss == "jsd":
-        return JSD.value
+        return int(JSD.value)
     plain, skewed = (FORWARD, SKEWED_FORWARD) if kind.loss == "forward_kl" else (REVERSE, SKEWED_REVERSE)
-    return (skewed if kind.is_mixed else plain).value
+    return int((skewed if kind.is_mixed else plain).value)
 
 
 def _shares(kind: FullLoss) -> tuple[float, float, float]:

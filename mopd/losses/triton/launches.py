@@ -89,7 +89,7 @@ class Logits:
 def _chunk(z: Logits, how: table.Launch, splits: int) -> int:
     """Return the groups of one split: whole steps of the kernel, enough wherever in its 16 bytes a row begins."""
     columns, step = z.shard.num_columns + z.layout.group, how.block * how.stages
-    return triton.cdiv(triton.cdiv(columns, splits), step) * (step // z.layout.group)
+    return int(triton.cdiv(triton.cdiv(columns, splits), step)) * (step // z.layout.group)
 
 
 def new_marks(z: Logits, how: table.Launch, splits: int) -> Tensor:

@@ -71,7 +71,7 @@ def tune(
 def median_ms(run: Callable[[], None], flush: Tensor, repeats: int) -> float:
     """Return the median time of ``run`` in ms by CUDA events, its operands pushed out of the cache before each run."""
     run()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         flush.zero_()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -112,7 +112,7 @@ def _of_block(keys: Keys, key: str) -> float:
     block = keys.container(key, list)
     if len(block) != 2 or not all(isinstance(side, int) and side > 0 for side in block):
         raise keys.error(key, f"{block!r:.80} is no block of rows and columns")
-    return 4 / math.prod(block)
+    return float(4 / math.prod(block))
 
 
 def _group_key(keys: Keys) -> str:

@@ -307,7 +307,7 @@ class Sandbox:
 @cache
 def landlock_version() -> int:
     """Return the kernel's Landlock version; 0 if it has none or it is switched off."""
-    return max(0, _libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
+    return max(0, int(_libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
 
 
 def _landlock(folder: Path, may_read: Sequence[str]) -> None:

@@ -144,7 +144,8 @@ class StudentModel(GPTModel):
         The output layer holds its weight but is not run, so what Megatron's DDP does before its forward is done here.
         """
         if not self.post_process or labels is None:
-            return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+            output: Tensor = super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+            return output
         # With overlap_param_gather DDP waits for the gathered weights in a forward pre-hook of the layer.
         for wait_for_weight in self.output_layer._forward_pre_hooks.values():
             wait_for_weight(self.output_layer, ())
