@@ -23,6 +23,7 @@ from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
 from mopd.conversion.models.mapping import load_shard, split_shards
+from mopd.conversion.models.rows import EMBEDDING, FINAL_NORM, LM_HEAD, TIED_HEAD
 from mopd.conversion.models.stages import Stages
 from mopd.student.parallel import Layout
 
@@ -253,11 +254,7 @@ def _owned_params(
 
 def _rows_by_local_name(model: torch.nn.Module, dims: ModelDims, layout: Layout) -> dict[str, Placed]:
     """Return the table rows by the parameter names of one model chunk, whose layers and experts count from 0."""
-    outside = (
-        families.EMBEDDING,
-        families.FINAL_NORM,
-        families.TIED_HEAD if dims.tied_embeddings else families.LM_HEAD,
-    )
+    outside = (EMBEDDING, FINAL_NORM, TIED_HEAD if dims.tied_embeddings else LM_HEAD)
     whole = [*families.tower_params(dims), *(families.place(param, dims) for param in outside)]
     rows = {name: placed for placed in whole for name in placed.megatron}
     num_experts = 0 if dims.moe is None else dims.moe.num_experts // layout.ep_size

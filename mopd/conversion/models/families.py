@@ -1,208 +1,16 @@
-"""Name tables: the Hugging Face tensors that make up each Megatron-Core parameter, for every supported family.
-
-One ``Param`` per Megatron parameter of one layer (and, where the names hold ``{expert}``, of one expert). Shapes are
-spelled with the names of ``sizes``. ``{layer}`` and ``{expert}`` count from 0 over the whole model. If the layer specs
-name a parameter differently, the row has both names: first that of the local spec (``SequentialMLP`` for experts), last
-that of TransformerEngine (``TEGroupedMLP``). How the tensors of a row merge is code (``mapping.py``), named by
-``merge``; where a row lies in a distributed checkpoint is ``torch_dist/plan.py``'s.
-"""
+"""A model's parameters, one by one: the rows of its family's name table with layers, experts and sizes filled in."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.known import FAMILIES
+from mopd.conversion.models.rows import EMBEDDING, FINAL_NORM, LM_HEAD, HfTensor, Param, Switch
 from mopd.conversion.models.stages import Stages
 from mopd.conversion.models.towers import TOWER_PREFIX, named_as_read, tower_sizes, tower_tensors
-
-Merge = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]
-"""How a parameter is cut over tensor-parallel ranks (expert-tensor-parallel ranks for experts): ``rows`` = dimension 0
-and ``columns`` = dimension 1 of [out, in], ``vocab`` = rows with padding, ``qkv`` and ``gate_up`` = several tensors
-merged (see ``mapping.py``)."""
-Switch = Literal["q_lora", "no_q_lora", "shared_experts", "expert_bias"]
-"""Property of the model that a row depends on."""
-
-
-@dataclass(frozen=True, slots=True)
-class HfTensor:
-    """One tensor of the Hugging Face checkpoint."""
-
-    name: str
-    shape: tuple[str, ...]
-    """Names of sizes, whose values ``sizes`` returns."""
-
-
-@dataclass(frozen=True, slots=True)
-class Param:
-    """One Megatron parameter and its Hugging Face parts."""
-
-    megatron: tuple[str, ...]
-    """Names under the layer specs, the local one first, TransformerEngine's last."""
-    merge: Merge
-    hf: tuple[HfTensor, ...]
-    """Hugging Face parts, in the order in which they merge."""
-    needs: Switch | None = None
-    """Property without which a model does not have the row."""
-
-    @property
-    def is_expert(self) -> bool:
-        """Whether there is one such parameter per expert."""
-        return "{expert}" in self.megatron[0]
-
-    @property
-    def is_vision(self) -> bool:
-        """Whether it belongs to the vision tower."""
-        return self.megatron[0].startswith(TOWER_PREFIX)
-
-    @property
-    def stays_fp32(self) -> bool:
-        """Whether it is kept in fp32 whatever the model's dtype, by transformers and Megatron alike."""
-        return self.needs == "expert_bias"
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The layers of one ``model_type``."""
-
-    dense: tuple[Param, ...]
-    """Rows of a layer with one MLP; empty if the family has none."""
-    moe: tuple[Param, ...] = ()
-    """Rows of a layer with experts."""
-
-
-_LAYER = "decoder.layers.{layer}."
-_HF_LAYER = "model.layers.{layer}."
-
-
-def _weight(name: str, out_size: str, in_size: str) -> HfTensor:
-    return HfTensor(name + ".weight", (out_size, in_size))
-
-
-def _one(megatron: str, merge: Merge, hf: str, *shape: str, also: str = "", needs: Switch | None = None) -> Param:
-    """Return a row of one tensor inside a layer; ``also`` is its name under TransformerEngine."""
-    names = (_LAYER + megatron,) + ((_LAYER + also,) if also else ())
-    return Param(names, merge, (HfTensor(_HF_LAYER + hf, shape),), needs)
-
-
-def _qkv(kind: str, *in_size: str) -> Param:
-    """Return the merged projection's weight or bias (``kind``)."""
-    parts = (("q", "q"), ("k", "kv"), ("v", "kv"))
-    hf = tuple(HfTensor(f"{_HF_LAYER}self_attn.{part}_proj.{kind}", (size, *in_size)) for part, size in parts)
-    return Param((f"{_LAYER}self_attention.linear_qkv.{kind}",), "qkv", hf)
-
-
-def _gate_up(megatron: str, hf: str, size: str, *, needs: Switch | None = None) -> tuple[Param, Param]:
-    """Return fc1 and fc2 of a gated MLP."""
-    gate, up = (_weight(f"{_HF_LAYER}{hf}.{part}_proj", size, "hidden") for part in ("gate", "up"))
-    return (
-        Param((f"{_LAYER}{megatron}.linear_fc1.weight",), "gate_up", (gate, up), needs),
-        _one(f"{megatron}.linear_fc2.weight", "columns", f"{hf}.down_proj.weight", "hidden", size, needs=needs),
-    )
-
-
-def _experts(hf: str, gate: str, up: str, down: str) -> tuple[Param, Param]:
-    """Return fc1 and fc2 of one expert; ``hf`` is the expert's prefix."""
-    sequential, grouped = _LAYER + "mlp.experts.local_experts.{expert}.", _LAYER + "mlp.experts."
-    fc1 = tuple(_weight(f"{_HF_LAYER}{hf}.{part}", "moe_ffn", "hidden") for part in (gate, up))
-    fc2 = (_weight(f"{_HF_LAYER}{hf}.{down}", "hidden", "moe_ffn"),)
-    names1 = (sequential + "linear_fc1.weight", grouped + "linear_fc1.weight{expert}")
-    names2 = (sequential + "linear_fc2.weight", grouped + "linear_fc2.weight{expert}")
-    return Param(names1, "gate_up", fc1), Param(names2, "columns", fc2)
-
-
-EMBEDDING = Param(("embedding.word_embeddings.weight",), "vocab", (_weight("model.embed_tokens", "vocab", "hidden"),))
-FINAL_NORM = Param(("decoder.final_layernorm.weight",), "replicated", (HfTensor("model.norm.weight", ("hidden",)),))
-LM_HEAD = Param(("output_layer.weight",), "vocab", (_weight("lm_head", "vocab", "hidden"),))
-TIED_HEAD = Param(("output_layer.weight",), "vocab", EMBEDDING.hf)
-"""Second copy of a tied embedding, which the last stage holds with PP > 1."""
-
-ATTENTION = (
-    _one(
-        "input_layernorm.weight", "replicated", "input_layernorm.weight", "hidden",
-        also="self_attention.linear_qkv.layer_norm_weight",
-    ),
-    _qkv("weight", "hidden"),
-    _one("self_attention.linear_proj.weight", "columns", "self_attn.o_proj.weight", "hidden", "q"),
-)  # fmt: skip
-QKV_BIAS = (_qkv("bias"),)
-QK_NORM = (
-    _one("self_attention.q_layernorm.weight", "replicated", "self_attn.q_norm.weight", "head_dim"),
-    _one("self_attention.k_layernorm.weight", "replicated", "self_attn.k_norm.weight", "head_dim"),
-)
-LATENT_ATTENTION = (
-    _one("input_layernorm.weight", "replicated", "input_layernorm.weight", "hidden"),
-    _one(
-        "self_attention.linear_q_proj.weight", "rows", "self_attn.q_proj.weight", "mla_q", "hidden",
-        needs="no_q_lora",
-    ),
-    _one(
-        "self_attention.linear_q_down_proj.weight", "replicated", "self_attn.q_a_proj.weight", "q_lora", "hidden",
-        needs="q_lora",
-    ),
-    _one(
-        "self_attention.q_layernorm.weight", "replicated", "self_attn.q_a_layernorm.weight", "q_lora",
-        also="self_attention.linear_q_up_proj.layer_norm_weight", needs="q_lora",
-    ),
-    _one(
-        "self_attention.linear_q_up_proj.weight", "rows", "self_attn.q_b_proj.weight", "mla_q", "q_lora",
-        needs="q_lora",
-    ),
-    _one(
-        "self_attention.linear_kv_down_proj.weight", "replicated", "self_attn.kv_a_proj_with_mqa.weight",
-        "kv_lora_rope", "hidden",
-    ),
-    _one(
-        "self_attention.kv_layernorm.weight", "replicated", "self_attn.kv_a_layernorm.weight", "kv_lora",
-        also="self_attention.linear_kv_up_proj.layer_norm_weight",
-    ),
-    _one("self_attention.linear_kv_up_proj.weight", "rows", "self_attn.kv_b_proj.weight", "mla_kv", "kv_lora"),
-    _one("self_attention.linear_proj.weight", "columns", "self_attn.o_proj.weight", "hidden", "mla_v"),
-)  # fmt: skip
-MLP = (
-    _one(
-        "pre_mlp_layernorm.weight", "replicated", "post_attention_layernorm.weight", "hidden",
-        also="mlp.linear_fc1.layer_norm_weight",
-    ),
-    *_gate_up("mlp", "mlp", "ffn"),
-)  # fmt: skip
-PRE_MOE_NORM = (_one("pre_mlp_layernorm.weight", "replicated", "post_attention_layernorm.weight", "hidden"),)
-"""The norm before experts, which stands alone under both layer specs."""
-ROUTER = (
-    _one("mlp.router.weight", "replicated", "mlp.gate.weight", "experts", "hidden"),
-    _one(
-        "mlp.router.expert_bias", "replicated", "mlp.gate.e_score_correction_bias", "experts", needs="expert_bias"
-    ),
-)  # fmt: skip
-SHARED_EXPERTS = _gate_up("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", needs="shared_experts")
-EXPERTS = _experts("mlp.experts.{expert}", "gate_proj", "up_proj", "down_proj")
-MIXTRAL_EXPERTS = _experts("block_sparse_moe.experts.{expert}", "w1", "w3", "w2")
-MIXTRAL_ROUTER = (_one("mlp.router.weight", "replicated", "block_sparse_moe.gate.weight", "experts", "hidden"),)
-
-_LLAMA = Family(dense=ATTENTION + MLP)
-_QWEN2 = Family(dense=ATTENTION + QKV_BIAS + MLP)
-_QWEN3 = Family(dense=ATTENTION + QK_NORM + MLP)
-_DEEPSEEK = Family(
-    dense=LATENT_ATTENTION + MLP, moe=LATENT_ATTENTION + PRE_MOE_NORM + ROUTER + SHARED_EXPERTS + EXPERTS
-)
-FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _QWEN2,
-    "qwen2_5_vl": _QWEN2,
-    "qwen3": _QWEN3,
-    "qwen3_vl": _QWEN3,
-    "qwen3_moe": Family(
-        dense=ATTENTION + QK_NORM + MLP, moe=ATTENTION + QK_NORM + PRE_MOE_NORM + ROUTER + EXPERTS
-    ),
-    "mixtral": Family(dense=(), moe=ATTENTION + PRE_MOE_NORM + MIXTRAL_ROUTER + MIXTRAL_EXPERTS),
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
-}  # fmt: skip
-"""``model_type`` -> the parameters of its layers. Names are spelled without ``language_model``; towers are in
-``towers.py``."""
 
 IGNORED = re.compile(r"model\.(language_model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from the config."""
@@ -268,6 +76,8 @@ def layer_params(dims: ModelDims, layer: int) -> tuple[Param, ...]:
     rows = family.moe if dims.is_moe_layer(layer) else family.dense
     holds: dict[Switch | None, bool] = {
         None: True,
+        "qkv_bias": dims.qkv_bias,
+        "qk_norm": dims.qk_norm,
         "q_lora": mla is not None and mla.q_lora_rank is not None,
         "no_q_lora": mla is not None and mla.q_lora_rank is None,
         "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0,

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from mopd.conversion.models.dims import ModelDims
-from mopd.conversion.models.families import Merge, Placed
+from mopd.conversion.models.families import Placed
+from mopd.conversion.models.rows import Merge
 
 ReadSlice = Callable[[str, int, int, int], Tensor]
 """``read_slice(name, dim, start, stop)``: part of one Hugging Face tensor (``HfReader.read_slice``)."""

@@ -6,23 +6,20 @@ scaling, sliding window, quantised weights, extra biases, …) is refused by fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config, refuse_quantised, without_quantisation
 from mopd.conversion.models.dims import Llama3Rope, MlaDims, ModelDims, MoeDims, YarnRope
+from mopd.conversion.models.family import Family
+from mopd.conversion.models.known import FAMILIES
 from mopd.conversion.models.vision_config import MROPE_KEYS, is_tied, read_vision, text_keys
 
 MAX_LAYERS = 2_000
 """Largest number of layers; the deepest published models have some hundreds."""
 MAX_EXPERTS = 100_000
 """Largest number of experts of all layers together; the largest published models have some 20,000."""
-_LATENT_NORM_EPSILON = 1e-6
-"""Epsilon of DeepSeek's norms inside the attention, whatever ``rms_norm_eps``; Megatron-Core has one for all."""
-_LLAMA_1_AND_2_ROTARY_BASE = 10000.0
-"""Rope base of Llama 1 and 2, whose configs do not name it."""
 _LLAMA_3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants that are built into Megatron-Core's ``RotaryEmbedding``."""
 _ROPE_KEYS = {
@@ -52,12 +49,12 @@ def read_dims(folder: Path, *, takes_quantised: bool = False) -> ModelDims:
 def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
     """Return the ``ModelDims`` of a parsed config; ``path`` is only for messages. Raise as ``read_dims`` does."""
     whole = Keys(config, path)
-    family = whole.one_of("model_type", tuple(_FORMATS), "a model family with a name table")
-    format_, keys = _FORMATS[family], text_keys(whole, family)
+    family = whole.one_of("model_type", tuple(FAMILIES), "a model family with a name table")
+    format_, keys = FAMILIES[family], text_keys(whole, family)
     _refuse_unsupported(whole, family)
     _refuse_unsupported_layers(keys, family)
     heads = keys.count("num_attention_heads")
-    mla = _latent_attention(keys, family, heads) if format_.is_latent else None
+    mla = None if format_.latent_attention is None else format_.latent_attention(keys)
     # Absent keys whose meaning the family's format defines; every other key is required.
     own_groups = format_.kv_heads_default_to_heads and keys.absent("num_key_value_heads")
     kv_heads = heads if own_groups else keys.count("num_key_value_heads")
@@ -79,32 +76,37 @@ def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
         rotary_base=rotary_base,
         norm_epsilon=keys.positive("rms_norm_eps"),
         tied_embeddings=is_tied(whole, keys, family),
-        qk_norm=format_.qk_norm,
-        qkv_bias=format_.qkv_bias,
+        qk_norm=_flag(keys, format_.qk_norm),
+        qkv_bias=_flag(keys, format_.qkv_bias),
         mla=mla,
         moe=None if format_.experts is None else _checked_experts(keys, format_.experts(keys)),
         rope_scaling=rope_scaling,
         vision=read_vision(whole, keys, family, head_dim=head_dim) if format_.has_vision else None,
+        **({} if format_.more is None else format_.more(keys)),
     )
+
+
+def _flag(keys: Keys, known: bool | str) -> bool:
+    """Return a property that a family has or has not, or that a key of the config tells; absent means that it has
+    not."""
+    return known if isinstance(known, bool) else not keys.absent(known) and keys.flag(known)
 
 
 def _refuse_unsupported(keys: Keys, family: str) -> None:
     """Raise ``UserError`` for the first property of the whole checkpoint that cannot be carried."""
     refuse_quantised(keys)
-    architecture = _FORMATS[family].architecture
+    architecture = FAMILIES[family].architecture
     if not keys.absent("architectures") and architecture not in keys.container("architectures", list):
         raise keys.error("architectures", f"{keys.config['architectures']!r} is not supported; {architecture} is")
-    if not keys.absent("auto_map") and "AutoModelForCausalLM" in keys.container("auto_map", dict):
-        # DeepSeek's own checkpoints name the code that came before transformers had the architecture.
-        published = f"modeling_deepseek.{architecture}" if _FORMATS[family].is_latent else None
-        if keys.config["auto_map"]["AutoModelForCausalLM"] != published:
-            raise keys.error("auto_map", "custom modelling code is not supported; use a plain checkpoint")
+    code = "" if keys.absent("auto_map") else keys.container("auto_map", dict).get("AutoModelForCausalLM", "")
+    if code and code != FAMILIES[family].published_code:
+        raise keys.error("auto_map", "custom modelling code is not supported; use a plain checkpoint")
 
 
 def _refuse_unsupported_layers(keys: Keys, family: str) -> None:
     """Raise ``UserError`` for the first feature of the language model that the tables or Megatron-Core cannot carry."""
     refuse_quantised(keys)
-    for key in ("attention_bias", "mlp_bias"):
+    for key in sorted({"attention_bias", "mlp_bias"} - {FAMILIES[family].qkv_bias}):
         if not keys.absent(key) and keys.flag(key):
             raise keys.error(key, f"true is not supported for model_type {family}")
     keys.one_of("hidden_act", ("silu",), "a supported activation")
@@ -118,15 +120,17 @@ def _refuse_sliding_window(keys: Keys, family: str) -> None:
     if not has_switch and not keys.absent("sliding_window"):
         size = keys.config["sliding_window"]
         raise keys.error("sliding_window", f"{size!r} is not supported; only full attention is")
-    if family == "mistral" and "sliding_window" not in keys.config:
-        raise keys.error("sliding_window", "missing, which means 4096; set it to null if the model has full attention")
+    window = FAMILIES[family].default_window
+    if window is not None and "sliding_window" not in keys.config:
+        problem = f"missing, which means {window}; set it to null if the model has full attention"
+        raise keys.error("sliding_window", problem)
     if not keys.absent("layer_types"):
         other = sorted({str(kind) for kind in keys.container("layer_types", list)} - {"full_attention"})
         if other:
             raise keys.error("layer_types", f"{other} is not supported; only full_attention is")
 
 
-def _head_dim(keys: Keys, format_: _Format, mla: MlaDims | None) -> int:
+def _head_dim(keys: Keys, format_: Family, mla: MlaDims | None) -> int:
     if mla is not None:
         return mla.qk_nope_head_dim + mla.qk_rope_head_dim
     if format_.head_dim_defaults_to_share and keys.absent("head_dim"):
@@ -142,25 +146,7 @@ def _head_dim(keys: Keys, format_: _Format, mla: MlaDims | None) -> int:
     return head_dim
 
 
-def _latent_attention(keys: Keys, family: str, heads: int) -> MlaDims:
-    if keys.positive("rms_norm_eps") != _LATENT_NORM_EPSILON:
-        raise keys.error("rms_norm_eps", f"only {_LATENT_NORM_EPSILON} is supported for model_type {family}")
-    if not keys.absent("rope_interleave") and not keys.flag("rope_interleave"):
-        raise keys.error("rope_interleave", "false is not supported; Megatron-Core interleaves")
-    if not keys.absent("num_key_value_heads") and keys.count("num_key_value_heads") != heads:
-        raise keys.error("num_key_value_heads", f"latent attention has one per attention head, {heads}")
-    if keys.count("qk_rope_head_dim") % 2:
-        raise keys.error("qk_rope_head_dim", "is odd, rotary embeddings need an even size")
-    return MlaDims(
-        q_lora_rank=None if keys.absent("q_lora_rank") else keys.count("q_lora_rank"),
-        kv_lora_rank=keys.count("kv_lora_rank"),
-        qk_nope_head_dim=keys.count("qk_nope_head_dim"),
-        qk_rope_head_dim=keys.count("qk_rope_head_dim"),
-        v_head_dim=keys.count("v_head_dim"),
-    )
-
-
-def _rope(keys: Keys, format_: _Format) -> tuple[float, Llama3Rope | YarnRope | None]:
+def _rope(keys: Keys, format_: Family) -> tuple[float, Llama3Rope | YarnRope | None]:
     """Return base and scaling, from ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5)."""
     _require_full_rotation(keys)
     bases: dict[str, float] = {}
@@ -191,7 +177,7 @@ def _require_full_rotation(keys: Keys) -> None:
         raise keys.error(key, "other values than 1 are not supported")
 
 
-def _rope_scaling(rope: Keys, format_: _Format) -> Llama3Rope | YarnRope | None:
+def _rope_scaling(rope: Keys, format_: Family) -> Llama3Rope | YarnRope | None:
     """Return the scaling. Refuse kinds that Megatron-Core computes otherwise than transformers: beside the plain rope
     it has one for each kind of attention, and none if positions have three parts."""
     kinds = {str(rope.config[key]) for key in ("rope_type", "type") if not rope.absent(key)}
@@ -200,11 +186,10 @@ def _rope_scaling(rope: Keys, format_: _Format) -> Llama3Rope | YarnRope | None:
     if len(kinds) > 1:
         raise rope.error("rope_type", f"disagrees with type: {sorted(kinds)}; keep one")
     kind = kinds.pop() if kinds else "default"
-    known = ("default",) if format_.has_vision else ("default", "yarn" if format_.is_latent else "llama3")
+    known = ("default", *format_.ropes)
     if kind not in known:
         label = "rope_type" if not rope.absent("rope_type") else "type"
-        supported = "only 'default' is" if format_.has_vision else f"only 'default' and '{known[-1]}' are"
-        raise rope.error(label, f"{kind!r} is not supported; {supported}")
+        raise rope.error(label, f"{kind!r} is not supported; supported: {', '.join(known)}")
     parts = MROPE_KEYS if format_.has_vision else frozenset[str]()
     extra = sorted(set(rope.config) - _COMMON_ROPE_KEYS - _ROPE_KEYS[kind] - parts)
     if extra:
@@ -244,124 +229,3 @@ def _checked_experts(keys: Keys, moe: MoeDims) -> MoeDims:
     if not any(moe.layers):
         raise keys.error("num_hidden_layers", "no layer has experts; use a dense model_type")
     return moe
-
-
-def _mixtral(keys: Keys) -> MoeDims:
-    if not keys.absent("router_jitter_noise") and keys.config["router_jitter_noise"]:
-        raise keys.error("router_jitter_noise", "is not supported; set it to 0.0")
-    return MoeDims(
-        num_experts=keys.count("num_local_experts"),
-        experts_per_token=keys.count("num_experts_per_tok"),
-        ffn_hidden_size=keys.count("intermediate_size"),
-        layers=(True,) * keys.count("num_hidden_layers"),
-        normalized=True,
-    )
-
-
-def _qwen3_moe(keys: Keys) -> MoeDims:
-    num_layers, step = keys.count("num_hidden_layers"), keys.count("decoder_sparse_step")
-    dense = [] if keys.absent("mlp_only_layers") else keys.container("mlp_only_layers", list)
-    unknown = [layer for layer in dense if type(layer) is not int or not 0 <= layer < num_layers]
-    if unknown:
-        raise keys.error("mlp_only_layers", f"names layers that do not exist: {unknown!a:.200}")
-    return MoeDims(
-        # transformers 4 calls it num_experts, transformers 5 num_local_experts
-        num_experts=keys.count("num_local_experts" if keys.absent("num_experts") else "num_experts"),
-        experts_per_token=keys.count("num_experts_per_tok"),
-        ffn_hidden_size=keys.count("moe_intermediate_size"),
-        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
-        normalized=keys.flag("norm_topk_prob"),
-    )
-
-
-def _deepseek_v2(keys: Keys) -> MoeDims:
-    keys.only("scoring_func", "softmax")
-    keys.only("topk_method", "greedy", "Megatron-Core ranks groups of experts by other sums")
-    keys.only("norm_topk_prob", False, "its definitions contradict each other")
-    return _deepseek(keys, is_v3=False)
-
-
-def _deepseek_v3(keys: Keys) -> MoeDims:
-    keys.only("scoring_func", "sigmoid")
-    keys.only("topk_method", "noaux_tc")
-    keys.only("norm_topk_prob", True, "Megatron-Core always normalises sigmoid scores")
-    groups, chosen, topk = (keys.count(key) for key in ("n_group", "topk_group", "num_experts_per_tok"))
-    experts = keys.count("n_routed_experts")
-    if experts % groups or chosen > groups or topk > chosen * experts // groups:
-        raise keys.error("n_group", f"{groups} groups, {chosen} of them chosen, do not fit {experts} experts")
-    if groups == chosen:
-        return _deepseek(keys, is_v3=True)
-    if topk // chosen != 2:
-        raise keys.error(
-            "topk_group",
-            f"{chosen} is not supported with num_experts_per_tok {topk}: the model ranks groups by their best 2 "
-            f"experts, Megatron-Core by {topk} // {chosen}",
-        )
-    return _deepseek(keys, is_v3=True, num_groups=groups, group_topk=chosen)
-
-
-def _deepseek(keys: Keys, *, is_v3: bool, num_groups: int | None = None, group_topk: int | None = None) -> MoeDims:
-    keys.only("moe_layer_freq", 1)
-    num_layers, width = keys.count("num_hidden_layers"), keys.count("moe_intermediate_size")
-    num_dense = keys.whole("first_k_dense_replace")
-    shared = 0 if keys.absent("n_shared_experts") else keys.whole("n_shared_experts")
-    return MoeDims(
-        num_experts=keys.count("n_routed_experts"),
-        experts_per_token=keys.count("num_experts_per_tok"),
-        ffn_hidden_size=width,
-        shared_ffn_hidden_size=shared * width,
-        layers=tuple(layer >= num_dense for layer in range(num_layers)),
-        score_function="sigmoid" if is_v3 else "softmax",
-        normalized=is_v3,
-        scaling_factor=keys.positive("routed_scaling_factor"),
-        num_groups=num_groups,
-        group_topk=group_topk,
-        expert_bias=is_v3,
-        router_fp32=True,
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Format:
-    """Properties in which the configs of one ``model_type`` differ from other families'."""
-
-    architecture: str
-    """The one architecture of it that is supported."""
-    kv_heads_default_to_heads: bool = False
-    """Whether an absent ``num_key_value_heads`` means one per attention head."""
-    head_dim_defaults_to_share: bool = False
-    """Whether an absent ``head_dim`` means ``hidden_size / num_attention_heads``."""
-    rotary_base: float | None = None
-    """Base of the rope if the config names none; None if the format requires it."""
-    is_latent: bool = False
-    """Whether the attention is latent; such checkpoints may name their own code."""
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    has_vision: bool = False
-    experts: Callable[[Keys], MoeDims] | None = None
-    """Reader of experts and router; None for a dense model."""
-
-
-_FORMATS = {
-    "llama": _Format(
-        architecture="LlamaForCausalLM", kv_heads_default_to_heads=True, head_dim_defaults_to_share=True,
-        rotary_base=_LLAMA_1_AND_2_ROTARY_BASE,
-    ),
-    "mistral": _Format(architecture="MistralForCausalLM", head_dim_defaults_to_share=True),
-    "qwen2": _Format(architecture="Qwen2ForCausalLM", head_dim_defaults_to_share=True, qkv_bias=True),
-    "qwen2_5_vl": _Format(
-        architecture="Qwen2_5_VLForConditionalGeneration", head_dim_defaults_to_share=True, qkv_bias=True,
-        has_vision=True,
-    ),
-    "qwen3": _Format(architecture="Qwen3ForCausalLM", qk_norm=True),
-    "qwen3_vl": _Format(architecture="Qwen3VLForConditionalGeneration", qk_norm=True, has_vision=True),
-    "qwen3_moe": _Format(architecture="Qwen3MoeForCausalLM", qk_norm=True, experts=_qwen3_moe),
-    "mixtral": _Format(architecture="MixtralForCausalLM", head_dim_defaults_to_share=True, experts=_mixtral),
-    "deepseek_v2": _Format(
-        architecture="DeepseekV2ForCausalLM", kv_heads_default_to_heads=True, is_latent=True, experts=_deepseek_v2
-    ),
-    "deepseek_v3": _Format(
-        architecture="DeepseekV3ForCausalLM", kv_heads_default_to_heads=True, is_latent=True, experts=_deepseek_v3
-    ),
-}  # fmt: skip
-"""``model_type`` -> its format."""

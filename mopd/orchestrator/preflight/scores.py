@@ -21,7 +21,7 @@ from mopd.config.machine.auto import compares_with_transformers
 from mopd.config.payloads import Asked
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.head import OutputHead
-from mopd.conversion.models.families import FAMILIES
+from mopd.conversion.models.known import FAMILIES
 from mopd.data.cross_tokenizer import CrossTokenizer
 from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.images import ImageStore

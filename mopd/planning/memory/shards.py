@@ -13,7 +13,7 @@ from functools import lru_cache
 from mopd.config.student import Freeze, ParallelConfig, StudentConfig
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
-from mopd.conversion.models.families import Param
+from mopd.conversion.models.rows import Param
 from mopd.conversion.models.stages import stages_of
 from mopd.conversion.models.towers import is_merger
 

@@ -1,0 +1,47 @@
+"""One model family: the meaning of its ``config.json`` and the rows of its name table, as one of the files of ``known``
+gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mopd.conversion.models.config_keys import Keys
+from mopd.conversion.models.dims import MlaDims, MoeDims
+from mopd.conversion.models.rows import Param
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """The layers of one ``model_type``, and what its configs have that others' have not."""
+
+    architecture: str
+    """The one architecture of it that is supported."""
+    published_code: str = ""
+    """Code that published checkpoints name in ``auto_map`` though transformers has the architecture itself."""
+    dense: tuple[Param, ...] = ()
+    """Rows of a layer with one MLP; empty if the family has none."""
+    moe: tuple[Param, ...] = ()
+    """Rows of a layer with experts."""
+    kv_heads_default_to_heads: bool = False
+    """Whether an absent ``num_key_value_heads`` means one per attention head."""
+    head_dim_defaults_to_share: bool = False
+    """Whether an absent ``head_dim`` means ``hidden_size / num_attention_heads``."""
+    rotary_base: float | None = None
+    """Base of the rope if the config names none; None if the format requires it."""
+    default_window: int | None = None
+    """Sliding window that an absent ``sliding_window`` means; None for full attention."""
+    ropes: tuple[str, ...] = ("llama3",)
+    """Kinds of rope that are supported beside the plain one."""
+    qk_norm: bool | str = False
+    """Whether queries and keys are normed, or the key of the config that says so."""
+    qkv_bias: bool | str = False
+    """Whether query, key and value projections have biases, or the key of the config that says so."""
+    has_vision: bool = False
+    latent_attention: Callable[[Keys], MlaDims] | None = None
+    """Reader of latent attention; None for grouped-query attention."""
+    experts: Callable[[Keys], MoeDims] | None = None
+    """Reader of experts and router; None for a dense model."""
+    more: Callable[[Keys], dict[str, Any]] | None = None
+    """Reader of further fields of ``ModelDims``, which refuses what cannot be carried; None if the family has none."""
