@@ -1,0 +1,152 @@
+"""Low-rank adapters in PEFT's format: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, whose
+tensors are named after the modules of the base model and have its shapes.
+
+Shapes: I inputs and O outputs of a module, r rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mopd.base.files.json_text import read_json_object
+from mopd.base.types import UserError
+from mopd.conversion.hf.header import TensorInfo, read_header
+from mopd.conversion.hf.reader import HfReader
+from mopd.conversion.mapped import TORCH_DTYPES, map_tensor
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
+_REFUSED = (
+    "bias", "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
+    "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_bdlora", "use_qalora",
+)  # fmt: skip
+"""Keys of the config that change what the tensors mean, unless they are empty."""
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""Initial values that leave the base as it is."""
+
+
+def peft_names(module: str) -> tuple[str, str]:
+    """Return the names of A [r, I] and B [O, r] of a module of the base."""
+    return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """One adapter's folder, checked."""
+
+    path: Path
+    rank: int
+    scale: float
+    """Factor of B A."""
+    modules: tuple[str, ...]
+    """Names of the base's modules that it changes, sorted."""
+    sha256: str
+    """Hash of config and tensors."""
+    infos: Mapping[str, TensorInfo]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by PEFT's names, in the dtype of the file. ``UserError`` for one that is not finite."""
+        found = {}
+        for name, info in self.infos.items():
+            tensor = map_tensor(self.path / WEIGHTS_FILE, info.start, info.shape, TORCH_DTYPES[info.dtype]).clone()
+            if not torch.isfinite(tensor).all():
+                raise UserError(f"{self.path}: {name!r} holds NaN or infinite values: train the adapter again")
+            found[name] = tensor
+        return found
+
+
+def read_adapter(folder: str | Path, base: str | Path | None = None) -> Adapter:
+    """Read and check an adapter, with ``base`` also against the folder of its base model.
+
+    Raises:
+        UserError: anything is missing or unreadable, the adapter is of a kind that is not plain LoRA on linear modules,
+            or of another base.
+    """
+    folder = Path(folder)
+    path = folder / WEIGHTS_FILE
+    if not (folder / CONFIG_FILE).is_file() or not path.is_file():
+        raise UserError(f"{folder}: no {CONFIG_FILE} with {WEIGHTS_FILE}: name a folder that PEFT or mopd has saved")
+    config = read_json_object(folder / CONFIG_FILE, cure="save the adapter again")
+    rank, scale = _read_scale(folder, config)
+    infos = read_header(path)
+    modules = _modules_of(folder, infos, rank)
+    if base is not None:
+        _check_base(folder, Path(base), modules, infos)
+    digest = hashlib.sha256(f"{rank}\0{scale!r}\0".encode() + path.read_bytes()).hexdigest()
+    return Adapter(path=folder, rank=rank, scale=scale, modules=modules, sha256=digest, infos=infos)
+
+
+def _read_scale(folder: Path, config: Mapping[str, Any]) -> tuple[int, float]:
+    where = folder / CONFIG_FILE
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{where}: peft_type is {config.get('peft_type')!r}: only LORA adapters can be used")
+    for key in _REFUSED:
+        value = config.get(key)
+        if value and value != "none":
+            raise UserError(f"{where}: {key} is {value!r}, which is not supported: merge the adapter into its base")
+    init = config.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
+        raise UserError(f"{where}: init_lora_weights {init!r} changes the base: merge the adapter into its base")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise UserError(f"{where}: r is {rank!r}: an adapter's rank is 1 or more")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise UserError(f"{where}: lora_alpha is {alpha!r}, no number: save the adapter again")
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _modules_of(folder: Path, infos: Mapping[str, TensorInfo], rank: int) -> tuple[str, ...]:
+    """Return the modules of the tensors, each of which has its A and its B of this rank."""
+    modules: dict[str, set[str]] = {}
+    for name in infos:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise UserError(f"{folder}: tensor {name!r} is no lora_A or lora_B of a linear module: merge the adapter")
+        modules.setdefault(match[1], set()).add(match[2])
+    for module, halves in modules.items():
+        if module.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens"):
+            raise UserError(f"{folder}: adapts {module!r}, and engines keep that matrix: train without it, or merge it")
+        if len(halves) < 2:
+            raise UserError(f"{folder}: {module!r} has lora_{min(halves)} alone: save the adapter again")
+        a, b = (infos[name].shape for name in peft_names(module))
+        if len(a) != 2 or len(b) != 2 or (a[0], b[1]) != (rank, rank):
+            raise UserError(f"{folder}: {module!r} has A {list(a)} and B {list(b)}, {CONFIG_FILE} says rank {rank}")
+    if not modules:
+        raise UserError(f"{folder}: {WEIGHTS_FILE} holds no tensor: save the adapter again")
+    return tuple(sorted(modules))
+
+
+def _check_base(folder: Path, base: Path, modules: tuple[str, ...], infos: Mapping[str, TensorInfo]) -> None:
+    reader = HfReader(base)
+    for module in modules:
+        if f"{module}.weight" not in reader.names:
+            raise UserError(f"{folder}: adapts {module!r}, which {base} does not have: name the adapter's own base")
+        a, b = (infos[name].shape for name in peft_names(module))
+        wanted = reader.shape(f"{module}.weight")
+        if (b[0], a[1]) != wanted:
+            raise UserError(
+                f"{folder}: {module!r} has A {list(a)} and B {list(b)}, but its weight in {base} is {list(wanted)}: "
+                "name the adapter's own base"
+            )
+
+
+def merge_adapter(base: Mapping[str, Tensor], adapter: Adapter) -> dict[str, Tensor]:
+    """Return the changed weights by name, each computed in float64 and rounded once to its own dtype."""
+    tensors, merged = adapter.tensors(), {}
+    for module in adapter.modules:
+        a, b = (tensors[name].double() for name in peft_names(module))
+        weight = base[f"{module}.weight"]
+        merged[f"{module}.weight"] = (weight.double() + adapter.scale * (b.to(weight.device) @ a.to(weight.device))).to(
+            weight.dtype
+        )
+    return merged
