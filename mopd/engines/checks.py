@@ -8,7 +8,7 @@ Shapes: R response tokens of all sequences, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,13 @@ def check_weights(has_weights: bool, *, name: str) -> None:
     """Raise ``WeightsLost`` for an engine without weights."""
     if not has_weights:
         raise WeightsLost(f"the engine of {name} has no weights: send it some first")
+
+
+def check_adapter(adapter: str, known: Collection[str], *, name: str) -> None:
+    """Raise ``ValueError`` for an adapter that the engine of ``name`` has not loaded."""
+    if adapter and adapter not in known:
+        there = ", ".join(sorted(known)) or "none"
+        raise ValueError(f"adapter {adapter!r} is not loaded in the engine of {name}, which has {there}")
 
 
 def check_scoring(tokens: Sequence[Tensor], prompt_lengths: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
@@ -124,6 +124,8 @@ class EngineInfo:
     """Largest ``top_k`` of ``score``; ``None``: the size of the vocabulary."""
     image_processing: str | None = None
     """``ImageProcessing.fingerprint`` of the way it turns images into patches; ``None``: it sees no images."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of each adapter that requests may name, by name; empty text where nobody hashed it."""
     num_workers: int = 1
     """Processes that hold its weights, each a member of a transfer group."""
     limits: EngineLimits = EngineLimits()
@@ -272,9 +274,10 @@ class Generator(Protocol):
         *,
         on_response: ResponseCallback | None = None,
         images: Images = None,
+        adapter: str = "",
     ) -> list[Generation]:
         """Draw one response per prompt. A response depends on its prompt, its seed and the weights, not on its
-        neighbours' seeds. ``seeds`` are non-negative and below 2**63.
+        neighbours' seeds. ``seeds`` are non-negative and below 2**63. ``adapter`` as for ``Scorer.score``.
 
         ``on_response`` is called on the caller's event loop for each response as soon as it is complete, at most once
         each; an engine that knows a response only at the end never calls it. The returned list holds all responses.
@@ -336,10 +339,12 @@ class Scorer(Protocol):
         images: Images = None,
         given: Given = None,
         hidden_size: int = 0,
+        adapter: str = "",
     ) -> list[Scores]:
         """Score the response part of each sequence (``tokens[i][prompt_lengths[i]:]``): its own tokens, the ``top_k``
         most probable ids (0: none), and the ids ``given``. With ``hidden_size``, which must be the model's, also
-        return its hidden states.
+        return its hidden states. ``adapter`` names the one beside the weights that answers (``EngineInfo.adapters``);
+        empty: none, or that of the student. ``ValueError`` for one that is not there.
 
         ``tokens`` hold one placeholder for each token of an image (after merging), as for ``Generator.generate``.
         ``EngineRejected`` for images that the engine cannot see.

@@ -16,9 +16,9 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -82,6 +82,8 @@ class Served:
     limits: ServerLimits
     manifest: dict[str, str] | None = None
     """Hashes of the folder that the engine loaded."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of each adapter beside it, by name."""
     token: str | None = None
     """Access token required on every path but ``/health``; without one, web pages are kept out."""
     names: Sequence[str] = LOOPBACK_NAMES
@@ -138,6 +140,7 @@ class EngineServer:
             weight_version=self.updates.weight_version,
             max_logprobs=self._info.max_logprobs if is_within else limits.max_logprobs,
             manifest=self.served.manifest,
+            adapters={**self._info.adapters, **self.served.adapters},
             limits=dataclasses.replace(
                 self._info.limits,
                 max_tokens_per_request=limits.max_tokens_per_request,
@@ -174,6 +177,7 @@ class EngineServer:
         rows = torch.from_numpy(message.given_ids).view(message.num_rows, message.num_given)
         options: dict[str, Any] = {"given": rows.split(lengths.tolist())} if message.num_given else {}
         options |= {"hidden_size": message.hidden_size} if message.hidden_size else {}
+        options |= {"adapter": message.adapter} if message.adapter else {}
 
         async def call() -> ScoreAnswer:
             scores = await self.served.host.work.score(
@@ -238,11 +242,14 @@ class EngineServer:
         )
         prompts = [prompt.tolist() for prompt in np.split(message.tokens, split_points(message.lengths))]
         images = self.images.of(message.images, prompts)
+        options = {"adapter": message.adapter} if message.adapter else {}
 
         async def draw(on_response: ResponseCallback) -> list[Generation]:
             with self.admission.running():
                 seeds = message.seeds.tolist()
-                call = self.served.host.work.generate(prompts, sampling, seeds, on_response=on_response, images=images)
+                call = self.served.host.work.generate(
+                    prompts, sampling, seeds, on_response=on_response, images=images, **options
+                )
                 return await self._engine_call(call)
 
         reservation = self.admission.admit(len(message.tokens), num_sequences=len(prompts))
@@ -413,7 +420,7 @@ def _token_check(token: str | None) -> Callable[[Request], Awaitable[None]]:
 def check_score(request: ScoreRequest, info: EngineInfo) -> None:
     """Raise ``Refusal`` 400 for what this engine cannot do: a bad request must not spoil the call that it shares."""
     highest = max(int(ids.max(initial=0)) for ids in (request.tokens, request.given_ids))
-    _check_sequences(highest, int(request.lengths.max()), info)
+    _check_sequences(highest, int(request.lengths.max()), request.adapter, info)
     if request.top_k + request.num_given > info.most_logprobs:
         more = f" and {request.num_given} ids are given" if request.num_given else ""
         raise bad_request(f"top_k is {request.top_k}{more}: {info.model} gives at most {info.most_logprobs}")
@@ -422,13 +429,17 @@ def check_score(request: ScoreRequest, info: EngineInfo) -> None:
 def check_generate(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise ``Refusal`` 400 as ``check_score``."""
     largest = max(int(request.tokens.max()), int(request.stop_token_ids.max(initial=0)))
-    _check_sequences(largest, int(request.lengths.max()) + request.max_new_tokens, info)
+    _check_sequences(largest, int(request.lengths.max()) + request.max_new_tokens, request.adapter, info)
     if request.num_top_ids > info.most_logprobs:
         raise bad_request(f"num_top_ids is {request.num_top_ids}: {info.model} tells at most {info.most_logprobs}")
 
 
-def _check_sequences(largest: int, longest: int, info: EngineInfo) -> None:
+def _check_sequences(largest: int, longest: int, adapter: str, info: EngineInfo) -> None:
     if largest >= info.vocab_size:
         raise bad_request(f"token {largest} is outside the vocabulary of {info.vocab_size} of {info.model}")
     if longest > info.max_positions:
         raise bad_request(f"a sequence of {longest} tokens: {info.model} takes {info.max_positions}")
+    if adapter and adapter not in info.adapters:
+        raise bad_request(
+            f"adapter {adapter!r} is not there: {info.model} has {', '.join(sorted(info.adapters)) or 'none'}"
+        )

@@ -117,9 +117,9 @@ class _Job:
 class ThreadHost(EngineHost):
     """Host of an engine that blocks while it computes (torch).
 
-    One call runs at a time, in one thread. Waiting requests join the oldest one if they ask for the same (top-k and
-    temperature, or sampling parameters), up to ``max_batch_tokens``. A waiting request whose caller has gone is
-    dropped; a running call is interrupted only by new weights, and only if it can be continued under them.
+    One call runs at a time, in one thread. Waiting requests join the oldest one if they ask for the same (adapter,
+    top-k and temperature, or sampling parameters), up to ``max_batch_tokens``. A waiting request whose caller has gone
+    is dropped; a running call is interrupted only by new weights, and only if it can be continued under them.
     """
 
     swaps_between_calls = True
@@ -167,6 +167,7 @@ class ThreadHost(EngineHost):
         images: Images = None,
         given: Given = None,
         hidden_size: int = 0,
+        adapter: str = "",
     ) -> list[Scores]:
         """Score in the engine's thread (``Scorer.score``), joined with waiting requests of the same kind."""
 
@@ -174,13 +175,14 @@ class ThreadHost(EngineHost):
             sequences, starts, own, ids = split(items)
             options: dict[str, Any] = {} if ids is None else {"given": ids}
             options |= {"hidden_size": hidden_size} if hidden_size else {}
+            options |= {"adapter": adapter} if adapter else {}
             return await self.engine.score(
                 sequences, starts, top_k=top_k, temperature=temperature, images=own, **options
             )
 
         num_given = num_given_of(given)
         items = join(tokens, prompt_lengths, images, given if num_given else None)
-        kind = ("score", top_k, num_given, hidden_size, temperature)
+        kind = ("score", adapter, top_k, num_given, hidden_size, temperature)
         return await self._submit(kind, items, sum(map(len, tokens)), call)
 
     async def generate(
@@ -191,16 +193,18 @@ class ThreadHost(EngineHost):
         *,
         on_response: ResponseCallback | None = None,
         images: Images = None,
+        adapter: str = "",
     ) -> list[Generation]:
         """Draw responses in the engine's thread (``Generator.generate``), joined as those of ``score``."""
 
         async def call(items: list[Item[Sequence[int]]], tell: ResponseCallback) -> list[Generation]:
             texts, numbers, own, _ = split(items)
-            return await self.engine.generate(texts, sampling, numbers, on_response=tell, images=own)
+            options: dict[str, Any] = {"adapter": adapter} if adapter else {}
+            return await self.engine.generate(texts, sampling, numbers, on_response=tell, images=own, **options)
 
         items = join(prompts, seeds, images)
         num_tokens = sum(map(len, prompts)) + len(prompts) * sampling.max_new_tokens
-        return await self._submit(("generate", sampling), items, num_tokens, call, on_response)
+        return await self._submit(("generate", adapter, sampling), items, num_tokens, call, on_response)
 
     async def between_calls(self, change: Callable[[], Coroutine[Any, Any, T]], *, interrupt: bool) -> T:
         """Run ``change`` in the engine's thread as the very next call: waiting requests are done after it."""

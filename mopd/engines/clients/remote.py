@@ -113,6 +113,7 @@ class RemoteEngine:
         images: Images = None,
         given: Given = None,
         hidden_size: int = 0,
+        adapter: str = "",
     ) -> list[Scores]:
         """Score the responses with one HTTP request; ``StaleWeights`` for an answer of another version."""
         if not tokens:
@@ -127,6 +128,7 @@ class RemoteEngine:
             hidden_size=hidden_size,
             top_k=top_k,
             temperature=temperature,
+            adapter=adapter,
             weight_version=self.weight_version,
         )
         request.check()
@@ -155,6 +157,7 @@ class RemoteEngine:
         *,
         on_response: ResponseCallback | None = None,
         images: Images = None,
+        adapter: str = "",
     ) -> list[Generation]:
         """Draw the responses with one HTTP request; ``StaleWeights`` for weights older than ``self.weight_version``."""
         if not prompts:
@@ -176,6 +179,7 @@ class RemoteEngine:
             ignore_eos=sampling.ignore_eos,
             num_begun=sampling.num_begun,
             num_top_ids=sampling.num_top_ids,
+            adapter=adapter,
             weight_version=self.weight_version,
         )
         request.check()

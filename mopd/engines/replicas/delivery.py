@@ -58,6 +58,8 @@ class Scoring:
     """Ids that each row is given: those of one request have as many."""
     hidden_size: int = 0
     """Size of the hidden states that are asked for; 0: none are."""
+    adapter: str = ""
+    """Adapter that answers; empty: none."""
 
     async def ask(
         self, engine: Scorer, items: Sequence[Item[Tensor]], on_response: Callable[[int, Scores], None] | None
@@ -66,6 +68,7 @@ class Scoring:
         tokens, starts, images, given = split(items)
         options: dict[str, Any] = {} if given is None else {"given": given}
         options |= {"hidden_size": self.hidden_size} if self.hidden_size else {}
+        options |= {"adapter": self.adapter} if self.adapter else {}
         return await engine.score(
             tokens, starts, top_k=self.top_k, temperature=self.temperature, images=images, **options
         )
@@ -98,6 +101,8 @@ class Generating:
 
     sampling: SamplingParams
     vocab_size: int | None
+    adapter: str = ""
+    """Adapter that answers; empty: none, or the student's."""
 
     async def ask(
         self,
@@ -107,7 +112,8 @@ class Generating:
     ) -> Sequence[Generation]:
         """Draw the items' responses."""
         prompts, seeds, images, _ = split(items)
-        return await engine.generate(prompts, self.sampling, seeds, on_response=on_response, images=images)
+        options: dict[str, Any] = {"adapter": self.adapter} if self.adapter else {}
+        return await engine.generate(prompts, self.sampling, seeds, on_response=on_response, images=images, **options)
 
     def check(self, items: Sequence[Item[Sequence[int]]], results: Sequence[Generation]) -> None:
         """Raise ``ValueError`` for responses that cannot have been drawn."""

@@ -98,6 +98,7 @@ class Router:
         images: Images = None,
         given: Given = None,
         hidden_size: int = 0,
+        adapter: str = "",
         stop_at_failure: bool = True,
     ) -> list[Scores | SampleFailed]:
         """Score the response part of each sequence. The first ``SampleFailed`` is raised; with ``stop_at_failure``
@@ -109,6 +110,7 @@ class Router:
             vocab_size=self.vocab_size,
             num_given=num_given,
             hidden_size=hidden_size,
+            adapter=adapter,
         )
         call = Call[Scores](work=work, items=join(tokens, prompt_lengths, images, given if num_given else None))
         return await self._run(call, stop_at_failure=stop_at_failure)
@@ -121,10 +123,11 @@ class Router:
         *,
         on_response: ResponseCallback | None = None,
         images: Images = None,
+        adapter: str = "",
     ) -> list[Generation]:
         """Draw one response per prompt, with the weights of ``weight_version`` or newer ones. The first
         ``SampleFailed`` is raised."""
-        work = Generating(sampling=sampling, vocab_size=self.vocab_size)
+        work = Generating(sampling=sampling, vocab_size=self.vocab_size, adapter=adapter)
         call = Call[Generation](work=work, items=join(prompts, seeds, images), on_response=on_response)
         return cast("list[Generation]", await self._run(call, stop_at_failure=True))
 

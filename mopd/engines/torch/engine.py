@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,7 +23,10 @@ from transformers import PreTrainedModel
 
 from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig
+from mopd.config.weights import LoraShape
+from mopd.conversion.adapters import Adapter
 from mopd.engines.checks import (
+    check_adapter,
     check_given,
     check_hidden_size,
     check_length,
@@ -44,6 +49,7 @@ from mopd.engines.interface import (
     WeightsLost,
 )
 from mopd.engines.stop_texts import StopTexts
+from mopd.engines.torch.adapters import STUDENT, TorchAdapters
 from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineVision, check_images, read_vision
@@ -74,21 +80,31 @@ class TorchEngine:
         stop_ids: Sequence[int],
         has_weights: bool,
         sight: EngineVision | None = None,
+        adapters: Mapping[str, Adapter] = MappingProxyType({}),
+        student_adapter: LoraShape | None = None,
     ) -> None:
-        """Wrap ``model``. ``name`` (the checkpoint folder) stands in error messages."""
+        """Wrap ``model``. ``name`` (the checkpoint folder) stands in error messages. ``adapters``: those that requests
+        may name. ``student_adapter``: the weights that arrive are those of an adapter of this shape, which answers
+        every request."""
         self.model = model.eval().requires_grad_(False)
         self.name = name
         self.weight_version = -1
         self.stop_ids = tuple(stop_ids)
         self._cfg = cfg
         self._has_weights = has_weights
-        self.can_sleep = not has_weights
+        self.can_sleep = not has_weights and student_adapter is None
         """Whether its weights come from a student, so that ``sleep`` may lose them."""
         self._storage_sizes: dict[torch.UntypedStorage, int] = {}
         """Bytes of each storage that sleeps."""
         self._head_checked = False
         self._interrupted = threading.Event()
         self.incoming = TorchIncoming(self)
+        self._adapters = TorchAdapters(self.model, name=name)
+        for own, adapter in adapters.items():
+            self._adapters.add(own, adapter)
+        self._student = "" if student_adapter is None else STUDENT
+        if student_adapter is not None:
+            self._adapters.make_room(STUDENT, student_adapter)
         self.sight = sight
         self._eyes: VisionFeatures | None = None
         if sight is not None:
@@ -109,14 +125,18 @@ class TorchEngine:
         *,
         max_pixels: int | None = None,
         has_weights: bool = True,
+        adapters: Mapping[str, Adapter] = MappingProxyType({}),
+        student_adapter: LoraShape | None = None,
     ) -> TorchEngine:
         """Load a local Hugging Face folder with safetensors. Without ``has_weights`` build its architecture alone,
-        whose weights arrive by ``load_weights``. ``max_pixels`` as in ``read_vision``.
+        whose weights arrive by ``load_weights``; with ``student_adapter`` load it, and only the adapter's arrive.
+        ``max_pixels`` as in ``read_vision``.
 
         Raises:
-            UserError: anything in the folder is missing or unreadable.
+            UserError: anything in the folder is missing or unreadable, or an adapter is none of this model.
         """
-        path, make = Path(folder), load_model if has_weights else build_empty_model
+        is_whole = has_weights or student_adapter is not None
+        path, make = Path(folder), load_model if is_whole else build_empty_model
         model = make(path, cfg.dtype, torch.device(device))
         return cls(
             model,
@@ -125,6 +145,8 @@ class TorchEngine:
             stop_ids=read_stop_ids(path, model.config),
             has_weights=has_weights,
             sight=read_vision(path, max_pixels),
+            adapters=adapters,
+            student_adapter=student_adapter,
         )
 
     @classmethod
@@ -152,6 +174,7 @@ class TorchEngine:
             dtype=self._cfg.dtype,
             weight_version=self.weight_version,
             image_processing=None if self.sight is None else self.sight.processing.fingerprint,
+            adapters=dict.fromkeys(self._adapters.names - {STUDENT}, ""),
             limits=EngineLimits(
                 max_sequences=max(1, self._cfg.max_tokens_per_batch // self.max_sequence),
                 max_running_tokens=self._cfg.max_tokens_per_batch,
@@ -173,6 +196,7 @@ class TorchEngine:
         *,
         on_response: ResponseCallback | None = None,
         images: Images = None,
+        adapter: str = "",
     ) -> list[Generation]:
         """Draw one response per prompt. ``UserError`` for a prompt that does not fit with its response."""
         check_weights(self._has_weights, name=self.name)
@@ -200,7 +224,7 @@ class TorchEngine:
         try:
             for batch in token_budget_batches(lengths, self._cfg.max_tokens_per_batch):
                 own = [prompts[i] for i in batch]
-                with torch.inference_mode():
+                with torch.inference_mode(), self._answering(adapter):
                     decode(
                         self.model,
                         own,
@@ -243,7 +267,10 @@ class TorchEngine:
 
     @property
     def weight_slots(self) -> dict[str, Tensor]:
-        """Checkpoint name -> the model's memory of that weight (``mopd.engines.torch.loading.weight_slots``)."""
+        """Name -> memory of each weight that arrives: the checkpoint's (``mopd.engines.torch.loading.weight_slots``),
+        or those of the student's adapter under PEFT's names."""
+        if self._student:
+            return self._adapters.slots(self._student)
         return weight_slots(self.model, None if self.sight is None else self.sight.dims.naming)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
@@ -279,6 +306,7 @@ class TorchEngine:
         images: Images = None,
         given: Given = None,
         hidden_size: int = 0,
+        adapter: str = "",
     ) -> list[Scores]:
         """Score the responses. ``ValueError`` for ``top_k`` or ids above the vocabulary, an empty prompt, or another
         ``hidden_size`` than the model's."""
@@ -299,7 +327,7 @@ class TorchEngine:
         for batch in token_budget_batches([len(t) for t in tokens], self._cfg.max_tokens_per_batch):
             batch_lengths = [prompt_lengths[i] for i in batch]
             own = [tokens[i] for i in batch]
-            with torch.inference_mode():
+            with torch.inference_mode(), self._answering(adapter):
                 seen = self._see(own, batch, images, pad_left=False)
                 ids = [given[i] for i in batch] if given is not None and has_given else None
                 fields = self._score_batch(own, seen, batch_lengths, top_k, temperature, ids, hidden_size)
@@ -357,6 +385,11 @@ class TorchEngine:
         )
         states = hidden_RH[:, :hidden_size].to("cpu", torch.bfloat16)
         return scored.ids.cpu(), scored.logprobs.cpu(), cast(Tensor, scored.target_logprobs).cpu(), states
+
+    def _answering(self, adapter: str) -> AbstractContextManager[None]:
+        """Return the context in which an adapter, or the student's, stands beside the weights."""
+        check_adapter(adapter, self._adapters.names - {STUDENT}, name=self.name)
+        return self._adapters.used(adapter or self._student)
 
     def _see(
         self, sequences: Sequence[Any], batch: Sequence[int], images: Images, *, pad_left: bool

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,10 @@ from torch import Tensor
 from mopd.base.text import one_line
 from mopd.base.types import PromptImage, UserError
 from mopd.config.groups import VllmEngineConfig
+from mopd.config.weights import LoraShape
+from mopd.conversion.adapters import Adapter
 from mopd.engines.checks import (
+    check_adapter,
     check_given,
     check_hidden_size,
     check_length,
@@ -45,8 +49,10 @@ from mopd.engines.interface import (
     join,
 )
 from mopd.engines.stop_texts import StopTexts
+from mopd.engines.torch.adapters import STUDENT, student_slots
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineVision, check_images, read_vision
+from mopd.engines.vllm.adapters import STUDENT_ID, load_adapters, lora_options, lora_requests, teacher_options
 from mopd.engines.vllm.prompts import (
     drawing_params,
     last_output,
@@ -64,6 +70,7 @@ from mopd.engines.vllm.start import (
     AsyncLLM,
     EngineDeadError,
     EngineGenerateError,
+    LoRARequest,
     RequestOutput,
     VllmSamplingParams,
     cache_tokens,
@@ -95,9 +102,11 @@ class VllmEngine:
         sight: EngineVision | None,
         max_sequence: int,
         fixed: bool,
+        adapters: Mapping[str, Adapter] = MappingProxyType({}),
+        student_adapter: LoraShape | None = None,
     ) -> None:
         """Wrap a started ``llm``; use ``start_teacher`` or ``start_rollout``. With ``fixed`` the checkpoint's weights
-        stay."""
+        stay; with a ``student_adapter`` too, and its tensors arrive."""
         config = read_config(folder)
         self.name = str(folder)
         self.weight_version = -1
@@ -114,6 +123,12 @@ class VllmEngine:
         self.weight_slots: dict[str, Tensor] = (
             {} if fixed else weight_slots(model, None if sight is None else sight.dims.naming)
         )
+        if student_adapter is not None:
+            self.weight_slots = student_slots(model, student_adapter, name=self.name)
+        self.student_adapter = student_adapter
+        self._adapters = lora_requests(adapters)
+        self._student = None if student_adapter is None else LoRARequest(STUDENT, STUDENT_ID, STUDENT)
+        """What every request names where an adapter is what arrives; its path is never looked at."""
         self._has_weights = fixed
         self._budget = TokenBudget(cfg.max_scoring_tokens)
         self._num_requests = self._num_running = 0
@@ -136,9 +151,10 @@ class VllmEngine:
         max_pixels: int | None = None,
         enable_sleep_mode: bool = False,
         node: EngineNode | None = None,
+        adapters: Mapping[str, Adapter] = MappingProxyType({}),
     ) -> VllmEngine:
-        """Start an engine with the weights of ``folder`` that scores with ``top_k`` up to ``max_logprobs``. On a
-        ``node`` other than the first this runs its workers, and returns never.
+        """Start an engine with the weights of ``folder`` that scores with ``top_k`` up to ``max_logprobs``, also with
+        the ``adapters``. On a ``node`` other than the first this runs its workers, and returns never.
 
         Raises:
             UserError: the folder or the configuration cannot work, or the engine did not start in time.
@@ -150,8 +166,11 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": False,  # vLLM does not use it where it scores
             "enable_sleep_mode": enable_sleep_mode,
+            **teacher_options(adapters),
         }
-        return await cls._start(Path(folder), cfg, options, startup_timeout_s, sight, fixed=True, node=node)
+        return await cls._start(
+            Path(folder), cfg, options, startup_timeout_s, sight, fixed=True, node=node, adapters=adapters
+        )
 
     @classmethod
     async def start_rollout(
@@ -164,8 +183,10 @@ class VllmEngine:
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         max_pixels: int | None = None,
         enable_sleep_mode: bool = False,
+        student_adapter: LoraShape | None = None,
     ) -> VllmEngine:
-        """Start an engine with the architecture of ``folder`` that refuses requests until weights arrive.
+        """Start an engine with the architecture of ``folder`` that refuses requests until weights arrive; with a
+        ``student_adapter`` of this shape with the folder's weights, until the adapter's arrive.
 
         ``sampling`` is that of most requests: it decides which log-probs vLLM reports (``generate``). It tells up to
         ``max_logprobs`` most probable ids.
@@ -179,7 +200,9 @@ class VllmEngine:
             "enable_sleep_mode": enable_sleep_mode,
             "weight_transfer_config": group_transfer(),
         }
-        return await cls._start(Path(folder), cfg, options, startup_timeout_s, sight, fixed=False)
+        return await cls._start(
+            Path(folder), cfg, options, startup_timeout_s, sight, fixed=False, student_adapter=student_adapter
+        )
 
     @classmethod
     async def _start(
@@ -192,18 +215,36 @@ class VllmEngine:
         *,
         fixed: bool,
         node: EngineNode | None = None,
+        adapters: Mapping[str, Adapter] = MappingProxyType({}),
+        student_adapter: LoraShape | None = None,
     ) -> VllmEngine:
         if sight is not None:
             options = {**options, **sight_options(sight)}
+        if student_adapter is not None:
+            model = build_empty_model(folder, cfg.dtype, torch.device("meta"))
+            modules = {own.rsplit(".lora_", 1)[0] for own in student_slots(model, student_adapter, name=str(folder))}
+            options |= {"load_format": "safetensors", **lora_options(1, student_adapter.rank, modules)}
         max_sequence = sequence_limit(folder, cfg)
         args = engine_args(folder, cfg, max_sequence, options, fixed=fixed, node=node)
         if node is not None and node.node_rank > 0:
             await asyncio.to_thread(run_workers, folder, args, node)
         llm = await asyncio.to_thread(start_llm, folder, args, startup_timeout_s, node)
-        engine = cls(llm, folder, cfg, sight=sight, max_sequence=max_sequence, fixed=fixed)
+        engine = cls(
+            llm,
+            folder,
+            cfg,
+            sight=sight,
+            max_sequence=max_sequence,
+            fixed=fixed,
+            adapters=adapters,
+            student_adapter=student_adapter,
+        )
         try:
             # vLLM's processes do not notice that their owner was killed: each worker watches for it
             await engine._call(llm.collective_rpc("mopd_watch", timeout=startup_timeout_s, args=(os.getpid(),)))
+            await load_adapters(llm, engine._adapters)
+            if student_adapter is not None:
+                await engine.workers.tell("mopd_take_adapter")
         except BaseException:
             await engine.close()
             raise
@@ -221,6 +262,7 @@ class VllmEngine:
             weight_version=self.weight_version,
             max_logprobs=min(self._max_logprobs, self.vocab_size),
             image_processing=None if self.sight is None else self.sight.processing.fingerprint,
+            adapters=dict.fromkeys(self._adapters, ""),
             num_workers=self._cfg.num_gpus,
             limits=EngineLimits(max_sequences=self._cfg.max_num_seqs, max_running_tokens=cache_tokens(self._llm)),
         )
@@ -247,7 +289,7 @@ class VllmEngine:
         self._require_idle("sleep")
         if not self._fixed:
             self._has_weights, self.weight_version = False, -1
-        await self._call(self.workers.sleep(keeps_weights=self._fixed))
+        await self._call(self.workers.sleep(keeps_weights=self._fixed or self.student_adapter is not None))
 
     async def wake_up(self, *, weights_only: bool = False) -> None:
         """Undo ``sleep``; with ``weights_only`` the key-value cache sleeps on, until a second call."""
@@ -264,6 +306,7 @@ class VllmEngine:
         images: Images = None,
         given: Given = None,
         hidden_size: int = 0,
+        adapter: str = "",
     ) -> list[Scores]:
         """Score the response part of each sequence. Each is submitted by itself, at most ``max_scoring_tokens`` at a
         time.
@@ -287,6 +330,7 @@ class VllmEngine:
                 f"top_k is {top_k}{more}: the engine of {self.name} was started for max_logprobs {self._max_logprobs} "
                 f"and has a vocabulary of {self.vocab_size}"
             )
+        check_adapter(adapter, self._adapters, name=self.name)
         check_scoring(tokens, prompt_lengths)
         for i, sequence in enumerate(tokens):
             self._check_ids("sequence", i, int(sequence.min()), int(sequence.max()))
@@ -304,11 +348,11 @@ class VllmEngine:
             ids = sequence.tolist()
             async with self._budget.hold(len(ids)):
                 if not hidden_size:
-                    output, _ = await self._request(ids, own, scoring_params(top_k, start, at_ids))
+                    output, _ = await self._request(ids, own, scoring_params(top_k, start, at_ids), adapter)
                     return read_scores(output, ids, start, top_k, at_ids, name=self.name)
                 kept_as = str(next(self._hidden_names))
                 try:
-                    output, _ = await self._request(ids, own, scoring_params(top_k, start, at_ids, kept_as))
+                    output, _ = await self._request(ids, own, scoring_params(top_k, start, at_ids, kept_as), adapter)
                 finally:  # also of a request that was aborted: taken states are forgotten
                     found = await self._call(self.workers.take_hidden(kept_as))
                 states = read_hidden(found, len(ids) - start, hidden_size, name=self.name)
@@ -325,6 +369,7 @@ class VllmEngine:
         *,
         on_response: ResponseCallback | None = None,
         images: Images = None,
+        adapter: str = "",
     ) -> list[Generation]:
         """Draw one response per prompt. vLLM's rounding depends on the batch: responses repeat up to ties within
         rounding.
@@ -334,6 +379,7 @@ class VllmEngine:
             EngineUnavailable: vLLM has died.
         """
         self._require_weights()
+        check_adapter(adapter, self._adapters, name=self.name)
         check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
         check_temperature(sampling, before_cut=self._before_cut, sees=self.sight is not None)
         for i, prompt in enumerate(prompts):
@@ -348,7 +394,7 @@ class VllmEngine:
         async def generate_one(i: int, prompt: Sequence[int], seed: int, own: Sequence[PromptImage]) -> Generation:
             params = drawing_params(sampling, seed, self.stop_ids, self.sight)
             begun = prompt[len(prompt) - sampling.num_begun :]
-            output, end = await self._request(list(prompt), own, params, texts, begun)
+            output, end = await self._request(list(prompt), own, params, adapter, texts, begun)
             generation = read_generation(output, stop_ids, sampling.num_top_ids, text_end=end, name=self.name)
             if on_response is not None:
                 on_response(i, generation)
@@ -383,6 +429,7 @@ class VllmEngine:
         tokens: list[int],
         images: Sequence[PromptImage],
         params: VllmSamplingParams,
+        adapter: str,
         texts: StopTexts | None = None,
         begun: Sequence[int] = (),
     ) -> tuple[RequestOutput, int | None]:
@@ -391,7 +438,8 @@ class VllmEngine:
         self._num_running += 1
         name = f"mopd-{self._num_requests}"
         try:
-            stream = self._llm.generate(await make_prompt(tokens, images, self.sight), params, name)
+            asked = self._adapters[adapter] if adapter else self._student
+            stream = self._llm.generate(await make_prompt(tokens, images, self.sight), params, name, lora_request=asked)
             if texts is None:
                 output, end = await self._call(last_output(stream)), None
             else:

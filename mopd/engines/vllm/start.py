@@ -31,11 +31,13 @@ os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard out
 
 from vllm import SamplingParams as _SamplingParams
 from vllm import __version__ as vllm_version
+from vllm.config.lora import MaxLoRARanks as MaxLoRARanks
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt as TokensPrompt  # "as": other files import it from here
 from vllm.inputs.engine import tokens_input as tokens_input
 from vllm.logprobs import FlatLogprobs as FlatLogprobs
+from vllm.lora.request import LoRARequest as LoRARequest
 from vllm.outputs import RequestOutput as RequestOutput
 from vllm.outputs import WeightVersionSpan as WeightVersionSpan
 from vllm.platforms import current_platform

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from mopd.engines.interface import Reception, WeightsLost
+from mopd.engines.vllm.adapters import STUDENT_ID
 from mopd.weights.group import GroupOrder
 from mopd.weights.parts import TensorMeta, to_json
 
@@ -101,6 +102,8 @@ class VllmIncoming:
         ready()
         await engine.workers.tell("update_weights", update_info=told)
         await engine.workers.tell("finish_weight_update")
+        if engine.student_adapter is not None:
+            await engine.workers.tell("mopd_put_adapter", lora_id=STUDENT_ID, config=engine.student_adapter.peft_config)
         receptions = await self._outcomes()
         await engine.workers.go_on(str(weight_version))
         return max(receptions, key=lambda reception: reception.load_s)

@@ -27,6 +27,8 @@ from typing import Any
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -85,6 +87,10 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Error line of the last call; ``None`` if it succeeded."""
     reception = Reception(wait_s=0.0, load_s=0.0)
     """Durations of the last update."""
+    takes_adapter = False
+    """Whether an adapter's tensors arrive in the place of the model's."""
+    arrived: dict[str, Tensor] | None = None
+    """Those of a whole update, until they are used: vLLM drops all adapters when an update is finished."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Enter the group; blocks until it has met."""
@@ -102,8 +108,9 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Begin an update; no request runs until it is finished."""
-        self.failure = None
-        initialize_layerwise_reload(self.model)
+        self.failure = self.arrived = None
+        if not self.takes_adapter:
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive the weights. vLLM's method would also synchronise an accelerator, which a CPU does not have."""
@@ -118,12 +125,16 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         receiver, began = self.receiver, time.perf_counter()
         if receiver is None:
             raise TransferFailed("the worker is in no group")
-        self.model.load_weights(receiver.tensors(verify=update_info.verify, patience_s=update_info.patience_s))
+        tensors = receiver.tensors(verify=update_info.verify, patience_s=update_info.patience_s)
+        if self.takes_adapter:
+            self.arrived = dict(tensors)
+        else:
+            self.model.load_weights(tensors)
         self.reception = Reception(wait_s=receiver.wait_s, load_s=time.perf_counter() - began - receiver.wait_s)
 
     def finish_weight_update(self) -> None:
         """Complete the layers. Called after a failure too, as vLLM's session must end; it then does nothing."""
-        if self.failure is not None or self.receiver is None:
+        if self.failure is not None or self.receiver is None or self.takes_adapter:
             return
         with quiet_reload() if self.receiver.num_skipped else nullcontext():
             finalize_layerwise_reload(self.model, self.model_config)
@@ -150,6 +161,8 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _abandon(self) -> None:
         """Leave the group and restore the old tensors of incomplete layers, so that a full update can begin."""
         self.shutdown()
+        if self.takes_adapter:
+            return
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -203,6 +216,20 @@ class WorkerExtension:
         descriptor = os.pidfd_open(owner_pid)
         threading.Thread(target=_kill_after, args=(descriptor, core_pid), daemon=True, name="mopd-watch").start()
 
+    def mopd_take_adapter(self) -> None:
+        """From now on take what arrives for the tensors of an adapter."""
+        self.weight_transfer_engine.takes_adapter = True
+
+    def mopd_put_adapter(self, lora_id: int, config: dict[str, Any]) -> None:
+        """Use what has arrived, if it has, as vLLM's adapter ``lora_id``; ``config`` is PEFT's."""
+        engine = self.weight_transfer_engine
+        tensors, engine.arrived = engine.arrived, None
+        if tensors is not None:
+            try:
+                put_adapter(self.model_runner.lora_manager, lora_id, config, tensors)
+            except Exception as error:  # reported through `failure`
+                engine.failure = one_line(error)
+
     def mopd_score_given(self) -> None:
         """Let this worker answer requests for log-probs at given ids and for hidden states."""
         is_first = self.parallel_config.rank % self.parallel_config.tensor_parallel_size == 0
@@ -221,6 +248,25 @@ class WorkerExtension:
         the durations of its last update, the fields of ``Reception``."""
         engine = self.weight_transfer_engine
         return {"failure": engine.failure, **dataclasses.asdict(engine.reception)}
+
+
+def put_adapter(worker_manager: Any, lora_id: int, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Replace an adapter of vLLM's by these whole tensors, of which each worker cuts its own. No request may run, and
+    the prefix cache, whose keys hold the adapter's name, must be reset."""
+    manager = worker_manager._adapter_manager
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        lora_id,
+        tensors,
+        PEFTHelper.from_dict(config),
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+    )
+    manager.remove_adapter(lora_id)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(lora_id)
+    manager.pin_adapter(lora_id)  # once evicted, vLLM would look for its folder
 
 
 def _kill_after(owner_descriptor: int, core_pid: int) -> None:

@@ -3,7 +3,7 @@
 A message is a frozen dataclass with a class attribute ``kind``; fields made by ``array_field`` are one-dimensional
 numpy arrays, all others scalars. On the wire::
 
-    {"kind": "score", "version": 5, "head": <msgpack map of the scalars>,
+    {"kind": "score", "version": 11, "head": <msgpack map of the scalars>,
      "arrays": {"tokens": <4 bytes per id>, ...}, "crc": CRC-32 of head and arrays in order}
 
 Sequences lie end to end in flat arrays, with their lengths beside them.
@@ -43,7 +43,7 @@ from mopd.base.text import shortened, visible
 from mopd.config.values import MAX_STOP_IDS, MAX_STOP_TEXTS, check_stop, require_at_least
 from mopd.engines.wire.image_table import from_table
 
-VERSION = 10
+VERSION = 11
 """Version of the wire format; the two ends must agree."""
 LARGE_BYTES = 2**18
 """Bodies above this are coded in a thread, so that the event loop serves others meanwhile."""
@@ -253,6 +253,8 @@ class ScoreRequest(Message):
     """H, the size of the hidden states that are asked for; 0: none are."""
     top_k: int
     temperature: float
+    adapter: str = ""
+    """Name of the adapter that answers; empty: none."""
     weight_version: int
     """Version that must answer; -1 is the checkpoint."""
 
@@ -279,9 +281,11 @@ class ScoreRequest(Message):
 
     @property
     def checksum(self) -> bytes:
-        """16 bytes over the token ids, their split into sequences, the images and the given ids; the answer repeats
-        them."""
-        return _checksum(self.tokens, self.lengths, self.prompt_lengths, self.images, self.given_ids)
+        """16 bytes over the token ids, their split into sequences, the images, the given ids and the adapter; the
+        answer repeats them."""
+        return _checksum(
+            self.tokens, self.lengths, self.prompt_lengths, self.images, self.given_ids, adapter=self.adapter
+        )
 
     @property
     def num_rows(self) -> int:
@@ -361,6 +365,8 @@ class GenerateRequest(Message):
     num_begun: int
     num_top_ids: int
     """Most probable ids that are told with each token."""
+    adapter: str = ""
+    """As in ``ScoreRequest``."""
     weight_version: int
     """Oldest version that may answer."""
 
@@ -405,8 +411,8 @@ class GenerateRequest(Message):
 
     @property
     def checksum(self) -> bytes:
-        """16 bytes over prompts, seeds and images; the answer repeats them."""
-        return _checksum(self.tokens, self.lengths, self.seeds, self.images)
+        """16 bytes over prompts, seeds, images and the adapter; the answer repeats them."""
+        return _checksum(self.tokens, self.lengths, self.seeds, self.images, adapter=self.adapter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,8 +478,8 @@ def _check_images(table: Array, num_sequences: int) -> None:
         raise WireError(str(error)) from error
 
 
-def _checksum(*arrays: Array) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
+def _checksum(*arrays: Array, adapter: str) -> bytes:
+    digest = hashlib.blake2b(adapter.encode(errors="surrogatepass"), digest_size=16)
     for array in arrays:
         little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         digest.update(len(little).to_bytes(8, "little"))
