@@ -233,6 +233,8 @@ def test_figures_stand_in_tables(page: Path) -> None:
         tables |= set(FIGURE.findall("\n".join(line for line in plain(source) if line.startswith("|"))))
     told = set(FIGURE.findall("\n".join(line for line in plain(page) if not line.startswith("|"))))
     assert sorted(told - tables) == sorted(SETTINGS.get(page.name, set()) - tables)
+    parts = [part for part in "\n".join(plain(page)).split("\n\n") if re.search(r"EPYC|Xeon|(busy|idle)\s+cores", part)]
+    assert [part for part in parts if not re.search(r"20\d\d", part)] == [], "say when that was measured"
 
 
 def plain(page: Path) -> list[str]:
