@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import re
 import sys
 import typing
 from collections.abc import Collection, Mapping
@@ -181,8 +182,9 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text for one table cell: one line, our double backticks as Markdown's single ones."""
-    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+    """Text for one table cell: one line, our double backticks as Markdown's single ones, names of pages as links."""
+    text = re.sub(r"(``)?docs/(\w+\.md)(``)?", r"[\2](\2)", " ".join(text.split()))
+    return text.replace("``", "`").replace("|", "\\|")
 
 
 if __name__ == "__main__":
