@@ -107,7 +107,7 @@ def _engine(dims: ModelDims, *, tp: int) -> Iterator[TorchEngine]:
         "intermediate_size": dims.ffn_hidden_size // tp,
         "num_hidden_layers": _layers(dims).num_layers,
         "num_attention_heads": dims.num_attention_heads // tp,
-        "num_key_value_heads": max(1, dims.num_query_groups // tp),
+        "num_key_value_heads": dims.groups_on_rank(tp),
         "head_dim": dims.head_dim,
         "max_position_embeddings": dims.max_positions,
         "rms_norm_eps": dims.norm_epsilon,

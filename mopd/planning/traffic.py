@@ -134,9 +134,11 @@ def _between_ranks(recipe: Recipe, dims: ModelDims, *, tokens: int) -> list[Flow
     border = own_tokens * dims.hidden_size * size
     repeats = 3 if student.recompute == "full" else 2
     # Two all-reduces (or a gather and a scatter each) of the border in each direction of a layer.
-    add("tensor-parallel", 2 * (tp - 1) / tp * border * 2 * repeats * layers)
+    # Ranks that share a key/value head gather its projection, and scatter the gradient.
+    projection = own_tokens * dims.qkv_rows * size if dims.num_query_groups < tp else 0
+    add("tensor-parallel", (tp - 1) / tp * (4 * border + projection) * repeats * layers)
     # Keys and values are gathered forward, their gradients summed and scattered backward.
-    add("context-parallel", (cp - 1) * own_tokens * 2 * _key_width(dims) / tp * size * repeats * layers)
+    add("context-parallel", (cp - 1) * own_tokens * 2 * _key_width(dims, tp) * size * repeats * layers)
     borders = 2 * parallel.virtual_pipeline_model_parallel_size if pp > 1 else 0
     add("pipeline", borders * border / (tp if parallel.sequence_parallel else 1))
     own = shard(dims, parallel, 0)
@@ -165,8 +167,8 @@ def exchanged_bytes(dims: ModelDims, student: StudentConfig, *, tokens: int) -> 
     return each * 2 * repeats * max_expert_layers(dims, parallel)
 
 
-def _key_width(dims: ModelDims) -> int:
-    """Return the width of all heads' keys; values are as wide, or padded to it."""
+def _key_width(dims: ModelDims, tp: int) -> float:
+    """Return the width of the keys of a rank's heads; values are as wide, or padded to it."""
     if dims.mla is None:
-        return dims.num_query_groups * dims.head_dim
-    return dims.num_attention_heads * (dims.mla.qk_nope_head_dim + dims.mla.qk_rope_head_dim)
+        return dims.groups_on_rank(tp) * dims.head_dim
+    return dims.num_attention_heads * (dims.mla.qk_nope_head_dim + dims.mla.qk_rope_head_dim) / tp

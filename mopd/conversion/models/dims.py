@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -20,17 +21,26 @@ row of its logits then begins at a multiple of 16 bytes, which is what one lane 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinearRope:
+    """Rope scaling that divides all positions."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Rope:
-    """Rope scaling of Llama 3.1 and later, with the constants that Megatron-Core has: low_freq_factor 1,
-    high_freq_factor 4, original_max_position_embeddings 8192."""
+    """Rope scaling of Llama 3.1 and later."""
 
     factor: float
     """Factor by which long wavelengths grow."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class YarnRope:
-    """YaRN rope scaling, as Megatron-Core's latent attention computes it."""
+    """YaRN rope scaling."""
 
     factor: float
     original_max_positions: int
@@ -38,6 +48,21 @@ class YarnRope:
     beta_slow: float
     mscale: float
     mscale_all_dim: float
+    attention_factor: float | None = None
+    """Factor of queries and keys; None if it follows from the others. Latent attention has none of its own."""
+    is_truncated: bool = True
+    """Whether the frequencies between which the scaling sets in are whole numbers."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of rotated queries, and of keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        grown = 0.1 * math.log(max(self.factor, 1.0))
+        return (grown * self.mscale + 1) / (grown * self.mscale_all_dim + 1)
+
+
+RopeScaling = LinearRope | Llama3Rope | YarnRope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,15 +197,26 @@ class ModelDims:
     """Latent attention in place of grouped-query attention; ``head_dim`` then is that of a query."""
     moe: MoeDims | None = None
     """Experts; None for a dense model."""
-    rope_scaling: Llama3Rope | YarnRope | None = None
+    rope_scaling: RopeScaling | None = None
     """Scaled rotary embedding; None for the plain one."""
+    rotary_fraction: float = 1.0
+    """Share of a head's channels, the first ones, that the rope turns."""
     vision: VisionDims | None = None
     """The vision tower; None for a model of text."""
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the merged projection of queries, keys and values."""
+        return (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim
 
     @property
     def heads_per_group(self) -> int:
         """Number of query heads that share one key/value head."""
         return self.num_attention_heads // self.num_query_groups
+
+    def groups_on_rank(self, tensor_model_parallel_size: int) -> int:
+        """Return the key/value heads that a rank computes with; if ranks share one, each computes it."""
+        return max(1, self.num_query_groups // tensor_model_parallel_size)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether the layer (from 0) has experts."""
@@ -224,8 +260,10 @@ def division_problem(
     """Return why the degrees or the stages do not divide the model; empty if they do. ``spelled`` makes a key from a
     field's name."""
     has_dense_layers = dims.moe is None or not all(dims.moe.layers)
+    # Ranks that share a key/value head have equal parts of the rows of its queries, keys and values.
+    is_shared = tp % dims.num_query_groups == 0 and dims.qkv_rows % tp == 0
     needs = [
-        ("tensor_model_parallel_size", tp, "key/value heads", dims.num_query_groups),
+        ("tensor_model_parallel_size", tp, "key/value heads", tp if is_shared else dims.num_query_groups),
         ("tensor_model_parallel_size", tp, "attention heads", dims.num_attention_heads),
         ("tensor_model_parallel_size", tp, "MLP columns", dims.ffn_hidden_size if has_dense_layers else tp),
     ]

@@ -53,6 +53,8 @@ def sizes(dims: ModelDims) -> dict[str, int]:
         "head_dim": dims.head_dim,
         "q": heads * dims.head_dim,
         "kv": dims.num_query_groups * dims.head_dim,
+        "qkv": dims.qkv_rows,
+        "gate_up": 2 * dims.ffn_hidden_size,
     }
     if dims.mla is not None:
         mla = dims.mla

@@ -32,8 +32,11 @@ class Family:
     """Base of the rope if the config names none; None if the format requires it."""
     default_window: int | None = None
     """Sliding window that an absent ``sliding_window`` means; None for full attention."""
-    ropes: tuple[str, ...] = ("llama3",)
+    ropes: tuple[str, ...] = ("linear", "llama3", "yarn")
     """Kinds of rope that are supported beside the plain one."""
+    rotary_fraction: float | None = None
+    """Share of a head's channels that the rope turns if the config does not say; None if the family turns all whatever
+    the config says."""
     qk_norm: bool | str = False
     """Whether queries and keys are normed, or the key of the config that says so."""
     qkv_bias: bool | str = False

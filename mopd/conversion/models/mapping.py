@@ -4,8 +4,9 @@ Shape letters: G key/value groups, Q query heads per group, D head_dim, H hidden
 P padded vocabulary, R tensor-parallel ranks. Weights are [out, in].
 
 - qkv: Megatron keeps one block of (Q + 2) x D rows per group: its query heads, its key head, its value head; a rank
-  owns G / R consecutive groups. Hugging Face has q [G*Q*D, H], k [G*D, H], v [G*D, H]. Biases alike, without H.
-- gate_up: a rank's matrix is its F / R rows of gate_proj above its F / R rows of up_proj.
+  owns G / R consecutive groups or, if R is a multiple of G, that part of a group's rows, cut across its heads. Hugging
+  Face has q [G*Q*D, H], k [G*D, H], v [G*D, H], or all three end to end in one tensor. Biases alike, without H.
+- gate_up: a rank's matrix is its F / R rows of gate_proj above its F / R rows of up_proj, which may be one tensor too.
 - rows, columns: a rank owns its share of dimension 0 or 1.
 - vocab: a rank owns P / R consecutive rows of the table padded with zero rows from V to P.
 
@@ -41,7 +42,7 @@ def boxes(placed: Placed, length: int, *, rank: int, size: int) -> list[tuple[in
     layout was checked to divide (``dims.check_layout``)."""
     if placed.param.merge == "replicated":
         return [(0, length)]
-    parts = len(placed.hf_names) if placed.param.merge == "gate_up" else 1
+    parts = 2 if placed.param.merge == "gate_up" else 1
     part, share = length // parts, length // parts // size
     return [(i * part + rank * share, i * part + (rank + 1) * share) for i in range(parts)]
 
@@ -50,18 +51,32 @@ def read_box(placed: Placed, read_slice: ReadSlice, dims: ModelDims, start: int,
     """Return one of ``boxes``. May be a view; rows of vocabulary padding are zero."""
     merge = placed.param.merge
     if merge == "qkv":
-        # Bounds are in rows of the merged tensor; whole groups have the same share of q, k and v.
-        total = whole_shape(placed)[0]
-        parts = [
-            read_slice(name, 0, shape[0] * start // total, shape[0] * stop // total)
-            for name, shape in zip(placed.hf_names, placed.hf_shapes, strict=True)
+        groups = dims.num_query_groups
+        block = whole_shape(placed)[0] // groups
+        first, last = start // block, -(-stop // block)  # groups that the box has rows of
+        read = [
+            read_slice(name, 0, at + rows * first // groups, at + rows * last // groups)
+            for name, at, rows in _parts(placed, dims)
         ]
-        return merge_qkv(parts, dims)
+        return merge_qkv(read, dims)[start - first * block : stop - first * block]
+    if merge == "gate_up":
+        parts = _parts(placed, dims)
+        part = start // parts[0][2]
+        name, at, rows = parts[part]
+        return read_slice(name, 0, at + start - part * rows, at + stop - part * rows)
     dim, length = CUT_DIM[merge], placed.hf_shapes[0][CUT_DIM[merge]]
-    part = start // length if merge == "gate_up" else 0
-    low, high = (min(bound - part * length, length) for bound in (start, stop))
-    own = read_slice(placed.hf_names[part], dim, low, high)
+    own = read_slice(placed.hf_names[0], dim, min(start, length), min(stop, length))
     return pad_rows(own, stop - start) if merge == "vocab" else own
+
+
+def _parts(placed: Placed, dims: ModelDims) -> list[tuple[str, int, int]]:
+    """Return Hugging Face name, first row and number of rows of each part that merges."""
+    names, rows = placed.hf_names, [shape[0] for shape in placed.hf_shapes]
+    if len(names) > 1:
+        return [(name, 0, count) for name, count in zip(names, rows, strict=True)]
+    shares = [dims.heads_per_group, 1, 1] if placed.param.merge == "qkv" else [1, 1]
+    counts = [rows[0] * share // sum(shares) for share in shares]
+    return [(names[0], sum(counts[:i]), count) for i, count in enumerate(counts)]
 
 
 def load_shard(placed: Placed, read_slice: ReadSlice, dims: ModelDims, *, rank: int, size: int, rows: int) -> Tensor:
@@ -100,7 +115,8 @@ def split_shards(
         return [shards[0].clone()]
     if merge == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[part] for half in halves]) for part in range(2)]
+        merged = [torch.cat([half[part] for half in halves]) for part in range(2)]
+        return merged if len(placed.hf_names) > 1 else [torch.cat(merged)]
     return split_whole(placed, torch.cat(list(shards), dim=CUT_DIM[merge]), dims)
 
 
@@ -110,7 +126,8 @@ def split_whole(placed: Placed, whole: Tensor, dims: ModelDims) -> list[Tensor]:
     Parts that are already contiguous inside ``whole`` share its memory.
     """
     if placed.param.merge == "qkv":
-        return split_qkv(whole, dims)
+        parts = split_qkv(whole, dims)
+        return parts if len(placed.hf_names) > 1 else [torch.cat(parts)]
     if placed.param.merge == "vocab":
         return [whole[: placed.hf_shapes[0][0]]]
     return list(whole.split([shape[0] for shape in placed.hf_shapes]))

@@ -7,27 +7,37 @@ scaling, sliding window, quantised weights, extra biases, …) is refused by fil
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config, refuse_quantised, without_quantisation
-from mopd.conversion.models.dims import Llama3Rope, MlaDims, ModelDims, MoeDims, YarnRope
+from mopd.conversion.models.dims import LinearRope, Llama3Rope, MlaDims, ModelDims, MoeDims, RopeScaling, YarnRope
 from mopd.conversion.models.family import Family
 from mopd.conversion.models.known import FAMILIES
 from mopd.conversion.models.vision_config import MROPE_KEYS, is_tied, read_vision, text_keys
 
+_REFUSED = {
+    "gemma4": "its layers differ in head size, share keys and values and add embeddings, which Megatron-Core has not",
+    "llama4": "it attends in chunks, and weighs its experts' inputs, which Megatron-Core does not",
+}
+"""Beginning of a ``model_type`` -> why such families are refused."""
 MAX_LAYERS = 2_000
 """Largest number of layers; the deepest published models have some hundreds."""
 MAX_EXPERTS = 100_000
 """Largest number of experts of all layers together; the largest published models have some 20,000."""
-_LLAMA_3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants that are built into Megatron-Core's ``RotaryEmbedding``."""
 _ROPE_KEYS = {
     "default": set[str](),
-    "llama3": {"factor", *_LLAMA_3_CONSTANTS},
-    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"},
-}
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+        "attention_factor", "truncate",
+    },
+}  # fmt: skip
 """Kind of rope -> its keys beside ``_COMMON_ROPE_KEYS``."""
+_GROUPED_YARN_KEYS = {"attention_factor", "truncate"}
+"""Keys that Megatron-Core's latent attention, which computes its own YaRN, does not take."""
 _COMMON_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
@@ -49,7 +59,7 @@ def read_dims(folder: Path, *, takes_quantised: bool = False) -> ModelDims:
 def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
     """Return the ``ModelDims`` of a parsed config; ``path`` is only for messages. Raise as ``read_dims`` does."""
     whole = Keys(config, path)
-    family = whole.one_of("model_type", tuple(FAMILIES), "a model family with a name table")
+    family = _family(whole)
     format_, keys = FAMILIES[family], text_keys(whole, family)
     _refuse_unsupported(whole, family)
     _refuse_unsupported_layers(keys, family)
@@ -81,15 +91,32 @@ def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
         mla=mla,
         moe=None if format_.experts is None else _checked_experts(keys, format_.experts(keys)),
         rope_scaling=rope_scaling,
+        rotary_fraction=_rotary_fraction(keys, format_, head_dim, rope_scaling),
         vision=read_vision(whole, keys, family, head_dim=head_dim) if format_.has_vision else None,
         **({} if format_.more is None else format_.more(keys)),
     )
 
 
+def _family(keys: Keys) -> str:
+    """Return the ``model_type``. Refuse an unknown one with the nearest known, or the reason."""
+    key = "model_type"
+    name = str(keys.value(key, str, "the name of a model family", lambda v: True))
+    if name in FAMILIES:
+        return name
+    for beginning, reason in _REFUSED.items():
+        if name.startswith(beginning):
+            raise keys.error(key, f"{name!a:.100} is not supported: {reason}")
+    nearest = get_close_matches(name, FAMILIES, n=1, cutoff=0.0)[0]
+    raise keys.error(
+        key,
+        f"{name!a:.100} is not supported; the nearest name that is: {nearest!r}. docs/conversion.md lists all "
+        "families, and says how to add one",
+    )
+
+
 def _flag(keys: Keys, known: bool | str) -> bool:
-    """Return a property that a family has or has not, or that a key of the config tells; absent means that it has
-    not."""
-    return known if isinstance(known, bool) else not keys.absent(known) and keys.flag(known)
+    """Return a property that a family has or has not, or that a key of the config tells."""
+    return known if isinstance(known, bool) else keys.flag(known)
 
 
 def _refuse_unsupported(keys: Keys, family: str) -> None:
@@ -106,7 +133,7 @@ def _refuse_unsupported(keys: Keys, family: str) -> None:
 def _refuse_unsupported_layers(keys: Keys, family: str) -> None:
     """Raise ``UserError`` for the first feature of the language model that the tables or Megatron-Core cannot carry."""
     refuse_quantised(keys)
-    for key in sorted({"attention_bias", "mlp_bias"} - {FAMILIES[family].qkv_bias}):
+    for key in sorted({"attention_bias", "attention_out_bias", "mlp_bias"} - {FAMILIES[family].qkv_bias}):
         if not keys.absent(key) and keys.flag(key):
             raise keys.error(key, f"true is not supported for model_type {family}")
     keys.one_of("hidden_act", ("silu",), "a supported activation")
@@ -146,18 +173,16 @@ def _head_dim(keys: Keys, format_: Family, mla: MlaDims | None) -> int:
     return head_dim
 
 
-def _rope(keys: Keys, format_: Family) -> tuple[float, Llama3Rope | YarnRope | None]:
+def _rope(keys: Keys, format_: Family) -> tuple[float, RopeScaling | None]:
     """Return base and scaling, from ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5)."""
-    _require_full_rotation(keys)
     bases: dict[str, float] = {}
-    scaling: dict[str, Llama3Rope | YarnRope | None] = {}
+    scaling: dict[str, RopeScaling | None] = {}
     if not keys.absent("rope_theta"):
         bases["rope_theta"] = keys.positive("rope_theta")
     for section in ("rope_scaling", "rope_parameters"):
         if keys.absent(section):
             continue
         rope = keys.section(section)
-        _require_full_rotation(rope)
         if not rope.absent("rope_theta"):
             bases[f"{section}.rope_theta"] = rope.positive("rope_theta")
         scaling[section] = _rope_scaling(rope, format_)
@@ -171,15 +196,29 @@ def _rope(keys: Keys, format_: Family) -> tuple[float, Llama3Rope | YarnRope | N
     return base, next(iter(scaling.values()), None)
 
 
-def _require_full_rotation(keys: Keys) -> None:
+def _rotary_fraction(keys: Keys, format_: Family, head_dim: int, scaling: RopeScaling | None) -> float:
+    """Return the share of a head's channels that the rope turns."""
     key = "partial_rotary_factor"
-    if not keys.absent(key) and keys.positive(key) != 1:
-        raise keys.error(key, "other values than 1 are not supported")
+    sections = [keys.section(name) for name in ("rope_parameters", "rope_scaling") if not keys.absent(name)]
+    # Beside one of the rope's own that of the whole config has no meaning; transformers writes its default there.
+    named = [section for section in sections if not section.absent(key)] or [keys] * (not keys.absent(key))
+    if not named:
+        return format_.rotary_fraction or 1.0
+    fraction = named[0].positive(key)
+    for section in named:
+        if section.positive(key) != fraction or fraction > 1:
+            raise section.error(key, f"{section.config[key]} disagrees with {fraction}, or is more than 1")
+    if format_.rotary_fraction is None and fraction != 1:
+        raise named[0].error(key, "other values than 1 are not supported")
+    if int(head_dim * fraction) % 2:
+        raise named[0].error(key, f"{fraction} of head_dim {head_dim} is odd, rotary embeddings need an even size")
+    if isinstance(scaling, YarnRope) and fraction != 1:
+        raise named[0].error(key, f"{fraction} is not supported beside the 'yarn' rope, which scales what it turns")
+    return fraction
 
 
-def _rope_scaling(rope: Keys, format_: Family) -> Llama3Rope | YarnRope | None:
-    """Return the scaling. Refuse kinds that Megatron-Core computes otherwise than transformers: beside the plain rope
-    it has one for each kind of attention, and none if positions have three parts."""
+def _rope_scaling(rope: Keys, format_: Family) -> RopeScaling | None:
+    """Return the scaling. Refuse kinds that the family has not."""
     kinds = {str(rope.config[key]) for key in ("rope_type", "type") if not rope.absent(key)}
     if format_.has_vision:  # older configs call the plain rope of three parts a kind
         kinds = {"default" if kind == "mrope" else kind for kind in kinds}
@@ -191,14 +230,22 @@ def _rope_scaling(rope: Keys, format_: Family) -> Llama3Rope | YarnRope | None:
         label = "rope_type" if not rope.absent("rope_type") else "type"
         raise rope.error(label, f"{kind!r} is not supported; supported: {', '.join(known)}")
     parts = MROPE_KEYS if format_.has_vision else frozenset[str]()
-    extra = sorted(set(rope.config) - _COMMON_ROPE_KEYS - _ROPE_KEYS[kind] - parts)
+    own = _ROPE_KEYS[kind] - (_GROUPED_YARN_KEYS if format_.latent_attention else set())
+    extra = sorted(set(rope.config) - _COMMON_ROPE_KEYS - own - parts)
     if extra:
         raise rope.error(extra[0], f"is not supported for the {kind!r} rope")
     if kind == "llama3":
-        for key, only in _LLAMA_3_CONSTANTS.items():
-            if rope.positive(key) != only:
-                raise rope.error(key, f"{rope.config[key]} is not supported; Megatron-Core has {only}")
-        return Llama3Rope(factor=rope.positive("factor"))
+        low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
+        if low >= high:
+            raise rope.error("low_freq_factor", f"{low} is not below high_freq_factor {high}")
+        return Llama3Rope(
+            factor=rope.positive("factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_positions=rope.count("original_max_position_embeddings"),
+        )
+    if kind == "linear":
+        return LinearRope(factor=rope.positive("factor"))
     return _yarn(rope) if kind == "yarn" else None
 
 
@@ -215,6 +262,8 @@ def _yarn(rope: Keys) -> YarnRope:
         beta_slow=1.0 if rope.absent("beta_slow") else rope.positive("beta_slow"),
         mscale=rope.positive("mscale") if has_mscales else 1.0,
         mscale_all_dim=rope.positive("mscale_all_dim") if has_mscales else 0.0,
+        attention_factor=None if rope.absent("attention_factor") else rope.positive("attention_factor"),
+        is_truncated=rope.absent("truncate") or rope.flag("truncate"),
     )
 
 

@@ -59,8 +59,8 @@ class Param:
         return self.needs == "expert_bias"
 
 
-_LAYER = "decoder.layers.{layer}."
-_HF_LAYER = "model.layers.{layer}."
+LAYER = "decoder.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
 
 
 def weight(name: str, out_size: str, in_size: str) -> HfTensor:
@@ -69,31 +69,31 @@ def weight(name: str, out_size: str, in_size: str) -> HfTensor:
 
 def one(megatron: str, merge: Merge, hf: str, *shape: str, also: str = "", needs: Switch | None = None) -> Param:
     """Return a row of one tensor inside a layer; ``also`` is its name under TransformerEngine."""
-    names = (_LAYER + megatron,) + ((_LAYER + also,) if also else ())
-    return Param(names, merge, (HfTensor(_HF_LAYER + hf, shape),), needs)
+    names = (LAYER + megatron,) + ((LAYER + also,) if also else ())
+    return Param(names, merge, (HfTensor(HF_LAYER + hf, shape),), needs)
 
 
 def _qkv(kind: str, *in_size: str, needs: Switch | None = None) -> Param:
     """Return the merged projection's weight or bias (``kind``)."""
     parts = (("q", "q"), ("k", "kv"), ("v", "kv"))
-    hf = tuple(HfTensor(f"{_HF_LAYER}self_attn.{part}_proj.{kind}", (size, *in_size)) for part, size in parts)
-    return Param((f"{_LAYER}self_attention.linear_qkv.{kind}",), "qkv", hf, needs)
+    hf = tuple(HfTensor(f"{HF_LAYER}self_attn.{part}_proj.{kind}", (size, *in_size)) for part, size in parts)
+    return Param((f"{LAYER}self_attention.linear_qkv.{kind}",), "qkv", hf, needs)
 
 
 def gate_up(megatron: str, hf: str, size: str, *, needs: Switch | None = None) -> tuple[Param, Param]:
     """Return fc1 and fc2 of a gated MLP."""
-    gate, up = (weight(f"{_HF_LAYER}{hf}.{part}_proj", size, "hidden") for part in ("gate", "up"))
+    gate, up = (weight(f"{HF_LAYER}{hf}.{part}_proj", size, "hidden") for part in ("gate", "up"))
     return (
-        Param((f"{_LAYER}{megatron}.linear_fc1.weight",), "gate_up", (gate, up), needs),
+        Param((f"{LAYER}{megatron}.linear_fc1.weight",), "gate_up", (gate, up), needs),
         one(f"{megatron}.linear_fc2.weight", "columns", f"{hf}.down_proj.weight", "hidden", size, needs=needs),
     )
 
 
 def experts(hf: str, gate: str, up: str, down: str) -> tuple[Param, Param]:
     """Return fc1 and fc2 of one expert; ``hf`` is the expert's prefix."""
-    sequential, grouped = _LAYER + "mlp.experts.local_experts.{expert}.", _LAYER + "mlp.experts."
-    fc1 = tuple(weight(f"{_HF_LAYER}{hf}.{part}", "moe_ffn", "hidden") for part in (gate, up))
-    fc2 = (weight(f"{_HF_LAYER}{hf}.{down}", "hidden", "moe_ffn"),)
+    sequential, grouped = LAYER + "mlp.experts.local_experts.{expert}.", LAYER + "mlp.experts."
+    fc1 = tuple(weight(f"{HF_LAYER}{hf}.{part}", "moe_ffn", "hidden") for part in (gate, up))
+    fc2 = (weight(f"{HF_LAYER}{hf}.{down}", "hidden", "moe_ffn"),)
     names1 = (sequential + "linear_fc1.weight", grouped + "linear_fc1.weight{expert}")
     names2 = (sequential + "linear_fc2.weight", grouped + "linear_fc2.weight{expert}")
     return Param(names1, "gate_up", fc1), Param(names2, "columns", fc2)

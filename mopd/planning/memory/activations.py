@@ -115,8 +115,10 @@ def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bo
     tp, others = parallel.tensor_model_parallel_size, parallel.context_parallel_size - 1
     hidden = dims.hidden_size / (tp if parallel.sequence_parallel else 1)
     if dims.mla is None:
-        q, kv = dims.num_attention_heads * dims.head_dim, dims.num_query_groups * dims.head_dim
-        attention = (3 * q + (3 + 2 * others) * kv) / tp
+        q, kv = dims.num_attention_heads * dims.head_dim / tp, dims.groups_on_rank(tp) * dims.head_dim
+        # Ranks that share a key/value head gather the whole projection, of which they keep views.
+        gathered = dims.qkv_rows if dims.num_query_groups < tp else 0
+        attention = 3 * q + (3 + 2 * others) * kv + gathered
     else:
         mla, heads = dims.mla, dims.num_attention_heads / tp
         keys = mla.qk_nope_head_dim + mla.qk_rope_head_dim

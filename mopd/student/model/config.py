@@ -89,7 +89,7 @@ def check_attention(student: StudentConfig, dims: ModelDims, layout: Layout, *, 
         qkv_dtype=getattr(torch, student.dtype),
         qkv_layout="thd_thd_thd" if is_packed else "sbhd_sbhd_sbhd",
         num_heads=dims.num_attention_heads // layout.tp_size,
-        num_gqa_groups=dims.num_query_groups // layout.tp_size,
+        num_gqa_groups=dims.groups_on_rank(layout.tp_size),
         max_seqlen_q=max_length,
         max_seqlen_kv=max_length,
         head_dim_qk=keys,
@@ -173,7 +173,7 @@ def check_fp8(student: StudentConfig, dims: ModelDims, tp_size: int) -> None:
         "hidden_size": dims.hidden_size,
         "intermediate_size": dims.ffn_hidden_size // tp_size,
         "num_attention_heads x head_dim": dims.num_attention_heads * dims.head_dim // tp_size,
-        "num_key_value_heads x head_dim": dims.num_query_groups * dims.head_dim // tp_size,
+        "num_key_value_heads x head_dim": dims.groups_on_rank(tp_size) * dims.head_dim,
     }
     for name, width in widths.items():
         if width % FP8_MULTIPLE:
@@ -266,7 +266,15 @@ def _model_fields(dims: ModelDims) -> dict[str, Any]:
         "add_bias_linear": False,
         "add_qkv_bias": dims.qkv_bias,
         "qk_layernorm": dims.qk_norm,
+        "softmax_scale": _softmax_scale(dims),
     }
+
+
+def _softmax_scale(dims: ModelDims) -> float | None:
+    """Return the factor of the scores where it is not ``head_dim ** -0.5``: YaRN scales queries and keys alike. Latent
+    attention has its own rope, and makes its own."""
+    rope = dims.rope_scaling
+    return rope.scale**2 * dims.head_dim**-0.5 if isinstance(rope, YarnRope) and dims.mla is None else None
 
 
 def _moe_fields(moe: MoeConfig, dims: ModelDims) -> dict[str, Any]:

@@ -42,9 +42,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from mopd.config.student import StudentConfig
-from mopd.conversion.models.dims import Llama3Rope, ModelDims
+from mopd.conversion.models.dims import ModelDims
 from mopd.student.attention import CoreAttention, EngineAttention, PackedSequences, RowParams, RowRotary
 from mopd.student.model.config import rotary_base, transformer_config, uses_transformer_engine
+from mopd.student.model.ropes import scaled_frequencies
 from mopd.student.parallel import Layout
 from mopd.student.vision import ImageInput, image_features, make_tower
 
@@ -230,10 +231,11 @@ def _build_chunk(
         scatter_embedding_sequence_parallel=dims.vision is None,
         rotary_base=rotary_base(dims),
         vp_stage=vp_stage,
-        # Latent attention has a rope of its own, set by ``transformer_config``.
-        rope_scaling=isinstance(dims.rope_scaling, Llama3Rope),
-        rope_scaling_factor=dims.rope_scaling.factor if isinstance(dims.rope_scaling, Llama3Rope) else 8.0,
+        rotary_percent=dims.rotary_fraction,
     )
+    if dims.rope_scaling is not None and dims.mla is None:
+        rope: Any = model.rotary_pos_emb
+        rope.inv_freq = scaled_frequencies(rope.inv_freq, dims, dims.rope_scaling)
     if dims.vision is not None:
         _add_vision(model, student, dims)
     if _takes_rows(config):

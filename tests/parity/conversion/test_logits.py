@@ -27,6 +27,11 @@ from tests.fixtures.tiny_models import FAMILIES, make_hf_model
 B, S, VOCAB_SIZE = 2, 23, 61
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+LLAMA_3_ON_THE_WAY = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 6.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+"""Constants of its own, with wavelengths on either side and between."""
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +84,15 @@ def test_logits_equal_those_of_transformers(family: str, tied: bool, layout: par
         ("deepseek_v3", {"rope_parameters": YARN}),
         ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
         ("deepseek_v3", {"v_head_dim": 40}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": False}),
+        ("glm4_moe", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}),
+        ("phi3", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.75}}),
+        ("seed_oss", {"attention_bias": False, "rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}}),
+        ("qwen3_moe", {"rope_parameters": YARN}),
+        ("qwen2", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 16.0}}),
+        ("llama", {"rope_parameters": YARN | {"attention_factor": 0.7}}),
+        ("mistral", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
+        ("llama", {"rope_parameters": LLAMA_3_ON_THE_WAY}),
     ],
 )
 def test_variants_of_a_family(family: str, keys: dict[str, Any], layout: parallel.Layout, tmp_path: Path):

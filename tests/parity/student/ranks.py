@@ -266,7 +266,8 @@ class Case:
             sums = self.worker.forward_backward(self.plan(step), diagnostics=True)
             metrics = {f"{name}/{domain}": value for domain in sums for name, value in sums[domain].sums.items()}
             tokens = {f"num_tokens/{domain}": value.num_tokens for domain, value in sums.items()}
-            exact = {"exact_grad_norm": self.exact_grad_norm()} if {"head_mib", "objective"} & self.case.keys() else {}
+            is_exact = {"head_mib", "objective"} & self.case.keys() and self.case.get("ep", 1) == 1
+            exact = {"exact_grad_norm": self.exact_grad_norm()} if is_exact else {}
             if "ema" in self.case and self.average is None:
                 self.average = {name: tensor.double() for name, tensor in self.worker.weights()}
             seen.append(metrics | tokens | self.worker.optim_step() | exact)

@@ -276,7 +276,7 @@ def test_missing_origin(megatron: Path, whole: Path, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--tensor-model-parallel-size", "4"], "-size 4 does not divide the model's 2 key/value heads: set it to a"),
+        (["--tensor-model-parallel-size", "3"], "-size 3 does not divide the model's 2 key/value heads: set it to a"),
         (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size is 0: set 1 or more"),
         (["--pipeline-model-parallel-size", "3"], "-size 3 does not divide the model's 2 layers"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,25 @@ DEEPSEEK_V2 = DEEPSEEK_V3 | {
     "first_k_dense_replace": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
     "topk_method": "greedy",
 }  # fmt: skip
+SEED_OSS = LLAMA_2 | {
+    "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "head_dim": 128, "num_key_value_heads": 8,
+    "attention_bias": True, "attention_out_bias": False, "rope_theta": 1e7,
+}  # fmt: skip
+GLM_4_5 = DEEPSEEK_V3 | {
+    "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "auto_map": None, "head_dim": 128,
+    "num_key_value_heads": 8, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "rope_theta": 1000000,
+    "rope_scaling": None, "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+PHI_4 = LLAMA_2 | {
+    "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "num_key_value_heads": 10,
+    "num_attention_heads": 40, "hidden_size": 5120, "original_max_position_embeddings": 16384, "rope_theta": 250000,
+    "sliding_window": None,
+}  # fmt: skip
+KIMI_K2 = DEEPSEEK_V3 | {
+    "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1, "topk_group": 1,
+    "n_routed_experts": 384, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827,
+    "rope_scaling": YARN | {"factor": 32.0},
+}  # fmt: skip
 PATH = Path("model/config.json")
 
 
@@ -112,6 +132,17 @@ def test_published_configs_with_experts():
     assert mixtral.moe is not None and (mixtral.moe.num_experts, mixtral.moe.ffn_hidden_size) == (8, 14336)
 
 
+def test_published_configs_of_kin():
+    """GLM's partial rotation holds unless the config says otherwise; Kimi K2 is DeepSeek-V3 by another name."""
+    glm = dims_from_config({**GLM_4_5, "partial_rotary_factor": None}, PATH)
+    assert (glm.rotary_fraction, glm.qk_norm, glm.qkv_bias, glm.mla) == (0.5, True, True, None)
+    assert glm.moe is not None and glm.moe.expert_bias and glm.moe.layers[:4] == (False, False, False, True)
+    phi = dims_from_config(PHI_4, PATH)
+    assert (phi.head_dim, phi.rotary_fraction, phi.qkv_bias) == (128, 1.0, False)
+    kimi = dims_from_config(KIMI_K2, PATH)
+    assert kimi == replace(dims_from_config(KIMI_K2 | {"model_type": "deepseek_v3"}, PATH), family="kimi_k2")
+
+
 def test_ropes_that_megatron_expresses():
     assert dims_from_config(LLAMA_3, PATH).rope_scaling == Llama3Rope(factor=8.0)
     new_style = LLAMA_3 | {"rope_theta": None, "rope_scaling": None}
@@ -148,8 +179,8 @@ def test_config_that_transformers_writes(config_class: type, tmp_path: Path):
         ({"model_type": None}, "model_type"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.original_max_position_embeddings"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling.type"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5}}, "rope_parameters.rope_type"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention"),
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta"),
@@ -185,8 +216,14 @@ def require_refusal(config: dict[str, Any], key: str) -> None:
 @pytest.mark.parametrize(
     ("config", "change", "key"),
     [
-        (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"low_freq_factor": 2.0}}, "rope_scaling.low_freq_factor"),
-        (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"high_freq_factor": 8.0}}, "rope_scaling.high_freq_factor"),
+        (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"low_freq_factor": 4.0}}, "rope_scaling.low_freq_factor"),
+        (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"beta_fast": 8.0}}, "rope_scaling.beta_fast"),
+        (SEED_OSS, {"attention_out_bias": True}, "attention_out_bias"),
+        (SEED_OSS, {"attention_bias": None}, "attention_bias"),
+        (GLM_4_5, {"partial_rotary_factor": 0.51}, "partial_rotary_factor"),
+        (GLM_4_5, {"rope_scaling": YARN}, "partial_rotary_factor"),
+        (PHI_4, {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "rope_scaling.type"),
+        (PHI_4, {"sliding_window": 2047}, "sliding_window"),
         (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"factor": None}}, "rope_scaling.factor"),
         (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"type": "linear"}}, "rope_scaling.rope_type"),
         (LLAMA_3, {"rope_parameters": {"rope_type": "default"}}, "rope_scaling"),
@@ -220,6 +257,22 @@ def test_what_a_family_cannot_carry_is_refused_by_name(config: dict[str, Any], c
     require_refusal({**config, **change}, key)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "qwen3_moe_v2",
+            r"the nearest name that is: 'qwen3_moe'\. docs/conversion\.md lists all families",
+        ),
+        ("gemma4_text", "'gemma4_text' is not supported: its layers differ in head size"),
+        ("llama4", "'llama4' is not supported: it attends in chunks"),
+    ],
+)
+def test_an_unknown_family_is_told_the_nearest_or_the_reason(name: str, message: str):
+    with pytest.raises(UserError, match=message):
+        dims_from_config({**QWEN3, "model_type": name}, PATH)
+
+
 def test_mistral_without_a_sliding_window_key_is_refused():
     """transformers then takes 4096."""
     config = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
@@ -242,7 +295,8 @@ def test_missing_config_and_folder(tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "degrees", "message"),
     [
-        (QWEN3, {"tp": 16}, "tensor_model_parallel_size 16 does not divide the model's 8 key/"),
+        (QWEN3, {"tp": 32}, "tensor_model_parallel_size 32 does not divide the model's 16 attention heads"),
+        (QWEN3, {"tp": 12}, "tensor_model_parallel_size 12 does not divide the model's 8 key/"),
         (QWEN3, {"tp": 3}, "tensor_model_parallel_size 3 does not divide"),
         (QWEN3, {"stages": Stages(pipeline_model_parallel_size=3)}, "3 does not divide the model's 28 layers"),
         (QWEN3_MOE, {"ep": 3}, "expert_model_parallel_size 3 does not .* 128 experts"),

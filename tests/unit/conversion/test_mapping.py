@@ -68,11 +68,19 @@ def test_padded_vocabulary_must_hold_the_true_one(checkpoint: dict[str, Tensor])
         load(checkpoint, row("output_layer.weight"), rank=0, size=2, rows=2)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+def test_qkv_shards_of_a_shared_group_are_cut_across_its_heads(checkpoint: dict[str, Tensor]):
+    """Four ranks share two groups: rank 2 has the two query heads of the second group, rank 3 its key and value."""
+    q, k, v = (checkpoint[f"model.layers.1.self_attn.{part}_proj.bias"] for part in "qkv")
+    placed = row("decoder.layers.1.self_attention.linear_qkv.bias")
+    assert torch.equal(load(checkpoint, placed, rank=2, size=4), q[4:8])
+    assert torch.equal(load(checkpoint, placed, rank=3, size=4), torch.cat([k[2:4], v[2:4]]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_split_undoes_load_for_every_row(checkpoint: dict[str, Tensor], size: int):
     seen = set()
     for placed in families.all_params(DIMS):
-        shards = [load(checkpoint, placed, rank, size, rows=4 if size == 2 else 8) for rank in range(size)]
+        shards = [load(checkpoint, placed, rank, size, rows=8 // size) for rank in range(size)]
         tensors = split_shards(placed, shards, DIMS)
         for name, tensor in zip(placed.hf_names, tensors, strict=True):
             assert torch.equal(tensor, checkpoint[name]), name
@@ -83,9 +91,9 @@ def test_split_undoes_load_for_every_row(checkpoint: dict[str, Tensor], size: in
     assert seen == set(checkpoint)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "phi3"])
 def test_split_undoes_load_with_experts(family: str, tmp_path: Path):
-    """Over two ranks, and whole."""
+    """Over two ranks, and whole; also where one tensor on disk holds all that merges."""
     folder = make_hf_model(tmp_path, family, vocab_size=61)
     dims, reader = read_dims(folder), HfReader(folder)
     seen = set()

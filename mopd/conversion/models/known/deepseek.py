@@ -1,4 +1,5 @@
-"""DeepSeek-V2-Lite and V3: latent attention, groups of experts, shared experts."""
+"""DeepSeek-V2-Lite and V3, and Kimi K2, which is V3 by another name: latent attention, groups of experts, shared
+experts."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def _deepseek_v2(keys: Keys) -> MoeDims:
     return _deepseek(keys, is_v3=False)
 
 
-def _deepseek_v3(keys: Keys) -> MoeDims:
+def noaux_experts(keys: Keys) -> MoeDims:
+    """Read experts that a bias balances (``noaux_tc``), as other families have them too."""
     keys.only("scoring_func", "sigmoid")
     keys.only("topk_method", "noaux_tc")
     keys.only("norm_topk_prob", True, "Megatron-Core always normalises sigmoid scores")
@@ -93,4 +95,5 @@ def _family(version: int, experts: Callable[[Keys], MoeDims]) -> Family:
     )
 
 
-FAMILIES = {"deepseek_v2": _family(2, _deepseek_v2), "deepseek_v3": _family(3, _deepseek_v3)}
+_V3 = _family(3, noaux_experts)
+FAMILIES = {"deepseek_v2": _family(2, _deepseek_v2), "deepseek_v3": _V3, "kimi_k2": _V3}

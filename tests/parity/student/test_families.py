@@ -1,0 +1,122 @@
+"""Students of families that differ from the ones of the other tests by their rows alone.
+
+Invariant: at TP1, TP2, TP2+SP, PP2 and, with experts, EP2 log-probs equal transformers' (1e-4, fp32), and three
+supervised steps have the loss and the gradient norm of plain PyTorch on transformers' model (1e-5), packed or padded.
+``make test`` runs each family in one layout of two ranks, ``make families`` in all.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.fixtures.tiny_models import make_hf_model
+from tests.parity.student.harness import run_ranks
+from tests.parity.student.ranks import ADAM_EPS
+from tests.parity.student.samples import make_samples
+from tests.parity.student.test_layouts import assert_logprobs, assert_same_step
+
+pytestmark = [pytest.mark.multirank, pytest.mark.slow]
+
+Results = dict[str, Any]
+IS_WHOLE = os.environ.get("MOPD_FAMILIES") == "all"
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "seed_oss": {"family": "seed_oss", "tie_word_embeddings": False},
+    "glm4_moe": {"family": "glm4_moe", "tie_word_embeddings": False},
+    "phi3": {"family": "phi3", "tie_word_embeddings": False},
+    "shared_head": {"family": "qwen2", "num_kv_heads": 1, "rope_parameters": YARN},
+    "shared_head_norms": {"family": "qwen3", "num_kv_heads": 1},
+}
+"""The last two have one key/value head, which two tensor-parallel ranks share."""
+ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
+LAYOUTS = {
+    "one": ONE,
+    "tp2": {**ONE, "tp": 2},
+    "tp2_sp": {**ONE, "tp": 2, "sp": True},
+    "pp2": {**ONE, "pp": 2},
+    "ep2": {**ONE, "dp": 2, "ep": 2},
+}
+STEPS = {"objective": "sft_on_teacher", "logprobs": True, "steps": 3}
+FEW = {"seed_oss": "tp2_sp", "glm4_moe": "tp2_sp", "phi3": "tp2", "shared_head": "tp2", "shared_head_norms": "tp2_sp"}
+
+
+def _layouts_of(name: str) -> list[str]:
+    """Experts have ranks of their own in one, and need sequence parallelism."""
+    if not IS_WHOLE:
+        return [FEW[name]]
+    return [layout for layout in LAYOUTS if layout != ("tp2" if name == "glm4_moe" else "ep2")]
+
+
+CASES = [(name, layout) for name in MODELS for layout in _layouts_of(name)]
+PADDED = [(name, layout) for name, layout in CASES if IS_WHOLE or name in ("glm4_moe", "shared_head")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    return {name: make_hf_model(folder / name, **keys) for name, keys in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    cases = {f"{name}/{layout}": {**LAYOUTS[layout], **STEPS, "model": str(models[name])} for name, layout in CASES}
+    cases |= {f"{name}/{layout}/padded": {**cases[f"{name}/{layout}"], "packing": False} for name, layout in PADDED}
+    results: Results = {}
+    for size in (1, 2):
+        own = {name: case for name, case in cases.items() if (size == 1) == (name.split("/")[1] == "one")}
+        if own:
+            results |= run_ranks(size, {"model": "unused", "cases": own}, tmp_path_factory.mktemp("ranks"))
+    return results
+
+
+@lru_cache
+def _supervised(folder: Path, lrs: tuple[float, ...]) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of plain PyTorch on transformers' model, with those learning rates."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights, plain = ([p for p in model.parameters() if (p.dim() > 1) == is_weight] for is_weight in (True, False))
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=ADAM_EPS)
+    seen = []
+    for step, lr in enumerate(lrs, start=1):
+        drawn: dict[str, Any] = {"vocab_size": model.config.vocab_size, "top_k": 8, "seed": step}
+        metas, fields = make_samples(16, first_id=100 * step, **drawn)
+        total = torch.zeros(())
+        for meta, tokens, mask in zip(metas, fields["tokens"], fields["loss_mask"], strict=True):
+            rows, wanted = model(tokens[None]).logits[0, meta.prompt_length - 1 : -1], tokens[meta.prompt_length :]
+            total += torch.nn.functional.cross_entropy(rows[mask], wanted[mask], reduction="sum")
+        loss = total / sum(meta.num_loss_tokens for meta in metas)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        seen.append((loss.item(), float(norm)))
+    return seen
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_three_steps_equal_plain_pytorch(ranks: Results, models: dict[str, Path], name: str, layout: str) -> None:
+    assert_logprobs(ranks[f"{name}/{layout}"], models[name])
+    steps = ranks[f"{name}/{layout}"]["steps"]
+    expected = _supervised(models[name], tuple(step["lr"] for step in steps))
+    for step, (loss, norm) in zip(steps, expected, strict=True):
+        assert step["weighted_loss/math"] + step["weighted_loss/code"] == pytest.approx(loss, rel=1e-5)
+        assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)  # in fp32, see Case.exact_grad_norm
+        if layout != "ep2":  # where experts have an optimizer of their own
+            assert step["exact_grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "layout"), PADDED)
+def test_packed_sequences_equal_padded_ones(ranks: Results, name: str, layout: str) -> None:
+    packed, padded = ranks[f"{name}/{layout}"], ranks[f"{name}/{layout}/padded"]
+    assert packed["is_packed"] == [True] and padded["is_packed"] == [False]
+    for step, expected in zip(packed["steps"], padded["steps"], strict=True):
+        assert_same_step(step, expected)
