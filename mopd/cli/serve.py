@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replica", type=int, default=0, metavar="N", help="number of this replica, for the logs (default: 0)"
     )
+    more = "a LoRA adapter beside the teacher's model, under the name of the teacher that asks for it; may be repeated"
+    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help=more)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 (default) takes a free one")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="secret that clients must send")
@@ -80,6 +82,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         file, where = make(loaded.recipe, replica=args.replica), loaded.where(*key)
         if args.register is not None:
             _require_registered(loaded, *_group(loaded, args))
+    file = _with_adapters(file, args.adapter)
     address = Address(host=args.host, port=args.port, token_file=args.token_file, ready_file=args.ready_file)
     step = node_of_step()
     if step is not None and args.nnodes == step[0] and "--node-rank" not in arguments:
@@ -98,6 +101,19 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         serve = partial(_serve, file, address, listener, token, registrar)
         leave = (lambda: None) if registrar is None else registrar.end
         return together(place, _facts(file), serve, leave) if place.num_nodes > 1 else serve(None)
+
+
+def _with_adapters(file: EngineFile, texts: Sequence[str]) -> EngineFile:
+    """Return the file with the adapters of ``--adapter``."""
+    adapters = dict(file.adapters)
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise UserError(f"--adapter {text}: write NAME=PATH, a teacher's name and its adapter's folder")
+        if file.role != "teacher":
+            raise UserError(f"--adapter {text}: {file.name} has the student's weights: leave it out")
+        adapters[name] = os.path.abspath(path)
+    return replace(file, adapters=adapters)
 
 
 def _group(loaded: Loaded, args: argparse.Namespace) -> tuple[Sequence[str], EngineGroupConfig]:
@@ -186,6 +202,7 @@ def _serve(
     Raises:
         UserError: the model cannot be loaded, or the ready file not be written.
     """
+    from mopd.conversion.adapters import read_adapter
     from mopd.conversion.hf.manifest import HASHES, make_manifest
     from mopd.placement.engine_loading import server_limits, start_host
     from mopd.run.manifests import hash_cache
@@ -196,6 +213,7 @@ def _serve(
 
     _log_to_terminal(file)
     manifest = asdict(make_manifest(Path(file.model), cache_file=hash_cache()))
+    adapters = {name: read_adapter(path, file.model).sha256 for name, path in file.adapters.items()}
 
     async def work() -> tuple[int, EngineHost]:
         host = await start_host(file, node)
@@ -205,6 +223,7 @@ def _serve(
             host=host,
             limits=server_limits(file),
             manifest={name: manifest[name] for name in HASHES},
+            adapters=adapters,
             token=token,
             names=(*LOOPBACK_NAMES, address.host),
         )

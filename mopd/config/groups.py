@@ -236,6 +236,12 @@ class TeacherConfig(EngineGroupConfig):
     model: str
     """Hugging Face checkpoint: a folder, or a name of the Hub; config and tokenizer are enough for ``protocol:
     openai``. ``student``: the student itself, with ``refresh``."""
+    adapter: str | None = None
+    """LoRA adapter of ``model`` in PEFT's format: its folder. It answers beside ``model``, which stays as it is; on a
+    stock server, behind ``placement.served_model_name`` (docs/teachers.md)."""
+    share: bool | None = None
+    """One group of replicas for several teachers with an ``adapter``. Absent: for those whose model, engine, placement,
+    replicas and routing are the same; true: they must be; false: this teacher has replicas of its own."""
     refresh: Literal["frozen"] | RefreshConfig | None = None
     """Weights of a teacher that is the student: ``frozen`` at those of ``student.model``, or the student's own as they
     change, or their average."""
@@ -263,6 +269,12 @@ class TeacherConfig(EngineGroupConfig):
         EngineGroupConfig.check(self)  # ``super()`` does not work in dataclasses with slots
         if isinstance(self.refresh, RefreshConfig):
             self._check_takes_weights()
+        if self.adapter is not None and self.refresh is not None:
+            raise ValueError(f"adapter is {self.adapter!r}, but refresh makes the student the teacher: remove one")
+        if self.share is not None and self.adapter is None:
+            raise ValueError(f"share is {str(self.share).lower()}, but adapter is absent: remove share")
+        if self.share and self.is_openai:
+            raise ValueError("share is true, but placement.protocol is 'openai', a server of one model: remove share")
         if self.tokenizer_map and self.tokenizer == "student":
             raise ValueError("tokenizer_map is set, but tokenizer is 'student': remove it, or set tokenizer: own")
         if self.tokenizer == "own" and self.refresh is not None:
@@ -323,6 +335,41 @@ def require_turns(
             f"GPUs, but rollout.placement.share_gpus_with has those of {num_ranks} trainer ranks: set at most "
             f"{num_ranks}"
         )
+
+
+SHARED = ("model", "engine", "placement", "replicas", "routing")
+"""Keys in which teachers on one group of replicas agree."""
+
+
+def hosts_of(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
+    """Return of each teacher the one whose group of replicas answers for it: itself, or, of several adapters that share
+    one, the first.
+
+    Raises:
+        ValueError: teachers with ``share: true`` do not agree.
+    """
+    hosts, wanted = dict[str, str](), None
+    for name, teacher in teachers.items():
+        hosts[name] = name
+        if teacher.share:
+            wanted = wanted or name
+            for key in SHARED:
+                one, other = getattr(teachers[wanted], key), getattr(teacher, key)
+                if one != other:
+                    told = f": {one!r} and {other!r}" if isinstance(one, str | int) else ""
+                    raise ValueError(
+                        f"teachers.{wanted}.share and teachers.{name}.share are true, but their {key} differs{told}: "
+                        f"give both one {key}, or remove share"
+                    )
+        if teacher.adapter is not None and teacher.share is not False and not teacher.is_openai:
+            same = (other for other in hosts if _may_share(teachers[other], teacher))
+            hosts[name] = hosts[next(same)]
+    return hosts
+
+
+def _may_share(one: TeacherConfig, other: TeacherConfig) -> bool:
+    has_adapters = one.adapter is not None and one.share is not False and other.adapter is not None
+    return has_adapters and all(getattr(one, key) == getattr(other, key) for key in SHARED)
 
 
 class Assignment:

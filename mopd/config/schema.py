@@ -13,7 +13,14 @@ from typing import Annotated, Literal
 from mopd.base.types import HIDDEN_FIELD, LOSS_FIELDS, ROLLOUT_FIELDS, TOKEN_FIELD
 from mopd.config.data import DataConfig, DataPlane, LocalPlaneConfig, ValidationConfig
 from mopd.config.gates import DomainConfig, GateConfig, require_gates
-from mopd.config.groups import Assignment, TeacherConfig, TeacherDefaultsConfig, VllmEngineConfig, require_turns
+from mopd.config.groups import (
+    Assignment,
+    TeacherConfig,
+    TeacherDefaultsConfig,
+    VllmEngineConfig,
+    hosts_of,
+    require_turns,
+)
 from mopd.config.losses import (
     KLLossConfig,
     Loss,
@@ -105,6 +112,7 @@ class Recipe(Checked):
 
     def check(self) -> None:
         self._check_teachers()
+        hosts_of(self.teachers)
         self._check_refresh()
         self._check_own_tokenizers()
         self._check_loss()
@@ -497,6 +505,11 @@ class Recipe(Checked):
     def has_engines_beside(self) -> bool:
         """Engines work while the student trains, or while its memory is lent: none may be in rank 0's process."""
         return self.schedule.max_staleness > 0 or self.shares_gpus
+
+    def on_group_of(self, teacher: str) -> tuple[str, ...]:
+        """Teachers that the replicas of a teacher answer for, the one that the group is named after first."""
+        hosts = hosts_of(self.teachers)
+        return tuple(name for name in self.teachers if hosts[name] == hosts[teacher])
 
     @property
     def views(self) -> dict[str, ViewConfig]:

@@ -21,7 +21,7 @@ from mopd.base.files.records import Records
 from mopd.base.text import named_samples, one_line
 from mopd.base.types import Prompt, SampleMeta, UserError
 from mopd.config.groups import Assignment
-from mopd.conversion.hf.manifest import HASHES, Manifest
+from mopd.conversion.hf.manifest import ADAPTER_HASH, HASHES, Manifest
 from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
@@ -115,7 +115,9 @@ class AnswerWorker:
         name = next((name for name, end in zip(names, shares, strict=True) if chance < end), names[-1])
         what |= {"tokens": list(row.tokens_of(name))}
         manifest = self.manifests[f"teachers.{name}"]
-        return Asked(_digest({**what, **{each: getattr(manifest, each) for each in HASHES}}), name, prompt)
+        what |= {each: getattr(manifest, each) for each in HASHES}
+        what |= {ADAPTER_HASH: manifest.adapter_sha256} if manifest.adapter_sha256 else {}
+        return Asked(_digest(what), name, prompt)
 
     async def _draw(self, name: str, asked: Sequence[Asked]) -> dict[bytes, Generation]:
         """Have one teacher answer, and store the answers."""
@@ -124,9 +126,8 @@ class AnswerWorker:
         prompts = [self.dataset.row(row).tokens_of(name) for row in rows]
         try:
             async with group.kept_awake():
-                drawn = await group.router.generate(
-                    prompts, self.sampling, seeds, images=self.dataset.images_of(rows) if group.sees_images else None
-                )
+                images = self.dataset.images_of(rows) if group.sees_images else None
+                drawn = await group.generate(prompts, self.sampling, seeds, images=images)
         except SampleFailed as error:
             failed = [asked[i].prompt for i in error.positions]
             named = named_samples([prompt.sample_id for prompt in failed], {prompt.domain for prompt in failed})

@@ -26,7 +26,7 @@ from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import CorruptAnswer, Scores
+from mopd.engines.interface import CorruptAnswer, Generation, SamplingParams, Scores
 from mopd.engines.replicas.interface import NoReplica, SampleFailed
 from mopd.engines.replicas.router import Router
 from mopd.losses import combine
@@ -55,10 +55,12 @@ class TeacherGroup:
         hidden_size: int = 0,
         sees_images: bool = False,
         kept_awake: KeptAwake = nullcontext,
+        adapter: str = "",
     ) -> None:
         """Set up the group. ``vocab_size`` is the teacher's own: no answer may name an id beyond it. ``hidden_size``:
-        that of the states that it sends; 0 where it sends none."""
+        that of the states that it sends; 0 where it sends none. ``adapter``: what its requests name."""
         self.name = name
+        self._options: dict[str, Any] = {"adapter": adapter} if adapter else {}
         self.hidden_size = hidden_size
         self.sees_images = sees_images
         self.router = router
@@ -70,7 +72,18 @@ class TeacherGroup:
     ) -> list[Scores | SampleFailed]:
         """Score the response part of each sequence, with the replicas awake and the options of ``Router.score``."""
         async with self.kept_awake():
-            return await self.router.score(tokens, prompt_lengths, **options)
+            return await self.router.score(tokens, prompt_lengths, **self._options, **options)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that answer, as ``Generator`` has it."""
+        return self.router.weight_version
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int], **options: Any
+    ) -> list[Generation]:
+        """Draw one response per prompt, as ``Router.generate`` does; the caller holds ``kept_awake``."""
+        return await self.router.generate(prompts, sampling, seeds, **self._options, **options)
 
 
 class TeacherWorker:

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from mopd.base.files.records import Records
 from mopd.base.types import UserError
-from mopd.config.groups import TeacherConfig
 from mopd.config.losses import PolicyGradientConfig, TopKLossConfig
 from mopd.config.payloads import always_ids_of, token_ids
 from mopd.config.schema import Recipe
@@ -99,7 +98,7 @@ class Workers:
     refreshed: Mapping[str, GroupWeightSync]
     """The same for each teacher that is the student and gets its new weights, by name."""
     routers: dict[str, Router]
-    """Group key (``rollout``, ``teachers.NAME``) -> its replicas as one engine."""
+    """``rollout`` or ``teachers.NAME`` -> its replicas as one engine; teachers that share a group have the same."""
     rollout: RolloutWorker | None
     """Present where some steps are on-policy, or the student is validated."""
     answers: AnswerWorker | None
@@ -124,7 +123,7 @@ class Workers:
     def take_numbers(self) -> dict[str, float]:
         """Return the metrics of every group since the last call."""
         values: dict[str, float] = {}
-        for router in self.routers.values():
+        for router in dict.fromkeys(self.routers.values()):
             values |= group_metrics(router.take_numbers())
         for source in (self.turns, self.rollout, self.rewards, self.answers, self.teachers):
             values |= {} if source is None else source.take_numbers()
@@ -209,6 +208,12 @@ def build_routers(groups: Groups) -> dict[str, Router]:
     }
 
 
+def with_guests(routers: Mapping[str, Router], groups: Groups) -> dict[str, Router]:
+    """Return the router of each teacher, those that share a group's too."""
+    hosts = {f"teachers.{name}": f"teachers.{host}" for name, host in groups.hosts.items()}
+    return {**routers, **{key: routers[host] for key, host in hosts.items() if host in routers}}
+
+
 async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: Groups, *, vocab_size: int) -> Workers:
     """Construct and wire, on the event loop that ``groups`` was started on. The rollout has no weights until the
     student publishes. ``vocab_size`` is the student's, without padding."""
@@ -258,7 +263,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         plane=plane,
         weights=weights,
         refreshed=refreshed,
-        routers=routers,
+        routers=with_guests(routers, groups),
         rollout=rollout,
         answers=answers,
         rewards=rewards,
@@ -324,16 +329,16 @@ async def _answer_worker(
 
 async def teacher_group(name: str, routers: Mapping[str, Router], groups: Groups) -> TeacherGroup:
     """Return a teacher that was started."""
-    key = f"teachers.{name}"
-    info, plan = await info_of(groups.replicas(key)[0]), groups.plans[key]
-    sends_hidden = isinstance(plan.group, TeacherConfig) and plan.group.payload == "hidden"
+    key = f"teachers.{groups.hosts[name]}"
+    info, plan, teacher = await info_of(groups.replicas(key)[0]), groups.plans[key], groups.teachers[name]
     return TeacherGroup(
         name,
         routers[key],
         vocab_size=info.vocab_size,
-        hidden_size=read_dims(Path(plan.model), takes_quantised=True).hidden_size if sends_hidden else 0,
+        hidden_size=read_dims(Path(plan.model), takes_quantised=True).hidden_size if teacher.payload == "hidden" else 0,
         sees_images=info.image_processing is not None,
         kept_awake=functools.partial(groups.kept_awake, key),
+        adapter="" if teacher.adapter is None or teacher.is_openai else name,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,6 +31,7 @@ from mopd.config.values import (
     check_name,
     check_ranges,
 )
+from mopd.config.weights import LoraShape
 
 FORMAT = "mopd engine 1"
 _CURE = "let mopd write it anew"
@@ -49,6 +51,10 @@ class EngineFile:
     """Number of the replica in its group, from 0."""
     model: str
     """Absolute path of the checkpoint's folder."""
+    adapters: Mapping[str, str]
+    """Absolute paths of adapters that requests name, by the teacher's name."""
+    student_adapter: LoraShape | None
+    """With ``rollout``: the weights stay those of ``model``, and an adapter's come from the student."""
     engine: SettledEngine
     max_logprobs: Count
     """Most ids that will be asked for at a position, given ones included."""
@@ -93,9 +99,11 @@ class EngineFile:
 
 
 def teacher_file(recipe: Recipe, name: str, replica: int = 0) -> EngineFile:
-    """The file of a teacher's replica; ``UserError`` lists the teachers when there is no such one."""
+    """The file of a teacher's replica, with the adapters of all that share it; ``UserError`` lists the teachers when
+    there is no such one."""
     if name not in recipe.teachers:
         raise UserError(f"--teacher {name}: the recipe has no such teacher; it has {', '.join(recipe.teachers)}")
+    name = recipe.on_group_of(name)[0]
     role: Literal["teacher", "rollout"] = "rollout" if name in recipe.refreshed else "teacher"
     return _file(recipe, role, name, replica, recipe.teachers[name].model, recipe.teachers[name])
 
@@ -114,22 +122,26 @@ def _file(
     if not 0 <= replica < most:
         raise UserError(f"--replica {replica}: {name} has {most} replicas, numbered from 0")
     has_deadline = isinstance(placement, (LocalConfig, RayConfig, RegisteredConfig))
-    longest = recipe.longest_sequence(teacher)
+    together = (None,) if teacher is None else recipe.on_group_of(teacher)
+    longest = max(map(recipe.longest_sequence, together))
     engine = group.engine
     if isinstance(engine, AutoEngineConfig):
         raise ValueError(f"{name}: engine.type is auto: settle the recipe first")
     if isinstance(engine, VllmEngineConfig) and engine.max_model_len is None:
         engine = dataclasses.replace(engine, max_model_len=longest)
     most_probable = Asked(own=recipe.loss.top_k)  # a rollout tells its own ids
-    wanted = most_probable if teacher is None else recipe.asked[teacher]
+    asked = [most_probable if name is None else recipe.asked[name] for name in together]
+    adapters = {name: recipe.teachers[name].adapter for name in together if name is not None}
     return EngineFile(
         role=role,
         name=name,
         replica=replica,
         model=os.path.abspath(model),
+        adapters={name: os.path.abspath(path) for name, path in adapters.items() if path is not None},
+        student_adapter=None,
         engine=engine,
-        max_logprobs=max(1, wanted.width),
-        max_given=wanted.given,
+        max_logprobs=max(1, *(one.width for one in asked)),
+        max_given=max(one.given for one in asked),
         temperature=1.0 if teacher in recipe.refreshed else rollout.temperature,
         is_exact=teacher in recipe.refreshed or rollout.is_exact,
         longest_sequence=longest,

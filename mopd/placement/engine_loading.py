@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import resource
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
+from mopd.conversion.adapters import Adapter, read_adapter
 from mopd.engines.interface import EngineNode, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.placement.engine_file import EngineFile
@@ -33,16 +35,25 @@ async def load_engine(file: EngineFile, device: torch.device | str, node: Engine
             f"--nnodes {node.num_nodes}: {file.name} is a {file.role} with engine.type {file.engine.type}, and only a "
             "teacher's vllm engine spans nodes: start it on one node"
         )
+    adapters = {name: read_adapter(path, file.model) for name, path in file.adapters.items()}
     if isinstance(file.engine, TorchEngineConfig):
         engine = TorchEngine.from_pretrained(
-            file.model, file.engine, device, max_pixels=file.max_pixels, has_weights=file.role == "teacher"
+            file.model,
+            file.engine,
+            device,
+            max_pixels=file.max_pixels,
+            has_weights=file.role == "teacher",
+            adapters=adapters,
+            student_adapter=file.student_adapter,
         )
         engine.max_sequence = min(engine.max_sequence, file.longest_sequence)
         return engine
-    return await _start_vllm(file, file.engine, node)
+    return await _start_vllm(file, file.engine, node, adapters)
 
 
-async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig, node: EngineNode | None) -> Any:
+async def _start_vllm(
+    file: EngineFile, cfg: VllmEngineConfig, node: EngineNode | None, adapters: Mapping[str, Adapter]
+) -> Any:
     try:
         from mopd.engines.vllm.engine import DEFAULT_MAX_LOGPROBS, VllmEngine
     except ImportError as error:  # absent, of another version, or of another CUDA
@@ -56,10 +67,13 @@ async def _start_vllm(file: EngineFile, cfg: VllmEngineConfig, node: EngineNode 
         name: getattr(file, name) for name in ("startup_timeout_s", "max_pixels", "enable_sleep_mode")
     }
     if file.role == "teacher":
-        return await VllmEngine.start_teacher(file.model, cfg, max_logprobs=file.max_logprobs, node=node, **options)
+        return await VllmEngine.start_teacher(
+            file.model, cfg, max_logprobs=file.max_logprobs, node=node, adapters=adapters, **options
+        )
     # which cut there is does not matter
     sampling = SamplingParams(max_new_tokens=1, temperature=file.temperature, top_k=-1 if file.is_exact else 1)
     most = max(file.max_logprobs, DEFAULT_MAX_LOGPROBS)
+    options["student_adapter"] = file.student_adapter
     return await VllmEngine.start_rollout(file.model, cfg, sampling=sampling, max_logprobs=most, **options)
 
 

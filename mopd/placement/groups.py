@@ -15,7 +15,7 @@ import torch
 
 from mopd.base.files.temporary import TemporaryFolder
 from mopd.base.types import UserError
-from mopd.config.groups import VllmEngineConfig
+from mopd.config.groups import VllmEngineConfig, hosts_of
 from mopd.config.machine.places import engine_groups
 from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig, RayConfig, RegisteredConfig
 from mopd.config.schema import Recipe
@@ -51,7 +51,7 @@ def plan_groups(recipe: Recipe, only: Sequence[str] | None = None) -> dict[str, 
     """The groups of a recipe by key, the rollout first; ``only`` picks some keys."""
     plans: dict[str, GroupPlan] = {}
     for key, group in engine_groups(recipe).items():
-        if only is not None and key not in only:
+        if only is not None and key not in only and not any(f"teachers.{own}" in only for own in _of(recipe, key)):
             continue
         count = 0 if isinstance(group.placement, (ExternalConfig, RegisteredConfig)) else group.replicas
         is_rollout = key == ROLLOUT
@@ -63,10 +63,15 @@ def plan_groups(recipe: Recipe, only: Sequence[str] | None = None) -> dict[str, 
             name=name,
             model=model,
             group=group,
-            needs=Needs.of(recipe, None if is_rollout else name),
+            needs=Needs.of(recipe, None) if is_rollout else Needs.of_all(recipe, recipe.on_group_of(name)),
             files=tuple(rollout_file(recipe, i) if is_rollout else teacher_file(recipe, name, i) for i in range(count)),
         )
     return plans
+
+
+def _of(recipe: Recipe, key: str) -> tuple[str, ...]:
+    """Return the teachers that a group answers for."""
+    return () if key == ROLLOUT else recipe.on_group_of(key.removeprefix("teachers."))
 
 
 class Groups:
@@ -93,10 +98,12 @@ class Groups:
         Args:
             log_dir: for the servers' logs; ``None``: a temporary folder that goes with ``close``.
             device: of ``torch`` engines in this process.
-            only: keys of the groups that are wanted; ``None``: all.
+            only: keys of the groups that are wanted; ``None``: all. Some may be shared.
             student: gives back the GPUs that the rollout shares; ``None``: they are free.
         """
         self.plans = plan_groups(recipe, only)
+        self.teachers, self.hosts = recipe.teachers, hosts_of(recipe.teachers)
+        """The recipe's teachers, and of each the one whose group of replicas answers for it."""
         self._places = places_here({key: plan.group for key, plan in self.plans.items()}).require()
         self._log_dir, self._device = log_dir, device
         self._registered = RunFiles(Path(recipe.run_dir)).replicas

@@ -315,6 +315,9 @@ class RegisteredGroup:
         problems = problems_of(info, hashes, plan.needs, key=plan.key, is_rollout=is_rollout)
         if problems:
             raise Refused("; ".join(problems))
+        for name, sha256 in first.adapters.items():
+            if info.adapters.get(name) != sha256:
+                raise Refused(f"its adapter {name!r} is not that of the group's first server, or not there")
         scores: Mapping[str, Any] = {}
         if not is_rollout:  # which has no weights yet
             scores = await fingerprint(

@@ -37,7 +37,7 @@ from mopd.planning.stages import drawing_time, scoring_time, training_time
 from mopd.planning.traffic import Flow, links
 from mopd.planning.updates import WeightUpdate, sender_ranks, weight_update
 from mopd.planning.vision import TowerPlan, plan_tower
-from mopd.planning.workload import Workload, student_ids
+from mopd.planning.workload import Workload, share_of_group, student_ids
 
 MAX_BALANCED = 256
 """Replicas of a group beyond which no balance is looked for."""
@@ -146,7 +146,7 @@ def make_plan(given: PlanInput, pool: NodePool, rates: Rates | None) -> RunPlan:
     replicas = {}
     for key, group in groups.items():
         if not isinstance(group.placement, ExternalConfig):
-            share = 1.0 if key == ROLLOUT else work.teacher_shares[key.removeprefix("teachers.")]
+            share = 1.0 if key == ROLLOUT else share_of_group(recipe, work, key.removeprefix("teachers."))
             replicas[key] = replica_of(given, key, group, samples=work.samples * share / group.num_replicas)
     ranks = plan_ranks(recipe, dims, work, cluster, replicas)
     hosts = plan_hosts(recipe, dims, work, places, ranks)
@@ -193,11 +193,14 @@ def stage_of(key: str) -> str:
 
 def replica_of(given: PlanInput, key: str, group: EngineGroupConfig, *, samples: float) -> ReplicaPlan:
     """Plan one replica of a group to which so many ``samples`` of a step come."""
-    dims, teacher = given.dims_of(key), None if key == ROLLOUT else key.removeprefix("teachers.")
+    dims, recipe = given.dims_of(key), given.recipe
+    longest = recipe.longest_sequence()
+    if key != ROLLOUT:
+        longest = max(map(recipe.longest_sequence, recipe.on_group_of(key.removeprefix("teachers."))))
     return plan_replica(
         group,
         dims,
-        replace(given.work, max_tokens=given.recipe.longest_sequence(teacher)),
+        replace(given.work, max_tokens=longest),
         given.cluster,
         scores=key != ROLLOUT,
         samples=samples,
@@ -250,7 +253,7 @@ def group_load(given: PlanInput, rates: Rates, key: str, group: EngineGroupConfi
         staleness, tells_top = recipe.schedule.max_staleness, student_ids(recipe) > 0
         time = partial(drawing_time, group, dims, work, own, rates, staleness, tells_top=tells_top)
     else:
-        share, finds_top = work.teacher_shares[name], recipe.asked[name].own > 0
+        share, finds_top = share_of_group(recipe, work, name), recipe.asked[name].own > 0
         time = partial(scoring_time, group, dims, work, own, rates, share, finds_top=finds_top)
     return GroupLoad(
         name=stage_of(key), gpus=own.gpus, time=lru_cache(maxsize=None)(time), at_most=min(MAX_BALANCED, work.samples)

@@ -21,6 +21,7 @@ from mopd.planning.workload import (
     TOKEN_BYTES,
     Workload,
     sample_bytes,
+    share_of_group,
     student_ids,
 )
 
@@ -105,7 +106,7 @@ def _flows_of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], w
             total = draw_bytes(work.samples, work, samples_per_request=min(per_request, work.samples), num_top_ids=tops)
         else:
             name = key.removeprefix("teachers.")
-            what, samples = "tokens and scores", work.samples * work.teacher_shares[name]
+            what, samples = "tokens and scores", work.samples * share_of_group(recipe, work, name)
             if samples == 0:
                 continue
             # A request is sent as soon as a replica is free: as many samples as came by then, some prompts'.

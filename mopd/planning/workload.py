@@ -144,6 +144,12 @@ def measured(recipe: Recipe, steps: Sequence[Mapping[str, Any]], *, image_tokens
     )
 
 
+def share_of_group(recipe: Recipe, work: Workload, teacher: str) -> float:
+    """Return the share of all samples that come to the replicas of a teacher, for all teachers that these answer
+    for."""
+    return sum(work.teacher_shares[name] for name in recipe.on_group_of(teacher))
+
+
 def _workload(recipe: Recipe, domains: Mapping[str, float], **lengths: Any) -> Workload:
     """Return the workload of samples that ``domains`` share so; an ensemble's teachers each score all of a domain's."""
     shares = dict.fromkeys(recipe.teachers, 0.0)

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from mopd.base.plugins import plugin_hash
 from mopd.base.types import UserError
 from mopd.config.groups import TeacherConfig, VllmEngineConfig
 from mopd.config.losses import CustomLossConfig
-from mopd.config.machine.places import engine_groups
 from mopd.config.schema import Recipe
+from mopd.conversion.adapters import read_adapter
 from mopd.conversion.hf.header import read_header
-from mopd.conversion.hf.manifest import Manifest, compare_manifests, make_manifest
+from mopd.conversion.hf.manifest import ADAPTER_HASH, Manifest, compare_manifests, make_manifest
 from mopd.conversion.hf.reader import INDEX_FILE, PROCESSOR_PATTERNS, WEIGHTS_FILE, matching_files, weight_files
 from mopd.conversion.job import sha256_of
 from mopd.conversion.models.config_keys import CONFIG_FILE
@@ -71,16 +71,19 @@ def make_manifests(recipe: Recipe) -> dict[str, Manifest]:
     cache = hash_cache()
     manifests = {"student": make_manifest(Path(recipe.student.model), cache_file=cache)}
     for name, teacher in recipe.teachers.items():
-        manifests[f"teachers.{name}"] = make_manifest(
-            Path(teacher.model), cache_file=cache, with_weights=has_own_weights(teacher)
-        )
+        own = make_manifest(Path(teacher.model), cache_file=cache, with_weights=has_own_weights(teacher))
+        adapter = "" if teacher.adapter is None else read_adapter(teacher.adapter).sha256
+        manifests[f"teachers.{name}"] = replace(own, adapter_sha256=adapter)
     return manifests
 
 
 def engine_extras(recipe: Recipe) -> dict[str, Any]:
     """Return the arguments of ``engine.extra`` by key of the group; none of groups without any."""
-    groups = engine_groups(recipe).items()
-    return {key: dict(g.engine.extra) for key, g in groups if isinstance(g.engine, VllmEngineConfig) and g.engine.extra}
+    groups = {"rollout": recipe.rollout, **{f"teachers.{name}": own for name, own in recipe.teachers.items()}}
+    if not recipe.needs_rollout:
+        del groups["rollout"]
+    found = {key: group.engine for key, group in groups.items() if isinstance(group.engine, VllmEngineConfig)}
+    return {key: dict(engine.extra) for key, engine in found.items() if engine.extra}
 
 
 def plugin_hashes(recipe: Recipe, *, of_ranks: bool = False) -> dict[str, str]:
@@ -110,7 +113,10 @@ def write_manifests(
     plugins: Mapping[str, str] | None = None,
 ) -> None:
     """Write ``manifest.json`` of the run folder."""
-    content: dict[str, Any] = {key: asdict(manifest) for key, manifest in manifests.items()}
+    content: dict[str, Any] = {
+        key: {name: text for name, text in asdict(own).items() if text or name != ADAPTER_HASH}
+        for key, own in manifests.items()
+    }
     more = {FINGERPRINTS: dict(fingerprints), COMMITS: dict(commits), EXTRAS: dict(extras or {})}
     more[PLUGINS] = dict(plugins or {})
     write_json(path, content | {key: value for key, value in more.items() if value})
@@ -176,7 +182,7 @@ def _read(path: Path) -> tuple[dict[str, Manifest], dict[str, Any], dict[str, st
     data.pop(EXTRAS, None)
     names = {field.name for field in fields(Manifest)}
     for key, value in data.items():
-        if not _is_text(value) or value.keys() != names:
+        if not _is_text(value) or value.keys() | {ADAPTER_HASH} != names:
             raise UserError(
                 f"{shown_path(path)}: {key[:80]!r} does not hold {', '.join(sorted(names))} as text: {CURE}"
             )

@@ -30,6 +30,8 @@ CALLED_BY_LIBRARIES = {
         "start_weight_update",
         "update_weights",
         "mopd_outcome",
+        "mopd_put_adapter",
+        "mopd_take_adapter",
         "mopd_score_given",
         "mopd_take_hidden",
         "mopd_num_hidden",

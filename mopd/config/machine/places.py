@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mopd.base.types import UserError
-from mopd.config.groups import EngineGroupConfig
+from mopd.config.groups import EngineGroupConfig, hosts_of
 from mopd.config.placements import (
     AutoPlacementConfig,
     ExternalConfig,
@@ -140,9 +140,11 @@ class RayRequest:
 
 
 def engine_groups(recipe: Recipe) -> dict[str, EngineGroupConfig]:
-    """The groups of a recipe by key, the rollout first, where it needs one."""
+    """The groups of a recipe by key, the rollout first, where it needs one. Teachers that share one are on that of the
+    first."""
     rollout = {"rollout": recipe.rollout} if recipe.needs_rollout else {}
-    return {**rollout, **{f"teachers.{name}": group for name, group in recipe.teachers.items()}}
+    hosts = dict.fromkeys(hosts_of(recipe.teachers).values())
+    return {**rollout, **{f"teachers.{name}": recipe.teachers[name] for name in hosts}}
 
 
 def path_of(key: str) -> Path_:

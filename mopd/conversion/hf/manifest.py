@@ -26,6 +26,7 @@ from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
 logger = logging.getLogger(__name__)
 
 HASHES = ("config_sha256", "weights_sha256", "tokenizer_sha256")
+ADAPTER_HASH = "adapter_sha256"
 _CHUNK_BYTES = 2**24
 _HASH_THREADS = 4
 _MAX_CACHE_BYTES = 2**28
@@ -44,6 +45,13 @@ class Manifest:
     only an external server has)."""
     tokenizer_sha256: str
     """Hash of names and bytes of the files of tokenizer, chat template and image processor."""
+    adapter_sha256: str = ""
+    """``Adapter.sha256`` of the adapter beside it; empty without one."""
+
+    @property
+    def identity(self) -> list[str]:
+        """All hashes, without that of an adapter where there is none."""
+        return [getattr(self, name) for name in HASHES] + [self.adapter_sha256] * bool(self.adapter_sha256)
 
 
 def make_manifest(folder: Path, *, cache_file: Path | None, with_weights: bool = True) -> Manifest:
@@ -69,7 +77,7 @@ def compare_manifests(old: Manifest, new: Manifest) -> list[str]:
     """Return what changed between two manifests of the same model, one phrase per hash; empty if nothing did."""
     return [
         f"{name} was {getattr(old, name)[:12]}…, is {getattr(new, name)[:12]}…"
-        for name in HASHES
+        for name in (*HASHES, ADAPTER_HASH)
         if getattr(old, name) != getattr(new, name)
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,12 @@ class Needs:
     """``ImageProcessing.fingerprint`` of the student, if student and model see images."""
 
     @classmethod
+    def of_all(cls, recipe: Recipe, teachers: Sequence[str]) -> Needs:
+        """Return the requirements on replicas that answer for several teachers."""
+        each = [cls.of(recipe, name) for name in teachers]
+        return replace(each[0], length=max(own.length for own in each), num_ids=max(own.num_ids for own in each))
+
+    @classmethod
     def of(cls, recipe: Recipe, teacher: str | None) -> Needs:
         """Return the requirements on replicas of a teacher, or, for ``None``, of the rollout."""
         student, processing, asked = recipe.student.model, None, recipe.asked
@@ -63,6 +69,7 @@ def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str,
             ours, theirs = getattr(manifest, name), info.manifest[name]
             if ours != theirs:
                 found.append(f"{name} is {theirs[:12]}… there ({info.model}) and {ours[:12]}… in {manifest.path}")
+        found += _adapter_problems(info, manifest, key)
     if needs.length > info.max_positions:
         found.append(
             f"it takes {info.max_positions} tokens, data.max_prompt_length + rollout.max_response_length is "
@@ -80,6 +87,18 @@ def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str,
             "this recipe's data.max_pixels"
         )
     return [f"{key}: {problem}" for problem in found]
+
+
+def _adapter_problems(info: EngineInfo, manifest: Manifest, key: str) -> list[str]:
+    """Return why a server is not that of the teacher ``key`` with its adapter, if it has one."""
+    name, ours = key.removeprefix("teachers."), manifest.adapter_sha256
+    if not ours:
+        return []
+    theirs = info.adapters.get(name)
+    if theirs is None:
+        there = ", ".join(sorted(info.adapters)) or "none"
+        return [f"it has no adapter {name!r} ({info.model} has {there})"]
+    return [] if theirs == ours else [f"adapter_sha256 is {theirs[:12]}… there and {ours[:12]}… in the recipe's folder"]
 
 
 def fingerprint_tokens(vocab_size: int) -> list[int]:

@@ -66,6 +66,8 @@ def check_inputs(loaded: Loaded, *, is_first: bool = True) -> None:
     check_model_folder(recipe.student.model, loaded.where("student", "model"))
     for name, teacher in recipe.teachers.items() if is_first or recipe.sends_hidden else ():
         check_model_folder(teacher.model, loaded.where("teachers", name, "model"))
+        if teacher.adapter is not None:
+            check_adapter(loaded, name)
         if recipe.sends_hidden:  # ranks of every node read its output matrix
             from mopd.conversion.hf.head import open_teacher_head  # torch, for few recipes
 
@@ -109,6 +111,19 @@ def file_checks(loaded: Loaded, is_whole: Callable[..., bool]) -> Iterator[tuple
         yield "push_to_hub", partial(_check_push, loaded.where("checkpoint", "push_to_hub"))
     if is_whole("metrics") and recipe.metrics.wandb is not None:
         yield "wandb", partial(_check_wandb, recipe.metrics.wandb)
+
+
+def check_adapter(loaded: Loaded, name: str) -> None:
+    """Check that a teacher's adapter can be read, and fits its model where that has weights here."""
+    from mopd.conversion.adapters import read_adapter  # torch, for few recipes
+
+    teacher = loaded.recipe.teachers[name]
+    assert teacher.adapter is not None
+    has_weights = any(Path(teacher.model).glob("*.safetensors"))
+    try:
+        read_adapter(teacher.adapter, teacher.model if has_weights else None)
+    except UserError as error:
+        raise UserError(f"{loaded.where('teachers', name, 'adapter')}: {error}") from error
 
 
 def check_data_file(loaded: Loaded, file: str, split: str) -> None:

@@ -37,7 +37,15 @@ from mopd.data.prompts import (
 )
 from mopd.data.templates.rendering import Renderer
 from mopd.data.views import Views
-from mopd.launch.checks.inputs import Check, check_cuda, check_data_file, check_machine, check_model_folder, file_checks
+from mopd.launch.checks.inputs import (
+    Check,
+    check_adapter,
+    check_cuda,
+    check_data_file,
+    check_machine,
+    check_model_folder,
+    file_checks,
+)
 from mopd.launch.preparing import check_student_layout, settled
 from mopd.planning.plan import check_models
 from mopd.rewards.domains import build_rewards
@@ -83,6 +91,7 @@ class StaticChecks:
         if not self._draft.problems:
             yield Check("recipe", "ok", f"{len(self._loaded.origins)} values")
         yield from self._models()
+        yield from self._adapters()
         for title, check in file_checks(self._loaded, lambda *key: self._is_whole(key)):
             yield from self._try(title, [], check)
         if ("student", "model") not in self._no_folder:
@@ -144,6 +153,13 @@ class StaticChecks:
     def _model_keys(self) -> list[Path_]:
         """Keys of the models, the student's first."""
         return [("student", "model"), *(("teachers", name, "model") for name in self._recipe.teachers or {})]
+
+    def _adapters(self) -> Iterator[Check]:
+        """Hold teachers' adapters against the models that are here."""
+        for name, teacher in (self._recipe.teachers or {}).items():
+            key: Path_ = ("teachers", name, "adapter")
+            if self._is_whole(key[:-1]) and teacher.adapter is not None and (*key[:-1], "model") not in self._no_folder:
+                yield from self._try(dotted(key), [], partial(check_adapter, self._loaded, name))
 
     def _model(self, key: Path_) -> str:
         return self._recipe.student.model if len(key) == 2 else self._recipe.teachers[key[1]].model

@@ -1,9 +1,9 @@
 """Teachers' scores kept on disk: what a teacher has said of some tokens, it need not be asked a second time.
 
-A record's key is a hash of all that decides the scores: the teacher's hashes (config, weights, tokenizer), engine,
-dtype and arguments of its engine that may change scores; the tokens, where the response begins, the images; top k,
-the ids that it was given, and temperature. Scores of another teacher, or of tokens of another tokenizer, are therefore
-never found.
+A record's key is a hash of all that decides the scores: the teacher's hashes (config, weights, tokenizer, adapter),
+engine, dtype and arguments of its engine that may change scores; the tokens, where the response begins, the images;
+top k, the ids that it was given, and temperature. Scores of another teacher, or of tokens of another tokenizer, are
+therefore never found.
 Shapes: R response tokens of one sample, K = top-k.
 """
 
@@ -23,7 +23,7 @@ from mopd.base.files.reading import shown_path
 from mopd.base.files.records import Records
 from mopd.base.types import UserError
 from mopd.config.schema import Recipe
-from mopd.conversion.hf.manifest import HASHES, Manifest
+from mopd.conversion.hf.manifest import Manifest
 from mopd.data_plane.interface import as_stored
 from mopd.engines.checks import check_scores
 from mopd.engines.interface import Images, Scores
@@ -161,9 +161,11 @@ async def open_score_cache(
                 "tells whose scores are kept: copy them there, or remove scores_cache"
             )
         info = await info_of(routers[key].replicas[0])
-        hashes = [getattr(manifests[key], which) for which in HASHES]
-        identities[name] = json.dumps([*hashes, info.kind, info.dtype, extras.get(key)], sort_keys=True)
+        identities[name] = json.dumps(
+            [*manifests[key].identity, info.kind, info.dtype, extras.get(key)], sort_keys=True
+        )
     max_bytes = round(recipe.data.scores_cache_max_gib * 2**30)
-    about = {"content": "teacher scores"}
-    records = await asyncio.to_thread(Records, recipe.data.scores_cache, about, max_bytes=max_bytes)
+    records = await asyncio.to_thread(
+        Records, recipe.data.scores_cache, {"content": "teacher scores"}, max_bytes=max_bytes
+    )
     return ScoreCache(records, identities, temperature=recipe.loss.temperature)

@@ -298,7 +298,7 @@ class AlignmentCheck:
         count = max(1, min(NUM_TOKENS, self._longest - room - max(map(len, tokens))))
         sampling = SamplingParams(max_new_tokens=count, temperature=0.0)
         async with self._group.kept_awake():
-            drawn = await self._group.router.generate(tokens, sampling, [0] * len(tokens), images=images)
+            drawn = await self._group.generate(tokens, sampling, [0] * len(tokens), images=images)
         return [Continued(context, given, own) for (context, own), given in zip(contexts, drawn, strict=True)]
 
     async def _score(self, questions: Sequence[tuple[Continued, Sequence[int]]]) -> list[Scores]:

@@ -288,7 +288,7 @@ class Preflight:
                 continue
             group = self.workers.teacher_groups[name]
             async with group.kept_awake():
-                result = await validator.run(group.router, domains=domains, teacher=name)
+                result = await validator.run(group, domains=domains, teacher=name)
             for domain in domains:
                 if domain not in best or result.rewards[domain] > best[domain][1].rewards[domain]:
                     best[domain] = name, result
@@ -317,7 +317,8 @@ class Preflight:
         return Check(title, "failed" if is_error else "warning", text)
 
     def _is_same_model(self, name: str) -> bool:
-        return self.manifests[f"teachers.{name}"].weights_sha256 == self.manifests["student"].weights_sha256
+        own, student = self.manifests[f"teachers.{name}"], self.manifests["student"]
+        return own.weights_sha256 == student.weights_sha256 and not own.adapter_sha256
 
     async def _probe(self) -> tuple[list[SampleMeta], dict[int, int]]:
         """Draw the student's responses to the first prompts of every teacher's domains, into the data plane; the

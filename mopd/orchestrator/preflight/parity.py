@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mopd.base.types import PromptImage
+from mopd.conversion.adapters import merge_adapter, read_adapter
 from mopd.conversion.hf.head import OutputHead
 from mopd.data.image_processor import ImageProcessor
 from mopd.engines.torch.loading import load_model
@@ -77,11 +78,14 @@ class Parity:
 class Reference:
     """A teacher's folder under transformers, on the CPU."""
 
-    def __init__(self, folder: str, dtype: str, max_pixels: int | None = None) -> None:
-        """Load the folder. ``dtype`` is the engine's, so that rounding of weights is no difference; ``max_pixels`` of
-        an image as in ``read_image_processing``. ``UserError`` if it cannot be loaded."""
+    def __init__(self, folder: str, dtype: str, max_pixels: int | None = None, *, adapter: str | None = None) -> None:
+        """Load the folder, and merge an ``adapter`` into it. ``dtype`` is the engine's, so that rounding of weights is
+        no difference; ``max_pixels`` of an image as in ``read_image_processing``. ``UserError`` if it cannot be
+        loaded."""
         chosen = dtype if dtype in REFERENCE_DTYPES else "float32"
         self._model = load_model(Path(folder), chosen, torch.device("cpu")).eval()
+        if adapter is not None:
+            self._model.load_state_dict(merge_adapter(self._model.state_dict(), read_adapter(adapter)), strict=False)
         self._sight = read_vision(Path(folder), max_pixels)
         self._folder = Path(folder)
 

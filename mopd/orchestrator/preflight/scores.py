@@ -176,7 +176,8 @@ class ScoresCheck:
         recipe, cfg, probes = self._recipe, self._recipe.preflight, await self._probes_of(samples)
 
         def compare() -> Parity:
-            reference = Reference(recipe.teachers[self._name].model, self._dtype, recipe.data.max_pixels)
+            teacher, pixels = recipe.teachers[self._name], recipe.data.max_pixels
+            reference = Reference(teacher.model, self._dtype, pixels, adapter=teacher.adapter)
             return reference.compare(probes, temperature=recipe.loss.temperature)
 
         parity = await asyncio.to_thread(compare)

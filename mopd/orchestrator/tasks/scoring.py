@@ -45,7 +45,7 @@ from mopd.orchestrator.leading import engine_device
 from mopd.orchestrator.preflight.checks import NUM_PROBE_SAMPLES
 from mopd.orchestrator.preflight.scores import ScoresCheck
 from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
-from mopd.orchestrator.workers import build_routers, teacher_group
+from mopd.orchestrator.workers import build_routers, teacher_group, with_guests
 from mopd.placement.groups import Groups
 from mopd.report.terminal import Terminal
 from mopd.run.manifests import make_manifests
@@ -152,7 +152,7 @@ async def _score(recipe: Recipe, stored: StoredSamples, manifests: dict[str, Man
                 await plane.discard([meta.sample_id for meta in metas])
                 if check.status == "failed":
                     raise UserError(check.detail)
-        worker.cache = cache = await open_score_cache(recipe, routers, manifests)
+        worker.cache = cache = await open_score_cache(recipe, with_guests(routers, groups), manifests)
         assert cache is not None, "score() has looked"
         begin_s, num_tokens = time.perf_counter(), 0
         console = Terminal(stderr=True)

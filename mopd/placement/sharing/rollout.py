@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from mopd.base.types import UserError
 from mopd.engines.clients.remote import RemoteEngine
@@ -76,12 +77,14 @@ class TurnsGenerator:
         *,
         on_response: ResponseCallback | None = None,
         images: Images = None,
+        adapter: str = "",
     ) -> list[Generation]:
         """Wait for the turn, then generate. ``UserError`` after ``stop``."""
         async with self._kept_awake():
             self._require_going()
+            options: dict[str, Any] = {"adapter": adapter} if adapter else {}
             call = asyncio.ensure_future(
-                self._generator.generate(prompts, sampling, seeds, on_response=on_response, images=images)
+                self._generator.generate(prompts, sampling, seeds, on_response=on_response, images=images, **options)
             )
             self._calls.add(call)
             try:

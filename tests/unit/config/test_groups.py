@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from mopd.base.hardware import Hardware
 from mopd.base.types import UserError
 from mopd.config.groups import TeacherConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.config.load import Loaded, dump, load_recipe
+from mopd.config.machine.auto import settle
+from mopd.config.machine.places import engine_groups
 from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig, RayConfig
+from mopd.placement.engine_file import teacher_file
 from tests.unit.config.conftest import Write
 
 TWO = """\
@@ -193,3 +197,66 @@ def test_tensor_parallel_replicas_need_their_gpus_on_ray() -> None:
 def test_urls_are_the_replicas_of_external_servers() -> None:
     placement = ExternalConfig(type="external", urls=("http://a:1", "http://b:1"))
     assert TeacherConfig(model="m", domains=("a",), placement=placement).num_replicas == 2
+
+
+ADAPTERS = """\
+run_dir: runs/two
+student: {model: models/student}
+teachers:
+  math: {model: models/base, adapter: adapters/math, domains: [math]}
+  code: {model: models/base, adapter: adapters/code, domains: [code], payload: union}
+  law: {model: models/base, domains: [law]}
+data: {train: [train.jsonl]}
+schedule: {steps: 3, prompts_per_step: 4}
+loss: {type: topk_forward_kl, top_k: 8}
+"""
+
+
+def adapter_groups(write: Write, *overrides: str) -> list[str]:
+    return list(engine_groups(load(write, *overrides, text=ADAPTERS).recipe))
+
+
+def test_adapters_of_one_base_share_a_group(write: Write) -> None:
+    """Wherever all that places and runs them agrees; never with a teacher that has no adapter."""
+    every = ["rollout", "teachers.math", "teachers.code", "teachers.law"]
+    recipe = load(write, text=ADAPTERS).recipe
+    assert list(engine_groups(recipe)) == ["rollout", "teachers.math", "teachers.law"]
+    assert recipe.on_group_of("code") == ("math", "code") and recipe.on_group_of("law") == ("law",)
+    made = settle(recipe, Hardware(), num_ranks=1).recipe
+    file = teacher_file(made, "math")
+    assert teacher_file(made, "code") == file
+    assert [*file.adapters] == ["math", "code"] and file.name == "math" and file.max_given == 8
+    for change in (
+        "share=false",
+        "model=models/other",
+        "replicas=2",
+        "engine={type: torch}",
+        "routing.max_tokens_per_request=9",
+    ):
+        assert adapter_groups(write, f"teachers.code.{change}") == every
+    assert adapter_groups(write, "teachers.code.share=true", "teachers.math.share=true") == [
+        every[0],
+        every[1],
+        every[3],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            ("math.share=true", "code.share=true", "code.model=models/other"),
+            "but their model differs: 'models/base' and",
+        ),
+        (
+            ("math.share=true", "code.share=true", "code.engine={type: torch}"),
+            "are true, but their engine differs: give",
+        ),
+        (("law.share=true",), "teachers.law.share is true, but adapter is absent: remove share"),
+        (("math.model=student", "math.refresh=frozen"), "but refresh makes the student the teacher: remove one"),
+    ],
+)
+def test_adapters_that_cannot_share_are_refused(write: Write, change: tuple[str, ...], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(write, *(f"teachers.{own}" for own in change), text=ADAPTERS)
+    assert line in str(caught.value) and "\n" not in str(caught.value)

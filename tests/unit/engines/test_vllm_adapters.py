@@ -37,7 +37,8 @@ CFG = VllmEngineConfig(
 TOKENS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)) for n in (60, 24)]
 STARTS = [3, 1]
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
-PROMPT = TOKENS[0].tolist()
+PROMPT = torch.randint(3, VOCAB_SIZE, (200,), generator=torch.Generator().manual_seed(9)).tolist()
+"""More than a block of the prefix cache, which on a CPU has 128 tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,11 @@ def test_students_adapter_is_replaced_from_memory(base: Path, tmp_path: Path, lo
     loop.run_until_complete(run())
 
 
-def test_what_vllm_would_leave_out_is_refused(tmp_path: Path) -> None:
+def test_what_vllm_would_leave_out_is_refused(base: Path, tmp_path: Path) -> None:
+    """Experts; and the output matrix is never among the modules that it wraps."""
+    tensors = random_adapter(base, 1, targets=("q_proj",))
+    options = teacher_options({"math": read_adapter(write_adapter(tmp_path / "math", tensors), base)})
+    assert options["lora_target_modules"] == ["q_proj"] and options["max_loras"] == 2
     moe = make_hf_model(tmp_path / "moe", "qwen3_moe", seed=4)
     adapter = read_adapter(write_adapter(tmp_path / "adapter", random_adapter(moe, 1)), moe)
     with pytest.raises(UserError, match=r"adapts 'model.layers.*experts.*', and vLLM's experts take none here"):
