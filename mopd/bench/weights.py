@@ -54,12 +54,14 @@ from mopd.bench.processes import (
 )
 from mopd.config.groups import RoutingConfig
 from mopd.config.schema import Recipe
-from mopd.config.weights import MAX_BUCKET_MIB, CollectiveConfig, HttpConfig, IpcConfig
+from mopd.config.weights import MAX_BUCKET_MIB, CollectiveConfig, HttpConfig, IpcConfig, LoraShape
 from mopd.conversion.models.reading import read_dims
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
+from mopd.engines.torch.adapters import student_slots
+from mopd.engines.torch.loading import build_empty_model
 from mopd.launch.link import LinkEnded, RankLink
 from mopd.launch.ranks import CommandChannel, run_commands, student_facts
 from mopd.orchestrator.ranks import Ranks
@@ -75,13 +77,14 @@ from mopd.weights.group import GroupStore
 
 MIB = 2**20
 BARE, LINK, HTTP = "bare broadcast", "link", "http"
+WHOLE, ADAPTER = "whole model", "adapter alone"
 WAYS: dict[str, type[CollectiveConfig] | type[IpcConfig]] = {"collective": CollectiveConfig, "ipc": IpcConfig}
 """Ways that can be measured beside the bare broadcast and HTTP; one at a time, as an engine is in one group."""
 LEAST_OF_BARE, LEAST_OVER_HTTP = 0.7, 3.0
 """Goals relative to the rate of the bare broadcast, or of the link, and to HTTP's."""
 MOST_BUCKETS = 2.0
 """Largest allowed memory beyond the models' in any process, in buckets."""
-LIMITS = {"mb": 100_000, "replicas": 64, "bucket_mib": MAX_BUCKET_MIB, "rounds": 1000, "link": 1_000_000}
+LIMITS = {"mb": 100_000, "rank": 512, "replicas": 64, "bucket_mib": MAX_BUCKET_MIB, "rounds": 1000, "link": 1_000_000}
 SMALL_BYTES = 2**27
 """Size below which a student has narrow layers, so that there are several."""
 VOCAB_SIZE, STD = 4096, 0.02
@@ -112,6 +115,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         link = None if args.link is None else stack.enter_context(_linked(args.link, args.way, device))
         for mb, replicas in itertools.product(args.mb, args.replicas):
             asyncio.run(measure(report, mb * 10**6, replicas, args.way, args.bucket_mib, args.rounds, link))
+            if args.rank is not None:
+                asyncio.run(measure_adapter(report, mb * 10**6, replicas, args.rank, args.rounds))
     return report.finish()
 
 
@@ -185,6 +190,51 @@ async def measure(
     sizes = {"num_bytes": size, "num_replicas": num_replicas, "bucket_bytes": bucket_mib * MIB}
     facts = {"way": way, **sizes, "link_mbit": link.mbit if link else None, "others_cores": cores}
     report.add(*result(seconds, facts, updates))
+
+
+async def measure_adapter(report: BenchReport, num_bytes: int, num_replicas: int, rank: int, count: int) -> None:
+    """Take a warm-up, then ``count`` rounds of an update of an adapter alone, by HTTP, and of the whole model beside
+    it, to as many servers each. Both begin in this process's memory."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryFolder("mopd-bench-")))
+        size = write_student(folder / "model", num_bytes)
+        file = rollout_file(make_recipe(folder / "model", longest=256))
+        weights = {
+            name: STD * torch.randn(shape) for name, _, shape in hf_tensors(read_dims(folder / "model"), torch.float32)
+        }
+        shape = LoraShape(rank=rank, alpha=2 * rank)
+        model = build_empty_model(folder / "model", "float32", torch.device("meta"))
+        slots = student_slots(model, shape, name="the student")
+        adapter = {name: STD * torch.randn(slot.shape) for name, slot in slots.items()}
+        sent = {WHOLE: weights, ADAPTER: adapter}
+        syncs: dict[str, GroupWeightSync] = {}
+        for name, own in ((WHOLE, file), (ADAPTER, replace(file, student_adapter=shape))):
+            (folder / name.split()[0]).mkdir()
+            environments = [{"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}] * num_replicas
+            urls = await stack.enter_async_context(servers(folder / name.split()[0], own, environments))
+            engines = [
+                RemoteEngine(url, token=TOKEN, timeout_s=TIMEOUT_S, name=f"rollout.{i}") for i, url in enumerate(urls)
+            ]
+            for engine in engines:
+                stack.push_async_callback(engine.close)
+            router = Router(
+                "bench", [Replica(name=one.name, engine=one) for one in engines], RoutingConfig(), kind="rollout"
+            )
+            stack.push_async_callback(router.close)
+            syncs[name] = GroupWeightSync(router)
+        seconds: dict[str, list[float]] = {name: [] for name in sent}
+        for version, order in enumerate([[*sent], *rounds(seconds, count)]):
+            for name in order:
+                started = time.perf_counter()
+                await syncs[name].publish(sent[name].items(), version)
+                if version:
+                    seconds[name].append(time.perf_counter() - started)
+    bytes_of = {name: sum(own.nbytes for own in tensors.values()) for name, tensors in sent.items()}
+    columns = {"s": "median_s:.3f", "MiB": "mib:,.1f", f"x {WHOLE}": "ratio:.2f"}
+    title = f"adapter of rank {rank} beside {size / 1e9:.2f} GB, by HTTP to {num_replicas}"
+    figures = rows(seconds, WHOLE, lambda name, _: {"mib": bytes_of[name] / MIB})
+    facts = {"rank": rank, "num_bytes": bytes_of, "num_replicas": num_replicas}
+    report.add(Comparison(title=title, columns=columns, rows=figures, facts=facts, remarks=[]), {})
 
 
 def result(

@@ -62,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", type=int, nargs="+", default=[1, 3], metavar="N", help="numbers of engines (default: 1 3)")
     add("--way", choices=("collective", "ipc"), default="collective", help="weight_sync.type (default: %(default)s)")
     add("--bucket-mib", type=int, default=64, metavar="N", help="weight_sync.bucket_mib (default: %(default)s)")
+    rank = "also: an update of an adapter of this rank alone, beside the whole model's, on CPUs"
+    add("--rank", type=int, metavar="R", help=rank)
     link = "instead: student and engines in two networks, joined by a link of this rate; as root, with ip and tc"
     add("--link", type=int, metavar="MBIT", help=link)
     add("--rounds", type=int, default=3, metavar="N", help="rounds of all ways (default: %(default)s)")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mopd.bench.processes import HostPeaks
-from mopd.bench.weights import BARE, HTTP, MIB, Updates, bare_broadcast, result
+from mopd.bench.weights import ADAPTER, BARE, HTTP, MIB, WHOLE, Updates, bare_broadcast, result
 from mopd.cli.main import main
 
 WAY = "collective"
@@ -18,16 +18,18 @@ WAY = "collective"
 
 def test_both_ways_bring_the_same_weights_and_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Servers that answer otherwise after one way than after the other would be an error."""
-    options = ["--mb", "12", "--replicas", "1", "--bucket-mib", "1", "--rounds", "1", "--json"]
+    options = ["--mb", "12", "--replicas", "1", "--bucket-mib", "1", "--rounds", "1", "--rank", "4", "--json"]
     assert main(["bench", "weights", *options]) in (0, 1)
     told = json.loads(capsys.readouterr().out)
-    (part,) = told["parts"]
+    part, of_adapter = told["parts"]
     assert 11e6 < part["num_bytes"] < 13e6
     assert {row["name"]: len(row["seconds"]) for row in part["rows"]} == {BARE: 1, WAY: 1, HTTP: 1}
     assert all(row["median_s"] > 0 for row in part["rows"])
     assert part["phases"]["timing/weights_update_s"] > 0
     assert part["extra_bytes"].keys() == {WAY, HTTP}
     assert all(found.keys() == {"sender", "orchestrator", "receiver"} for found in part["extra_bytes"].values())
+    assert {row["name"] for row in of_adapter["rows"]} == {WHOLE, ADAPTER}
+    assert of_adapter["num_bytes"][ADAPTER] < of_adapter["num_bytes"][WHOLE] / 20
     goals = {"of_bare_broadcast", "over_http", "extra_buckets"}
     assert {name.split("/")[1] for name in told["goals"]} == goals
 
