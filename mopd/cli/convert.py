@@ -18,6 +18,7 @@ EXAMPLES = """\
 examples:
   mopd convert hf-to-megatron models/qwen3 out/megatron --tensor-model-parallel-size 2
   mopd convert megatron-to-hf runs/mine/checkpoints/step_00000100 out/hf
+  mopd convert megatron-to-peft runs/mine/checkpoints/step_00000100 out/adapter
   torchrun --nproc-per-node 8 -m mopd convert hf-to-megatron models/large out/megatron --resume
   mopd convert verify models/qwen3 out/megatron
   mopd convert inspect out/megatron --json
@@ -44,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     _add_conversions(add("hf-to-megatron", "a Hugging Face folder to Megatron's distributed format"), has_layout=True)
     _add_conversions(add("megatron-to-hf", "a distributed checkpoint to a Hugging Face folder"), has_layout=False)
+    peft = add("megatron-to-peft", "the adapters of a run's checkpoint to a folder in PEFT's format")
+    peft.add_argument("source", type=Path, metavar="FROM", help="step folder of a run with student.lora")
+    _add_output(peft)
     _add_conversions(add("reshard", "cut a distributed checkpoint for another layout (weights alone)"), has_layout=True)
     _add_reading(add("verify", "compare two checkpoints: tensors, then logits"), add("inspect", "what a folder holds"))
     _add_combining(

@@ -34,6 +34,7 @@ _T = TypeVar("_T")
 JOBS: Mapping[str, Callable[..., Job]] = {
     "hf-to-megatron": streaming.hf_to_megatron,
     "megatron-to-hf": streaming.megatron_to_hf,
+    "megatron-to-peft": streaming.megatron_to_peft,
     "reshard": streaming.reshard,
     "merge": rewriting.merge,
     "merge-lora": rewriting.merge_lora,
@@ -52,7 +53,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.action == "merge":
         sources = [*args.models, *([args.base] if args.base else [])]
     else:
-        sources = [] if args.action in ("megatron-to-hf", "reshard") else [args.source]
+        sources = [] if args.action in ("megatron-to-hf", "megatron-to-peft", "reshard") else [args.source]
     for folder in sources:
         check_model_folder(folder, "convert")
     if args.max_file_bytes < 1:

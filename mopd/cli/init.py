@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--domains", metavar="NAME=A,B", action="append", default=[], help="a teacher's domains, if not clear by name")
     add("--train", metavar="DATA", nargs="+", required=True, help="parquet or JSONL files, or data sets of the Hub")
     add("--validation", metavar="DATA", nargs="+", default=[], help="held-out prompts; without them, no validation")
+    add("--lora", action="store_true", help="train low-rank adapters beside the student's weights")
     add("--run-dir", metavar="FOLDER", default="runs/first", help="folder of the run (default: %(default)s)")
     add_gpu(parser)
     add("--nodes", type=int, metavar="N", help="nodes (default: 1)")
@@ -51,7 +52,13 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     if args.output is not None and args.output.exists():
         raise UserError(f"--output {shown_path(args.output)}: is there already: remove it or name another file")
     names = read_names(
-        args.student, args.teacher, args.domains, train=args.train, validation=args.validation, run_dir=args.run_dir
+        args.student,
+        args.teacher,
+        args.domains,
+        train=args.train,
+        validation=args.validation,
+        run_dir=args.run_dir,
+        lora=args.lora,
     )
     text = first_recipe(names, _layout(args, names))
     if args.output is None:

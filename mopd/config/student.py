@@ -113,12 +113,18 @@ class ParallelConfig(Checked):
         return self.ranks_per_stage * self.pipeline_model_parallel_size
 
 
+DEFAULT_LR, LORA_LR = 1e-6, 1e-5
+"""Peak learning rates of all weights, and of adapters: the best is ten times as high, at every rank ("LoRA Without
+Regret", Schulman and Thinking Machines Lab, 2025)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig(Checked):
     """Adam, its learning-rate schedule and gradient clipping (Megatron's own optimizer)."""
 
-    lr: Positive = 1e-6
-    """Peak learning rate."""
+    lr: Positive | None = None
+    """Peak learning rate. null: 1e-6, or 1e-5 of adapters, whose best rate is ten times that of all weights ("LoRA
+    Without Regret", 2025)."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
     lr_warmup_steps: Whole = 0
@@ -147,8 +153,6 @@ class OptimizerConfig(Checked):
                 f"offload_fraction is {self.offload_fraction} but use_distributed_optimizer is false: set "
                 "use_distributed_optimizer: true, or offload_fraction: 0"
             )
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}: set min_lr <= lr")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,12 +182,45 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig(Checked):
+    """Low-rank adapters beside frozen weights (docs/lora.md): ``alpha / rank * B A`` is added to the weight of a linear
+    layer."""
+
+    rank: Count = 32
+    """Rows of A and columns of B."""
+    alpha: Positive = 32.0
+    """Factor of what an adapter adds, before its division by ``rank``."""
+    dropout: NotNegative = 0.0
+    """Only 0: a student that drops inputs is not the one that drew the samples."""
+    target_modules: Literal["all_linear"] | tuple[str, ...] = "all_linear"
+    """Linear layers with adapters: those of all layers (attention, MLP, experts), or those of these last names, as
+    ``[q_proj, v_proj]``. Head, embedding and routers have none."""
+    init: Literal["kaiming_uniform", "gaussian"] = "kaiming_uniform"
+    """How A is drawn, as PEFT does; B begins at 0."""
+    path: str | None = None
+    """Folder in PEFT's format to begin with, of this rank, alpha and these modules."""
+
+    def check(self) -> None:
+        if self.dropout:
+            raise ValueError(f"dropout is {self.dropout}: set 0, as the student must be the one that drew the samples")
+        if not self.target_modules:
+            raise ValueError("target_modules is empty: name layers, as in [q_proj, v_proj], or set all_linear")
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StudentConfig(Checked):
     """The model that learns: a Hugging Face checkpoint that becomes a Megatron-Core ``GPTModel``."""
 
     model: str
     """Hugging Face checkpoint (config, tokenizer, safetensors) to start from: its folder, or its name on the Hub
     (``namespace/name[@revision]``)."""
+    lora: LoraConfig | None = None
+    """Train adapters alone, beside the model's weights; absent: all weights."""
     parallel: ParallelConfig = ParallelConfig()
     """Parallel layout."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -216,3 +253,21 @@ class StudentConfig(Checked):
     megatron_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Extra ``TransformerConfig`` fields that cost or save memory and time; those that make another model are refused
     with the reason."""
+
+    def check(self) -> None:
+        if self.optimizer.min_lr > self.peak_lr:
+            raise ValueError(
+                f"optimizer.min_lr {self.optimizer.min_lr} is above optimizer.lr {self.peak_lr}: set min_lr <= lr"
+            )
+        if self.lora is not None and self.moe.moe_router_bias_update_rate:
+            raise ValueError(
+                f"moe.moe_router_bias_update_rate is {self.moe.moe_router_bias_update_rate} beside lora, which leaves "
+                "the model's own weights as they are: set it to 0"
+            )
+
+    @property
+    def peak_lr(self) -> float:
+        """``optimizer.lr``, or its default."""
+        if self.optimizer.lr is not None:
+            return self.optimizer.lr
+        return DEFAULT_LR if self.lora is None else LORA_LR

@@ -16,6 +16,7 @@ from mopd.base.files.reading import shown_path
 from mopd.base.files.yaml_text import dump_inline
 from mopd.base.types import UserError
 from mopd.config.data import DEFAULT_COLUMNS, SHIPPED, DataFileConfig, ShippedColumns
+from mopd.config.student import DEFAULT_LR, LORA_LR
 from mopd.config.values import check_name
 from mopd.data.columns import survey
 from mopd.data.files import listed, read_first
@@ -46,6 +47,8 @@ class GivenNames:
     train: Sequence[str]
     validation: Sequence[str]
     run_dir: str
+    lora: bool = False
+    """Whether the student's adapters are trained alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,6 +215,7 @@ def read_names(
     train: Sequence[str],
     validation: Sequence[str],
     run_dir: str,
+    lora: bool = False,
 ) -> GivenNames:
     """Read the names from the command line.
 
@@ -240,6 +244,7 @@ def read_names(
         train=train,
         validation=validation,
         run_dir=run_dir,
+        lora=lora,
     )
 
 
@@ -249,10 +254,12 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 def _student(names: GivenNames, layout: Layout) -> list[str]:
     keys = dict(layout.keys.get("student", {}))
-    optimizer = {"lr": 1.0e-6, "lr_warmup_steps": 10, **keys.pop("optimizer", {})}
+    optimizer = {"lr": LORA_LR if names.lora else DEFAULT_LR, "lr_warmup_steps": 10, **keys.pop("optimizer", {})}
+    lora = ["  lora: {rank: 32}                 # adapters alone are trained (docs/lora.md)"] if names.lora else []
     return [
         "student:",
         f"  model: {dump_inline(names.student)}",
+        *lora,
         f"  # {layout.reason}",
         *(f"  {key}: {dump_inline(value)}" for key, value in keys.items()),
         f"  optimizer: {dump_inline(optimizer)}",

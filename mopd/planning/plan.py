@@ -30,7 +30,7 @@ from mopd.planning.memory.ranks import (
     plan_ranks,
 )
 from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
-from mopd.planning.memory.shards import checkpoint_bytes, total_weights
+from mopd.planning.memory.shards import adapter_weights, checkpoint_bytes, total_weights
 from mopd.planning.memory.stored import StoredFormat
 from mopd.planning.models import STUDENT
 from mopd.planning.stages import drawing_time, scoring_time, training_time
@@ -86,6 +86,9 @@ class RunPlan:
     """Key of the recipe, and what is wrong with it."""
     tower: TowerPlan | None
     """The student's vision tower."""
+    adapters: int
+    """Trained weights of a student with adapters; 0 of one that trains its own."""
+    student_weights: int
     checkpoint_bytes: int
     """Bytes of one checkpoint on disk."""
     checkpoints_kept: int
@@ -181,6 +184,8 @@ def make_plan(given: PlanInput, pool: NodePool, rates: Rates | None) -> RunPlan:
         balanced=balanced,
         problems=[*places.problems, *_too_large(ranks, replicas, hosts, places, cluster)],
         tower=plan_tower(recipe.student, dims, work.image_tokens),
+        adapters=0 if recipe.student.lora is None else adapter_weights(dims, recipe.student.lora),
+        student_weights=total_weights(dims),
         checkpoint_bytes=checkpoint_bytes(dims, recipe.student, len(recipe.averages)),
         checkpoints_kept=recipe.checkpoint.keep_last + (recipe.checkpoint.keep_best and recipe.validation is not None),
     )

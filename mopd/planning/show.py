@@ -38,6 +38,7 @@ def plain(plan: RunPlan, rates: Rates | None) -> dict[str, Any]:
         "hosts": list(map(_sized, plan.hosts)),
         "links": [dataclasses.asdict(link) for link in plan.links],
         "vision_tower": None if plan.tower is None else dataclasses.asdict(plan.tower),
+        "student": {"weights": plan.student_weights, "adapters": plan.adapters},
         "lm_head": [dataclasses.asdict(head) for head in plan.heads],
         "rates": None if rates is None else dataclasses.asdict(rates),
         "shares": {name: dataclasses.asdict(share) for name, share in SHARES.items()},
@@ -92,6 +93,12 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
     )
     if plan.tower is not None:
         console.print(_tower_line(plan.tower, work.image_tokens))
+    if plan.adapters:
+        share = plan.adapters / (plan.adapters + plan.student_weights)
+        console.print(
+            f"adapters: {plan.adapters / 1e6:.4g} M weights are trained beside {plan.student_weights / 1e6:.4g} M that "
+            f"are not ({share:.2%})"
+        )
     console.print(_places_table(plan.places))
     console.print(_memory_table(plan))
     kept, size = plan.checkpoints_kept, plan.checkpoint_bytes

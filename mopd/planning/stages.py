@@ -83,6 +83,8 @@ def training_time(
     of_layers = forward_flops(dims, tokens=dp * batch.padded_tokens, context=length / 2, rows=0) / dims.num_layers
     head = forward_flops(dims, tokens=0, context=0, rows=work.rows) / of_layers
     repeats = 4 if student.recompute == "full" else 3
+    if student.lora is not None:  # frozen weights have no gradient
+        repeats -= 1
     speed = rates.train if dims.moe is None else rates.train_moe
     seen = trained_tower_flops(student, dims, work.image_tokens, repeats=repeats) * work.samples
     # Tensor-parallel ranks share a layer, not the tower.
@@ -107,11 +109,11 @@ def training_time(
         parts["experts"] = passes * rates.expert_layer_s
         parts["exchange"] = _exchange_s(dims, student, batch.padded_tokens, rates, per_node)
     parts["bubble"] = sum(parts.values()) * (pp - 1) / (batch.in_step * chunks)
-    own = shards.shard(dims, parallel, 0)
+    own = shards.student_shard(dims, student, 0)
     copies = parallel.num_copies
     if copies > 1:
         size = shards.BYTES[student.dtype] if student.optimizer.use_distributed_optimizer else shards.GRADIENT_BYTES
-        moved = (copies - 1) / copies * (own.dense + own.experts) * (shards.GRADIENT_BYTES + size)
+        moved = (copies - 1) / copies * sum(own.trained(student.vision.freeze)) * (shards.GRADIENT_BYTES + size)
         speed = rates.link if parallel.world_size <= per_node else rates.network
         parts["gradients"] = moved / speed
     sizes = shards.tensor_bytes(own, student)

@@ -22,7 +22,7 @@ from mopd.planning.balance import ROLLOUT, GroupLoad, Split, TrainerLoad, ranked
 from mopd.planning.devices import SHARES, Cluster, Rates
 from mopd.planning.memory.ranks import RankPlan, plan_hosts, plan_ranks
 from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT, ReplicaPlan, scoring_rows
-from mopd.planning.memory.shards import shard, tensor_bytes
+from mopd.planning.memory.shards import student_shard, tensor_bytes
 from mopd.planning.models import STUDENT
 from mopd.planning.plan import PlanInput, group_load, replica_of, stage_of, trainer_load
 from mopd.planning.stages import StageTime, head_layers
@@ -260,7 +260,8 @@ def _by_turns(
         replicas, stages = parallel.world_size // group.gpus_per_replica, range(parallel.pipeline_model_parallel_size)
         if not replicas:
             continue
-        held = max(tensor_bytes(shard(dims, parallel, stage), recipe.student)["weights"] for stage in stages)
+        own_student = replace(recipe.student, parallel=parallel)
+        held = max(tensor_bytes(student_shard(dims, own_student, stage), own_student)["weights"] for stage in stages)
         left = cluster.usable_bytes - held - int(SHARES["rank_reserve_bytes"].value)
         share = math.floor(100 * left / cluster.memory_bytes) / 100
         if share < MIN_SHARE:

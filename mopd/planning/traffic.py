@@ -13,7 +13,14 @@ from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.config.weights import BucketsConfig
 from mopd.conversion.models.dims import ModelDims
-from mopd.planning.memory.shards import BYTES, GRADIENT_BYTES, max_expert_layers, own_layers, shard, update_bytes
+from mopd.planning.memory.shards import (
+    BYTES,
+    GRADIENT_BYTES,
+    max_expert_layers,
+    own_layers,
+    student_shard,
+    update_bytes,
+)
 from mopd.planning.workload import (
     HIDDEN_BYTES,
     ID_BYTES,
@@ -142,18 +149,18 @@ def _between_ranks(recipe: Recipe, dims: ModelDims, *, tokens: int) -> list[Flow
     add("context-parallel", (cp - 1) * own_tokens * 2 * _key_width(dims, tp) * size * repeats * layers)
     borders = 2 * parallel.virtual_pipeline_model_parallel_size if pp > 1 else 0
     add("pipeline", borders * border / (tp if parallel.sequence_parallel else 1))
-    own = shard(dims, parallel, 0)
+    own = student_shard(dims, student, 0)
+    trained, experts = own.trained(student.vision.freeze)
     shared = parallel.num_copies
     if shared > 1:
         gathers = size if student.optimizer.use_distributed_optimizer else GRADIENT_BYTES
-        trained = own.trained_dense(student.vision.freeze)
         add("data-parallel", (shared - 1) / shared * trained * (GRADIENT_BYTES + gathers))
     if dims.moe is not None:
         ep, etp = parallel.expert_model_parallel_size, parallel.resolved_expert_tensor_parallel_size
         add("expert-parallel", (ep - 1) / ep * exchanged_bytes(dims, student, tokens=tokens))
         copies = parallel.ranks_per_stage // (ep * etp)
         if copies > 1:
-            add("expert data-parallel", (copies - 1) / copies * own.experts * (GRADIENT_BYTES + size))
+            add("expert data-parallel", (copies - 1) / copies * experts * (GRADIENT_BYTES + size))
     return found
 
 

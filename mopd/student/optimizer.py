@@ -91,12 +91,13 @@ def build_optimizer(
     Weight decay is Megatron's default: biases and one-dimensional weights (norms) have none. With w warm-up steps, step
     i (from 0) runs at lr * (i + 1) / (w + 1): a straight line from 0 whose first step is not wasted.
     """
-    dtype = chunks[0].module.config.params_dtype
+    lr, dtype = config.lr, chunks[0].module.config.params_dtype
+    assert lr is not None, "the student's peak_lr"
     with main_weights_on_host() if config.offload_fraction else nullcontext():
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=config.lr,
+                lr=lr,
                 min_lr=config.min_lr,
                 weight_decay=config.weight_decay,
                 adam_beta1=config.adam_beta1,
@@ -114,8 +115,8 @@ def build_optimizer(
     scheduler = OptimizerParamScheduler(
         optimizer,
         # Megatron's warm-up starts at init_lr; the default 0 would make the first step change nothing.
-        init_lr=config.lr / (config.lr_warmup_steps + 1),
-        max_lr=config.lr,
+        init_lr=lr / (config.lr_warmup_steps + 1),
+        max_lr=lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.lr_warmup_steps,
         lr_decay_steps=num_steps,
@@ -172,7 +173,8 @@ def guarded_step(optimizer: ChainedOptimizer, chunks: Sequence[DistributedDataPa
     weights: dict[str, Tensor] = {}
     for number, chunk in enumerate(chunks):
         suffix = f" of chunk {number}" if number else ""
-        weights |= {name + suffix: weight.detach() for name, weight in chunk.module.named_parameters()}
+        trained = ((name, weight) for name, weight in chunk.module.named_parameters() if weight.requires_grad)
+        weights |= {name + suffix: weight.detach() for name, weight in trained}
     require_all_finite(weights)
     return norm
 

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mopd.config.student import Freeze, StudentConfig
+from mopd.config.student import Freeze, LoraConfig, StudentConfig
 from mopd.conversion.hf.pretrained import build_tower
+from mopd.conversion.models.adapted import adapted_parts
 from mopd.conversion.models.dims import ModelDims
-from mopd.conversion.models.families import tower_params
+from mopd.conversion.models.families import all_params, tower_params
 from mopd.conversion.models.towers import is_merger
 from mopd.student.parallel import Layout
 
@@ -52,9 +53,12 @@ def is_trained(name: str, freeze: Freeze) -> bool:
     return freeze == "none" or (freeze == "tower" and is_merger(name))
 
 
-def constant_names(dims: ModelDims, freeze: Freeze) -> frozenset[str]:
+def constant_names(dims: ModelDims, freeze: Freeze, lora: LoraConfig | None = None) -> frozenset[str]:
     """Return the Hugging Face names of the tensors that training does not change; the same on every rank."""
-    frozen = (placed for placed in tower_params(dims) if not is_trained(placed.megatron[0], freeze))
+    if lora is not None:
+        frozen = (placed for placed in all_params(dims) if not adapted_parts(placed.param, lora.target_modules))
+    else:
+        frozen = (placed for placed in tower_params(dims) if not is_trained(placed.megatron[0], freeze))
     return frozenset(name for placed in frozen for name in placed.hf_names)
 
 

@@ -18,13 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mopd.config.student import LoraConfig
+from mopd.conversion.adapters import peft_names
 from mopd.conversion.hf.reader import HfReader, check_names
 from mopd.conversion.models import families
+from mopd.conversion.models.adapted import adapted, adapted_parts
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
-from mopd.conversion.models.mapping import load_shard, split_shards
+from mopd.conversion.models.mapping import load_shard, merged, split_shards
 from mopd.conversion.models.rows import EMBEDDING, FINAL_NORM, LM_HEAD, TIED_HEAD
 from mopd.conversion.models.stages import Stages
+from mopd.student.model import lora
 from mopd.student.parallel import Layout
 
 
@@ -86,6 +90,36 @@ def iter_hf_weights(
         export = _Export(model_chunks, dims, layout, in_place=in_place, by_sender=False, instead=instead)
         for placed in filter(takes, families.all_params(dims)):
             yield from export.tensors(placed)
+
+
+@torch.no_grad()
+def iter_adapter_weights(
+    model_chunks: Sequence[torch.nn.Module],
+    dims: ModelDims,
+    layout: Layout,
+    config: LoraConfig,
+    *,
+    instead: Mapping[int, Tensor] = MappingProxyType({}),
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapters as ``(peft_name, tensor)``, A and B of each module in checkpoint order, whole, on rank 0 of
+    the job and its device. Otherwise as ``iter_hf_weights``."""
+    if layout.copy == 0 or layout.edp_rank == 0:
+        export = _AdapterExport(model_chunks, dims, layout, config, instead=instead)
+        for placed in families.all_params(dims):
+            if adapted_parts(placed.param, config.target_modules):
+                yield from export.tensors(placed)
+
+
+def adapter_tensors(dims: ModelDims, config: LoraConfig) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield ``(peft_name, shape)`` of what ``iter_adapter_weights`` yields, in its order."""
+    for placed in families.all_params(dims):
+        yield from zip(*_adapter_outputs(placed, config), strict=True)
+
+
+def _adapter_outputs(placed: Placed, config: LoraConfig) -> tuple[list[str], list[tuple[int, int]]]:
+    own = adapted(placed, config.target_modules)
+    names = [name for one in own for name in peft_names(one.module)]
+    return names, [shape for one in own for shape in ((config.rank, one.num_inputs), (one.num_outputs, config.rank))]
 
 
 @torch.no_grad()
@@ -163,6 +197,8 @@ class _Export:
         self._instead = instead
         self._dims, self._layout, self._in_place, self._by_sender = dims, layout, in_place, by_sender
         self._owned = {placed.megatron[0]: param for placed, param in _owned_params(model_chunks, dims, layout)}
+        self._factors = {factor.name: factor for factor in lora.all_factors(model_chunks)}
+        self._scale = lora.scale_of(model_chunks)
         self._stages = _stages(model_chunks, layout)
         config: Any = _unwrap(model_chunks[0]).config
         self._dtype: torch.dtype = config.params_dtype
@@ -186,7 +222,7 @@ class _Export:
             return []
         return [
             (name, tensor if self._in_place else tensor.cpu())
-            for name, tensor in zip(placed.hf_names, found, strict=True)
+            for name, tensor in zip(self._outputs(placed)[0], found, strict=True)
         ]
 
     def _shared(self, placed: Placed, *, is_here: bool) -> list[Tensor] | None:
@@ -194,9 +230,7 @@ class _Export:
         ranks that hand nothing on."""
         is_first, tensors = self._layout.tp_rank == 0, list[Tensor]()
         if is_here:
-            local, group = self._own(placed), self._layout.tp_group
-            shards = [local] if placed.param.merge == "replicated" else _gather_shards(local, group)
-            tensors = self._split(placed, shards) if is_first else []
+            tensors = self._whole(placed, self._layout.tp_group)
         return tensors if is_first else None
 
     def _expert(self, placed: Placed, *, is_here: bool) -> list[Tensor] | None:
@@ -205,15 +239,40 @@ class _Export:
         layout, tensors = self._layout, list[Tensor]()
         owner = placed.owner(self._dims, ranks=layout.ep_size)
         if is_here and layout.ep_rank == owner:
-            shards = _gather_shards(self._own(placed), layout.etp_group)
-            tensors = self._split(placed, shards) if layout.etp_rank == 0 else []
+            tensors = self._whole(placed, layout.etp_group)
         giver = owner if self._by_sender else 0
         if layout.etp_rank == 0 and is_here and owner != giver:
             tensors = self._move(placed, tensors, owner, layout.ep_group)
         return tensors if layout.etp_rank == 0 and layout.ep_rank == giver else None
 
-    def _split(self, placed: Placed, shards: list[Tensor]) -> list[Tensor]:
-        return split_shards(placed, shards, self._dims, shares_memory=self._in_place)
+    def _outputs(self, placed: Placed) -> tuple[Sequence[str], Sequence[tuple[int, ...]]]:
+        """Return names and shapes of a parameter's tensors."""
+        return placed.hf_names, placed.hf_shapes
+
+    def _whole(self, placed: Placed, group: ProcessGroup) -> list[Tensor]:
+        """Return a parameter's tensors on the first rank of the group, adapters merged; nothing on the others."""
+        local = self._own(placed)
+        shards = [local] if placed.param.merge == "replicated" else _gather_shards(local, group)
+        is_first = dist.get_rank(group) == 0
+        tensors = split_shards(placed, shards, self._dims, shares_memory=self._in_place) if is_first else []
+        if not self._factors:
+            return tensors
+        for number, name in enumerate(placed.hf_names):
+            factors = self._gathered_factors(name.removesuffix(".weight"), group)
+            if is_first and factors:
+                tensors[number] = merged(tensors[number], *factors, self._scale)
+        return tensors
+
+    def _gathered_factors(self, module: str, group: ProcessGroup) -> list[Tensor]:
+        """Return a module's whole A and B on the first rank of the group; nothing on the others, and without any."""
+        whole = []
+        for name in peft_names(module):
+            factor = self._factors.get(name)
+            if factor is not None:
+                own = self._instead.get(id(factor.own), factor.own).detach()
+                shards = [own] if factor.cut_dim is None else _gather_shards(own, group)
+                whole += [torch.cat(shards, factor.cut_dim or 0)] if dist.get_rank(group) == 0 else []
+        return whole
 
     def _own(self, placed: Placed) -> Tensor:
         """Return this rank's part of a parameter. Its dtype is checked: the other ranks know it from the tables."""
@@ -233,7 +292,31 @@ class _Export:
         if rank == source:
             for tensor in tensors:
                 dist.send(_to_wire(tensor, group), group=group, group_dst=0)
-        return [_receive(shape, dtype, source, group) for shape in placed.hf_shapes] if rank == 0 else []
+        shapes = self._outputs(placed)[1]
+        return [_receive(shape, dtype, source, group) for shape in shapes] if rank == 0 else []
+
+
+class _AdapterExport(_Export):
+    """One pass of ``iter_adapter_weights``."""
+
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module],
+        dims: ModelDims,
+        layout: Layout,
+        config: LoraConfig,
+        *,
+        instead: Mapping[int, Tensor],
+    ) -> None:
+        super().__init__(model_chunks, dims, layout, in_place=True, by_sender=False, instead=instead)
+        self._config = config
+
+    def _outputs(self, placed: Placed) -> tuple[Sequence[str], Sequence[tuple[int, ...]]]:
+        return _adapter_outputs(placed, self._config)
+
+    def _whole(self, placed: Placed, group: ProcessGroup) -> list[Tensor]:
+        modules = (one.module for one in adapted(placed, self._config.target_modules))
+        return [tensor.to(self._dtype) for one in modules for tensor in self._gathered_factors(one, group)]
 
 
 def _owned_params(
@@ -242,8 +325,10 @@ def _owned_params(
     """Yield this rank's parameters (and buffers that checkpoints hold) with their table rows, in model order."""
     for chunk in model_chunks:
         model = _unwrap(chunk)
-        rows = _rows_by_local_name(model, dims, layout)
+        rows = rows_by_local_name(model, dims, layout)
         for name, parameter in model.named_parameters():
+            if lora.NAME in name:
+                continue
             if name not in rows:
                 raise RuntimeError(f"parameter {name!r} is not in the name table of model_type {dims.family}")
             yield rows[name], parameter
@@ -252,7 +337,7 @@ def _owned_params(
                 yield rows[name], buffer
 
 
-def _rows_by_local_name(model: torch.nn.Module, dims: ModelDims, layout: Layout) -> dict[str, Placed]:
+def rows_by_local_name(model: torch.nn.Module, dims: ModelDims, layout: Layout) -> dict[str, Placed]:
     """Return the table rows by the parameter names of one model chunk, whose layers and experts count from 0."""
     outside = (EMBEDDING, FINAL_NORM, TIED_HEAD if dims.tied_embeddings else LM_HEAD)
     whole = [*families.tower_params(dims), *(families.place(param, dims) for param in outside)]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mopd.base.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
 from mopd.config.schema import Recipe
+from mopd.conversion.hf.adapter_writer import BASE_HASH, base_hash, write_adapter
 from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import require_exportable, write_folder
 from mopd.conversion.models.families import Placed
@@ -31,6 +32,7 @@ from mopd.student.memory.lending import GpuMemoryLease
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
 from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
+from mopd.student.model.lora import adapter_config, add_adapters
 from mopd.student.objective import CrossEntropy, Objective, Sums
 from mopd.student.optimizer import (
     build_optimizer,
@@ -46,7 +48,14 @@ from mopd.student.schedule import HookFor, Shape, run_schedule
 from mopd.student.teacher_heads import TeacherHeads
 from mopd.student.token_layout import TokenLayout, choose_token_layout
 from mopd.student.vision import add_clock, constant_names
-from mopd.student.weights import hf_senders, iter_hf_weights, iter_sender_weights, load_hf_into
+from mopd.student.weights import (
+    hf_senders,
+    iter_adapter_weights,
+    iter_hf_weights,
+    iter_sender_weights,
+    load_hf_into,
+    rows_by_local_name,
+)
 
 _MAX_NAMED_SAMPLES = 8
 
@@ -74,7 +83,7 @@ class StudentWorker:
         self.domains = tuple(domains)
         self.weight_version = 0
         source, self.dims = open_model(Path(student.model))  # raises before a model of the config's size is built
-        self.constants = constant_names(self.dims, student.vision.freeze)
+        self.constants = constant_names(self.dims, student.vision.freeze, student.lora)
         """``hf_name`` of every tensor that no step changes."""
         kept_files(Path(student.model))  # raises now what ``save_hf`` would after the last step
         longest = _longest(recipe, self.dims.max_positions)
@@ -88,6 +97,9 @@ class StudentWorker:
             chunks = build_chunks(student, self.dims, self.layout)
             check_attention(student, self.dims, self.layout, max_length=longest)
             load_hf_into(chunks, source, self.dims, self.layout)
+            if student.lora is not None:
+                rows = [rows_by_local_name(chunk, self.dims, self.layout) for chunk in chunks]
+                add_adapters(chunks, rows, student, self.dims, self.layout, seed=recipe.seed)
             for chunk in chunks:
                 chunk.train()
             self._chunks = wrap_data_parallel(
@@ -97,9 +109,8 @@ class StudentWorker:
             )
             self._clock = None if vision is None else add_clock(chunks[0], self.layout)
             self._balance = None if self.dims.moe is None else Balance(chunks, student.moe, self.dims.moe, self.layout)
-            self._optimizer, self._scheduler = build_optimizer(
-                student.optimizer, self._chunks, num_steps=recipe.schedule.steps
-            )
+            optimizer = replace(student.optimizer, lr=student.peak_lr)
+            self._optimizer, self._scheduler = build_optimizer(optimizer, self._chunks, num_steps=recipe.schedule.steps)
         self._averages = Averages(recipe.averages, [chunk.module for chunk in self._chunks])
         self._objective, self._cross_entropy = self._objectives(recipe)
         self._plan: MicroBatchPlan | None = None
@@ -291,6 +302,14 @@ class StudentWorker:
             self._chunks, self.dims, self.layout, takes=takes, in_place=in_place, instead=instead
         )
 
+    def adapter_weights(self, *, ema: float | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield from ``iter_adapter_weights``, as ``weights``, of a student with adapters."""
+        lora = self.recipe.student.lora
+        assert lora is not None
+        complete_weights(self._chunks)
+        instead = {} if ema is None else self._averages.of(ema)
+        yield from iter_adapter_weights(self._chunks, self.dims, self.layout, lora, instead=instead)
+
     def sender_weights(self, part: WeightPart) -> Iterator[tuple[str, Tensor | None]]:
         """Yield from ``iter_sender_weights``, as ``weights``."""
         complete_weights(self._chunks)
@@ -325,6 +344,8 @@ class StudentWorker:
             "dtype": self.recipe.student.dtype,
             "extra": dict(extra),
         }
+        if self.recipe.student.lora is not None:
+            state["adapter"] = self._adapter_config()
         complete_weights(self._chunks)
         background = self.saving if is_async else None
         parts = (self._chunks, self._optimizer, self.layout, self._averages)
@@ -348,6 +369,7 @@ class StudentWorker:
             UserError: on every rank, if the folder is incomplete or differs from its manifest.
         """
         parallel.raise_together(self.layout, partial(checkpoint.verify, folder))
+        parallel.raise_together(self.layout, partial(self._check_adapter, folder))
         complete_weights(self._chunks)
         state = checkpoint.load(folder, self._chunks, self._optimizer, self.layout, self._averages)
         self.weight_version = state["weight_version"]
@@ -356,8 +378,27 @@ class StudentWorker:
         extra: dict[str, Any] = state["extra"]
         return extra
 
+    def _adapter_config(self) -> dict[str, Any]:
+        """Return the description of the adapters, with a hash of what the model that they stand beside is."""
+        student = self.recipe.student
+        assert student.lora is not None
+        config = adapter_config(student.lora, self.dims, str(Path(student.model).resolve()))
+        return {**config, BASE_HASH: base_hash(Path(student.model))}
+
+    def _check_adapter(self, folder: Path) -> None:
+        """Raise ``UserError`` unless a checkpoint holds adapters as this student's, of the same base, or none as it."""
+        saved = checkpoint.read_state(folder).get("adapter", {})
+        own = self._adapter_config() if self.recipe.student.lora is not None else {}
+        for key in ("r", "lora_alpha", "target_modules", BASE_HASH):
+            if saved.get(key) != own.get(key):
+                raise UserError(
+                    f"{folder}: its adapters' {key} is {saved.get(key)}, by student.lora and student.model it is "
+                    f"{own.get(key)}: set these keys as they were, or begin another run"
+                )
+
     def save_hf(self, folder: Path) -> None:
-        """Write the student as a Hugging Face folder with the config and tokenizer files of ``student.model``.
+        """Write the student as a Hugging Face folder with the config and tokenizer files of ``student.model``. Adapters
+        are merged there, and stand by themselves in its ``adapter`` folder, in PEFT's format.
 
         Raises:
             UserError: on every rank, if ``folder`` exists and is not empty.
@@ -369,6 +410,10 @@ class StudentWorker:
                 raise RuntimeError("weights arrived at a rank other than 0")
         else:
             write_folder(folder, self.weights(), source=source)
+        if self.recipe.student.lora is not None:
+            tensors = dict(self.adapter_weights())
+            if self.layout.rank == 0:
+                write_adapter(folder / "adapter", tensors, self._adapter_config())
         dist.barrier(group=self.layout.control_group)
 
     def memory(self) -> dict[str, float]:

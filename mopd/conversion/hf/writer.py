@@ -74,7 +74,7 @@ def hf_job(
 
     return Job(
         target=target,
-        files=[_shard_file(name, shard) for name, shard in zip(names, shards, strict=True)],
+        files=[shard_file(name, shard) for name, shard in zip(names, shards, strict=True)],
         description=description,
         finish=finish,
         manifest=MANIFEST_FILE,
@@ -172,7 +172,8 @@ def _write_index(folder: Path, held: Sequence[Sequence[str]], num_bytes: int) ->
     (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _shard_file(name: str, shard: Sequence[Group]) -> OutputFile:
+def shard_file(name: str, shard: Sequence[Group]) -> OutputFile:
+    """Return the description of a safetensors file that holds the groups' tensors in this order."""
     header = _header(shard)
 
     def write(stream: BinaryIO) -> list[int]:

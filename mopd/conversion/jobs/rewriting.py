@@ -4,7 +4,7 @@ base model, or the vocabulary resized.
 Average (Wortsman et al. 2022, "model soups"): ``sum_i w_i x_i`` with ``sum_i w_i = 1``. Task arithmetic (Ilharco et al.
 2023): ``base + sum_i w_i (x_i - base)``. LoRA (Hu et al. 2021), as the PEFT library saves it: ``W + s B A`` with A [r,
 in], B [out, r] and ``s = lora_alpha / r`` (``/ sqrt(r)`` with ``use_rslora``); anything else in an adapter is refused
-by name, never dropped. Sums are taken in fp32 (fp64 for fp64 weights, except by LoRA) and rounded once.
+by name, never dropped. Sums are taken in fp32 (fp64 for fp64 weights, and by LoRA) and rounded once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mopd.conversion.mapped import TORCH_DTYPES, map_tensor
 from mopd.conversion.models import families
 from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
 from mopd.conversion.models.dims import ModelDims
-from mopd.conversion.models.mapping import pad_rows
+from mopd.conversion.models.mapping import merged, pad_rows
 from mopd.conversion.models.reading import dims_from_config, read_dims
 from mopd.conversion.models.towers import named_as_read
 
@@ -301,8 +301,8 @@ def _merged(name: str, reader: HfReader, parts: _Adapter) -> Tensor:
         return parts.read(parts.replaced[name]).to(weight.dtype)
     if name not in parts.factors:
         return weight
-    down, up = (parts.read(factor).float() for factor in parts.factors[name])
-    return torch.addmm(weight.float(), up, down, alpha=parts.scale[name]).to(weight.dtype)
+    a, b = (parts.read(factor) for factor in parts.factors[name])
+    return merged(weight, a, b, parts.scale[name])
 
 
 def _read_adapter(folder: Path, reader: HfReader, dims: ModelDims) -> _Adapter:

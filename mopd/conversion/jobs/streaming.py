@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.types import UserError
+from mopd.conversion.hf.adapter_writer import adapter_job
 from mopd.conversion.hf.reader import HfReader, hash_side_files, identity, named_as_in, open_model, require_finite
 from mopd.conversion.hf.writer import Group, copy_side_files, hf_job
 from mopd.conversion.job import MAX_FILE_BYTES, CheckInputs, Job, Written, sha256_of
@@ -91,6 +92,11 @@ def megatron_to_hf(
         UserError: the checkpoint is incomplete, changed or lacks a tensor, or there is no config.
     """
     reader, origin, dims = open_distributed(source, side_files, allow_pickle=allow_pickle)
+    if adapter_keys(reader):
+        raise UserError(
+            f"{source}: holds adapters alone: mopd convert megatron-to-peft writes their folder, and merge-lora merges "
+            "that into the model"
+        )
     check_keys(reader, dims)
 
     def group(row: Placed) -> Group:
@@ -108,6 +114,39 @@ def megatron_to_hf(
         target, list(map(group, families.all_params(dims))),
         side_files=origin, description=description, config=config_with_dtype(origin, dtype),
         max_file_bytes=max_file_bytes, check_inputs=_checks_hashes(reader, dims),
+    )  # fmt: skip
+
+
+def adapter_keys(reader: TorchDistReader) -> list[str]:
+    """Return PEFT's names of the adapters in a checkpoint, sorted; none in one of a whole model."""
+    return sorted(key for key in reader.keys if key.startswith("base_model.model."))
+
+
+def megatron_to_peft(source: Path, target: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> Job:
+    """Return the job of writing the adapters of a run's checkpoint as a folder in PEFT's format, bit for bit.
+
+    Raises:
+        UserError: the checkpoint is incomplete, changed, or holds no adapters.
+    """
+    reader = TorchDistReader(source)
+    config = read_json_object(source / STATE_FILE, cure="restore the folder").get("adapter")
+    names = adapter_keys(reader)
+    if not isinstance(config, dict) or not names:
+        raise UserError(f"{source}: holds no adapters: name a step folder of a run with student.lora")
+
+    def group(name: str) -> Group:
+        shape, dtype = reader.shape(name), reader.dtype(name)
+
+        def read() -> list[Tensor]:
+            return [require_finite(name, reader.read(name, (0,) * len(shape), shape), reader.folder)]
+
+        return Group((name,), (shape,), (dtype,), read)
+
+    description = {"command": "megatron-to-peft", "source": {"manifest": sha256_of(source / MANIFEST_FILE)}}
+    files = reader.files_of(names)
+    return adapter_job(
+        target, [group(name) for name in names], config=config, description=description,
+        check_inputs=lambda rank, size, is_over: reader.check_hashes(files[rank::size], is_over),
     )  # fmt: skip
 
 

@@ -133,6 +133,12 @@ def split_whole(placed: Placed, whole: Tensor, dims: ModelDims) -> list[Tensor]:
     return list(whole.split([shape[0] for shape in placed.hf_shapes]))
 
 
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return ``weight + scale * b @ a`` of whole tensors, computed in float64 and rounded once: the same bits at every
+    layout of the factors."""
+    return (weight.double() + scale * (b.double() @ a.double())).to(weight.dtype)
+
+
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:
     """Append zero rows up to ``rows``; return the tensor itself if none is missing."""
     missing = rows - tensor.shape[0]

@@ -110,7 +110,7 @@ def plan_ranks(
     stages = student.parallel.pipeline_model_parallel_size
     plans = []
     for stage in range(stages):
-        own = shards.shard(dims, student.parallel, stage)
+        own = shards.student_shard(dims, student, stage)
         parts = dict(shards.tensor_bytes(own, student))
         if recipe.averages:
             parts["averages"] = len(recipe.averages) * shards.average_bytes(own, student)
@@ -191,7 +191,7 @@ def plan_hosts(
         stage, number = divmod(tenant.number, parallel.ranks_per_stage)
         own = held[tenant.component, tenant.node]
         if student.optimizer.offload_fraction:
-            own[STATES] += shards.offloaded_bytes(shards.shard(dims, parallel, stage), student)
+            own[STATES] += shards.offloaded_bytes(shards.student_shard(dims, student, stage), student)
         if ranks[stage].rollout_turn:
             own[LENT] += ranks[stage].parts["optimizer"]
         if recipe.checkpoint.async_save and number < writers:

@@ -10,8 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mopd.config.student import Freeze, ParallelConfig, StudentConfig
+from mopd.config.student import Freeze, LoraConfig, ParallelConfig, StudentConfig
 from mopd.conversion.models import families
+from mopd.conversion.models.adapted import adapted_parts
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.rows import Param
 from mopd.conversion.models.stages import stages_of
@@ -39,16 +40,22 @@ class Shard:
     """Weights of the vision tower without its mergers, on the first stage, whole on each of its ranks."""
     mergers: int
     """Weights of the mergers, which turn the tower's features into embeddings, likewise."""
+    adapters: tuple[int, int] | None = None
+    """Weights of adapters outside and beside experts; ``None`` of a student that trains its own weights."""
 
     def trained_dense(self, freeze: Freeze) -> int:
         """Return the weights outside the experts, with what ``student.vision.freeze`` leaves of the vision tower."""
         tower = {"none": self.tower + self.mergers, "tower": self.mergers, "tower_and_merger": 0}
         return self.dense + tower[freeze]
 
+    def trained(self, freeze: Freeze) -> tuple[int, int]:
+        """Return the weights with gradients, outside experts and in them."""
+        return self.adapters or (self.trained_dense(freeze), self.experts)
+
     @property
     def num_weights(self) -> int:
         """Number of weights in the model's dtype."""
-        return self.dense + self.experts + self.tower + self.mergers
+        return self.dense + self.experts + self.tower + self.mergers + sum(self.adapters or ())
 
 
 @lru_cache(maxsize=4096)
@@ -83,6 +90,51 @@ def shard(dims: ModelDims, parallel: ParallelConfig, stage: int) -> Shard:
     )
 
 
+def student_shard(dims: ModelDims, student: StudentConfig, stage: int) -> Shard:
+    """Return the shard of every rank of a pipeline stage of the student, adapters included."""
+    own = shard(dims, student.parallel, stage)
+    return (
+        own if student.lora is None else replace(own, adapters=_adapters(dims, student.parallel, student.lora, stage))
+    )
+
+
+@lru_cache(maxsize=4096)
+def _adapters(dims: ModelDims, parallel: ParallelConfig, lora: LoraConfig, stage: int) -> tuple[int, int]:
+    """Return the weights of A and B on a rank, outside and beside experts: one is cut as the weight is."""
+    sizes, dense, experts = families.sizes(dims), 0, 0
+    for layer in own_layers(dims, parallel)[stage]:
+        for param in families.layer_params(dims, layer):
+            ranks, times = parallel.tensor_model_parallel_size, 1
+            if param.is_expert:
+                assert dims.moe is not None
+                ranks = parallel.resolved_expert_tensor_parallel_size
+                times = dims.moe.num_experts // parallel.expert_model_parallel_size
+            cut_a = ranks if param.merge == "columns" else 1
+            cut_b = ranks if param.merge not in ("columns", "replicated") else 1
+            for part in adapted_parts(param, lora.target_modules):
+                outputs, inputs = (sizes[name] for name in param.hf[part].shape)
+                numel = times * lora.rank * (inputs // cut_a + outputs // cut_b)
+                experts, dense = (experts + numel, dense) if param.is_expert else (experts, dense + numel)
+    return dense, experts
+
+
+@lru_cache(maxsize=64)
+def adapter_weights(dims: ModelDims, lora: LoraConfig) -> int:
+    """Return the weights of all adapters, each once."""
+    return sum(_adapters(dims, ParallelConfig(), lora, 0))
+
+
+@lru_cache(maxsize=64)
+def _adapted_weights(dims: ModelDims, lora: LoraConfig) -> int:
+    """Return the weights that adapters are merged into."""
+    return sum(
+        math.prod(shape)
+        for placed in families.all_params(dims)
+        if adapted_parts(placed.param, lora.target_modules)
+        for shape in placed.hf_shapes
+    )
+
+
 def own_layers(dims: ModelDims, parallel: ParallelConfig) -> list[list[int]]:
     """Return the layers of every pipeline stage."""
     stages = stages_of(parallel).layers(dims.num_layers)
@@ -110,7 +162,10 @@ def total_weights(dims: ModelDims) -> int:
 
 
 def update_bytes(dims: ModelDims, student: StudentConfig) -> int:
-    """Return the bytes of an update of the weights for a rollout replica that is up: all but a frozen tower."""
+    """Return the bytes of an update of the weights for a rollout replica that is up: all but a frozen tower, or the
+    weights that adapters are merged into."""
+    if student.lora is not None:
+        return _adapted_weights(dims, student.lora) * BYTES[student.dtype]
     one = shard(dims, ParallelConfig(), 0)
     moving = total_weights(dims) - tower_weights(dims) + one.trained_dense(student.vision.freeze) - one.dense
     return moving * BYTES[student.dtype]
@@ -143,18 +198,18 @@ def _tables(dims: ModelDims, rows: int) -> int:
 
 def tensor_bytes(own: Shard, student: StudentConfig) -> dict[str, int]:
     """Return weights, gradients and optimizer states of one rank on its device, as Megatron allocates them."""
-    size, dense = BYTES[student.dtype], own.trained_dense(student.vision.freeze)
+    size = BYTES[student.dtype]
     state = MOMENT_BYTES + (MAIN_BYTES if size < 4 else 0)
     return {
         "weights": own.num_weights * size + own.constants * 4,
-        "gradients": (dense + own.experts) * GRADIENT_BYTES,
+        "gradients": sum(own.trained(student.vision.freeze)) * GRADIENT_BYTES,
         "optimizer": round(_num_stepped(own, student) * state * (1 - student.optimizer.offload_fraction)),
     }
 
 
 def average_bytes(own: Shard, student: StudentConfig) -> int:
     """Return the bytes of one average of one rank's trained weights, in fp32 on its device."""
-    return (own.trained_dense(student.vision.freeze) + own.experts) * MAIN_BYTES
+    return sum(own.trained(student.vision.freeze)) * MAIN_BYTES
 
 
 def offloaded_bytes(own: Shard, student: StudentConfig) -> int:
@@ -166,22 +221,23 @@ def offloaded_bytes(own: Shard, student: StudentConfig) -> int:
 def _num_stepped(own: Shard, student: StudentConfig) -> float:
     """Return the weights whose states one rank keeps. With the distributed optimizer its share of them: over the
     data-parallel ranks, and for experts over the ranks that hold copies of them."""
-    parallel, dense = student.parallel, own.trained_dense(student.vision.freeze)
+    parallel, (dense, experts) = student.parallel, own.trained(student.vision.freeze)
     if not student.optimizer.use_distributed_optimizer:
-        return dense + own.experts
-    return dense / parallel.num_copies + own.experts / (parallel.ranks_per_stage // parallel.expert_ranks)
+        return dense + experts
+    return dense / parallel.num_copies + experts / (parallel.ranks_per_stage // parallel.expert_ranks)
 
 
 def checkpoint_bytes(dims: ModelDims, student: StudentConfig, num_averages: int = 0) -> int:
-    """Return the bytes of weights, optimizer states and averages of the whole model, each once; the distributed
-    optimizer also writes fp32 weights as its own."""
+    """Return the bytes of weights (of adapters alone, where there are some), optimizer states and averages of the whole
+    model, each once; the distributed optimizer also writes fp32 weights as its own."""
     alone = ParallelConfig()
-    own = shard(dims, alone, 0)
+    own = student_shard(dims, replace(student, parallel=alone), 0)
     together = replace(student.optimizer, offload_fraction=0.0)
     parts = tensor_bytes(own, replace(student, parallel=alone, optimizer=together))
     has_main_weights = BYTES[student.dtype] < 4 or not student.optimizer.use_distributed_optimizer
-    again = 0 if has_main_weights else MAIN_BYTES * (own.trained_dense(student.vision.freeze) + own.experts)
-    return parts["weights"] + parts["optimizer"] + again + num_averages * average_bytes(own, student)
+    again = 0 if has_main_weights else MAIN_BYTES * sum(own.trained(student.vision.freeze))
+    weights = parts["weights"] if own.adapters is None else sum(own.adapters) * BYTES[student.dtype]
+    return weights + parts["optimizer"] + again + num_averages * average_bytes(own, student)
 
 
 def _tower(dims: ModelDims) -> tuple[int, int]:

@@ -55,6 +55,7 @@ from mopd.student import cpu_shim
 from mopd.student.averages import Averages
 from mopd.student.checkpoints import restricted
 from mopd.student.checkpoints.states import gather_states, load_states
+from mopd.student.model import lora
 from mopd.student.model.gpt import StudentModel
 from mopd.student.parallel import Layout, raise_together
 
@@ -233,12 +234,15 @@ def load_weights(folder: Path, *chunks: StudentModel) -> None:
 
 
 def sharded_weights(chunks: Sequence[StudentModel]) -> dict[str, Any]:
-    """Return sharded state dicts by chunk number. Names count a chunk's layers from 0; keys are the whole model's.
+    """Return sharded state dicts by chunk number. Names count a chunk's layers from 0; keys are the whole model's. Of a
+    student with adapters they hold these alone, under PEFT's names.
 
     Layers' extra states are left out, of what is saved and of what is asked for: which layers have one depends on the
     layer spec and on TransformerEngine's version (its norms have one from 2.0 on), all are empty without fp8, and with
     it they are pickles.
     """
+    if any(lora.all_factors(chunks)):
+        return {str(number): lora.sharded_adapters(chunk) for number, chunk in enumerate(chunks)}
     states = [chunk.sharded_state_dict(metadata=dict(CONTENT)) for chunk in chunks]
     return {
         str(number): {name: value for name, value in state.items() if EXTRA_STATE not in name}
@@ -249,7 +253,8 @@ def sharded_weights(chunks: Sequence[StudentModel]) -> dict[str, Any]:
 def _load_chunks(chunks: Sequence[StudentModel], loaded: Mapping[str, Any]) -> None:
     for number, chunk in enumerate(chunks):
         extra_states = dict.fromkeys(name for name in chunk.state_dict() if EXTRA_STATE in name)
-        chunk.load_state_dict({**extra_states, **loaded[str(number)]})
+        # Of a student with adapters they alone are saved; ``restricted`` has found all that were asked for.
+        chunk.load_state_dict({**extra_states, **loaded[str(number)]}, strict=not any(lora.all_factors([chunk])))
 
 
 def write_hash_manifest(folder: Path, state: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mopd.base.types import MicroBatchPlan, SampleMeta, UserError
@@ -38,7 +39,7 @@ from mopd.config.rewards import ExactMatchConfig
 from mopd.config.rollout import AnswersConfig, RolloutConfig
 from mopd.config.schedule import ScheduleConfig, WarmUpConfig
 from mopd.config.schema import Recipe
-from mopd.config.student import MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig, VisionConfig
+from mopd.config.student import LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig, VisionConfig
 from mopd.config.views import RefreshConfig
 from mopd.conversion.models import reading
 from mopd.data.packing import pack
@@ -49,6 +50,8 @@ from mopd.launch.ranks import CommandChannel
 from mopd.orchestrator.support import NO_ID
 from mopd.student import cpu_shim, optimizer, parallel
 from mopd.student.checkpoints import checkpoint, restricted, states
+from mopd.student.model.lora import all_factors
+from mopd.student.weights import iter_adapter_weights
 from mopd.student.worker import StudentWorker
 from tests.parity.student import hidden_cases
 from tests.parity.student.pictures import make_seen_samples
@@ -124,6 +127,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
         answers=AnswersConfig(temperature=1.0),
         student=StudentConfig(
             model=model,
+            lora=LoraConfig(**case["lora"]) if "lora" in case else None,
             dtype=case.get("dtype", "float32"),
             transformer_impl=case.get("impl", "auto"),
             recompute=case.get("recompute", "none"),
@@ -295,11 +299,34 @@ class Case:
         """In float64: torch's fp32 norm of a million numbers, which Megatron takes on a CPU, errs by 1e-4."""
         optimizer = self.worker._optimizer
         optimizer.prepare_grads()
-        total = torch.zeros((), dtype=torch.float64)
-        for grad in optimizer.get_main_grads_for_grad_norm():
-            total += grad.double().square().sum()
-        torch.distributed.all_reduce(total, group=optimizer.get_grad_stats_parallel_group())
-        return float(total.sqrt())
+        squares = 0.0
+        for part in optimizer.chained_optimizers:  # experts' are the second
+            total = torch.zeros((), dtype=torch.float64)
+            for grad in part.get_main_grads_for_grad_norm():
+                total += grad.double().square().sum()
+            torch.distributed.all_reduce(total, group=part.get_grad_stats_parallel_group())
+            squares += float(total)
+        return squares**0.5
+
+    def adapter_gradients(self, file: Path) -> dict[str, Any]:
+        """Loss and gradient norm of a batch; the gradients go to ``file``, by PEFT's names."""
+        worker = self.worker
+        sums = worker.forward_backward(self.plan(9), diagnostics=False)
+        norm = self.exact_grad_norm()
+        gradients = {id(f.own): f.own.main_grad for f in all_factors([chunk.module for chunk in worker._chunks])}
+        lora = worker.recipe.student.lora
+        assert lora is not None
+        chunks = worker._chunks
+        whole = dict(iter_adapter_weights(chunks, worker.dims, worker.layout, lora, instead=gradients))
+        if worker.layout.rank == 0:
+            save_file({name: tensor.contiguous() for name, tensor in whole.items()}, file)
+        trained = [p for chunk in chunks for p in chunk.parameters() if hasattr(p, "main_grad")]
+        return {
+            "loss": sum(one.sums["weighted_loss"] for one in sums.values()),
+            "norm": norm,
+            "num_buffered": sum(buffer.numel_unpadded for chunk in chunks for buffer in _buffers(chunk)),
+            "num_adapters": sum(p.numel() for p in trained),
+        }
 
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` holds on some rank."""
@@ -310,6 +337,10 @@ class Case:
     def weights_hash(self, without: str = " ") -> str:
         """Of all weights whose names do not begin so, bit by bit (rank 0)."""
         return hash_of((name, tensor) for name, tensor in self.worker.weights() if not name.startswith(without))
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
@@ -332,6 +363,8 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         if "ema" in case:
             result["loaded_average"] = it.average_report()
         result["loaded_hash"] = it.weights_hash()
+    if "gradients" in case:
+        result["gradients"] = it.adapter_gradients(Path(case["gradients"]))
     if case.get("logprobs"):
         samples = {s.sample_id: s for rank in it.plan(0).micro_batches for batch in rank for s in batch}
         rows = it.worker.logprobs([samples[i] for i in (3, 1, 2)])

@@ -46,6 +46,9 @@ def one_rank(models: dict[str, str], vision_folder: Path, tmp_path_factory: pyte
         cases[f"{family}/local"] = {**ONE, "model": models[family], "impl": "local"}
         for variant, keys in VARIANTS.items():
             cases[f"{family}/engine{variant}"] = {**ONE, "model": models[family], **own, **keys}
+        lora = {"model": models[family], "steps": 3, "lora": {"rank": 4, "alpha": 400.0}, "adam_eps": 1e-3}
+        cases[f"{family}/local/lora"] = {**ONE, **lora, "impl": "local"}
+        cases[f"{family}/engine/lora"] = {**ONE, **lora, **own}
         for saved, loaded in (("local", "engine"), ("engine", "local")):
             of = {**ONE, "model": models[family], "save": str(folder / f"{family}_{saved}"), "steps_after": 1}
             cases[f"{family}/{saved}/save"] = {**of, **({"impl": "local"} if saved == "local" else own)}
@@ -65,6 +68,14 @@ def test_steps_equal_the_local_layers(one_rank: Results, family: str, variant: s
     for step, expected in zip(engine["steps"], local["steps"], strict=True):
         assert_same_step(step, expected)
     assert engine["is_packed"] == [variant != "/padded"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_see_what_the_local_layers_see(one_rank: Results, family: str) -> None:
+    """Also beside layers with a norm in them, and of experts that are computed together."""
+    local, engine = one_rank[f"{family}/local/lora"], one_rank[f"{family}/engine/lora"]
+    for step, expected in zip(engine["steps"], local["steps"], strict=True):
+        assert_same_step(step, expected)
 
 
 @pytest.mark.parametrize("family", SEEING)

@@ -1,0 +1,83 @@
+"""Linear layers of a model that low-rank adapters can stand beside. No torch in this module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mopd.base.types import UserError
+from mopd.conversion.models import families
+from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.families import Param, Placed
+
+Targets = Literal["all_linear"] | Sequence[str]
+"""What gets adapters: all linear layers, or those with these last names (``q_proj``)."""
+_MERGES = ("qkv", "gate_up", "rows", "columns", "replicated")
+"""Cuts of weights beside which a pair of factors can be cut alike."""
+_SUFFIX = ".weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapted:
+    """One Hugging Face module that has an adapter."""
+
+    module: str
+    """Its name; that of its weight without ``.weight``."""
+    num_outputs: int
+    num_inputs: int
+
+
+def adapted_parts(param: Param, targets: Targets) -> tuple[int, ...]:
+    """Return which of a row's Hugging Face tensors are weights of linear layers with adapters."""
+    if param.merge not in _MERGES or "{layer}" not in param.megatron[0] or ".router." in param.megatron[0]:
+        return ()
+    return tuple(
+        number
+        for number, tensor in enumerate(param.hf)
+        if len(tensor.shape) == 2 and (targets == "all_linear" or _last(tensor.name) in targets)
+    )
+
+
+def adapted(placed: Placed, targets: Targets) -> list[Adapted]:
+    """Return the modules of one placed row that have adapters."""
+    return [
+        Adapted(
+            module=placed.hf_names[part].removesuffix(_SUFFIX),
+            num_outputs=placed.hf_shapes[part][0],
+            num_inputs=placed.hf_shapes[part][1],
+        )
+        for part in adapted_parts(placed.param, targets)
+    ]
+
+
+def adapted_modules(dims: ModelDims, targets: Targets) -> Iterator[Adapted]:
+    """Yield every module with an adapter, in checkpoint order."""
+    for placed in families.all_params(dims):
+        yield from adapted(placed, targets)
+
+
+def target_names(dims: ModelDims, targets: Targets) -> list[str]:
+    """Return the last names of all modules with adapters, sorted.
+
+    Raises:
+        UserError: the model has no such linear layer; or head and embedding are asked for.
+    """
+    params = {param for layer in range(dims.num_layers) for param in families.layer_params(dims, layer)}
+    known = {_last(param.hf[part].name) for param in params for part in adapted_parts(param, "all_linear")}
+    for name in () if targets == "all_linear" else targets:
+        if name in ("lm_head", "embed_tokens"):
+            raise UserError(
+                f"student.lora.target_modules names {name!r}: head and embedding keep their weights, as engines apply "
+                f"no adapters to them: name some of {', '.join(sorted(known))}"
+            )
+        if name not in known:
+            raise UserError(
+                f"student.lora.target_modules names {name!r}, which is no linear layer of model_type {dims.family}: "
+                f"name some of {', '.join(sorted(known))}"
+            )
+    return sorted(known if targets == "all_linear" else set(targets))
+
+
+def _last(name: str) -> str:
+    return name.removesuffix(_SUFFIX).rpartition(".")[2]
