@@ -13,7 +13,7 @@ TORCHVISION_CPU := $(BIN)/python -c 'import shutil, sysconfig, torch; \
 	torch.version.cuda or shutil.copy("tools/torchvision_cpu.pth", sysconfig.get_path("purelib"))'
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test long fuzz parity disk-full kills kills-weights soak scale weights slurm mutations docs dist screenshot image-cpu image-jobs lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test long fuzz parity disk-full kills kills-weights soak scale weights slurm sglang mutations docs dist screenshot image-cpu image-jobs lint clean
 
 $(STAMP): pyproject.toml constraints.txt tools/torchvision_cpu.pth
 	$(PYTHON) -m venv $(VENV)
@@ -84,6 +84,12 @@ families: $(STAMP)  ## families that are like others, in every layout beside tra
 slurm: $(ENGINES_STAMP)  ## jobs of every form on four nodes of this machine, interrupted and lost (make test: one job)
 	MOPD_SLURM=all $(BIN)/python -m pytest tests/integration/test_slurm.py --timeout=1200 -rs -s
 
+$(VENV)-sglang/.installed: $(ENGINES_STAMP) $(wildcard tools/sglang_cpu/*.*)
+	PIP_ARGS="$(PIP_ARGS)" tools/sglang_cpu/install.sh $(BIN)/python $(VENV)-sglang
+
+sglang: $(VENV)-sglang/.installed  ## real SGLang on a CPU, in an environment of its own: teachers, rollout, deaths, a run beside vLLM
+	MOPD_SGLANG=$(CURDIR)/$(VENV)-sglang/bin/python $(BIN)/python -m pytest tests/integration/test_sglang.py --timeout=1200 -rs -s
+
 mutations: $(STAMP)  ## 200 small changes of mopd/, one at a time, each against the fast unit tests near it: 90 % are seen
 	$(BIN)/python -m tests.mutations.run
 
@@ -112,5 +118,5 @@ lint: $(STAMP)  ## ruff, spelling, mypy, import contracts, Dockerfiles, scripts
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.gpu
 	$(BIN)/shellcheck .ci/* docker/*.sh tests/unit/launch/slurm/scripts/*.sh tests/fixtures/pyxis/srun
 
-clean:  ## the environment; runs are left alone
-	rm -rf $(VENV)
+clean:  ## the environments; runs are left alone
+	rm -rf $(VENV) $(VENV)-sglang

@@ -105,7 +105,32 @@ class VllmEngineConfig(Checked):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-SettledEngine = TorchEngineConfig | VllmEngineConfig
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SglangEngineConfig(Checked):
+    """An SGLang server behind mopd's own, on GPU, or for tests on a CPU. It scores at temperature 1 only, and at its
+    own most probable ids alone: ``payload: topk`` or ``sampled``."""
+
+    type: Literal["sglang"]
+    """Engine type."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Parameter and activation dtype, ``auto``: bfloat16 on CUDA, float32 without. Log-probs are fp32 whatever this
+    is."""
+    tensor_parallel_size: Processes = 1
+    """GPUs of one replica that share each layer."""
+    mem_fraction_static: Share = 0.85
+    """Share of each GPU's memory that weights and key-value cache of one replica may take."""
+    max_total_tokens: Count | None = None
+    """Tokens of the key-value cache; absent: what ``mem_fraction_static`` leaves (a CPU needs the number)."""
+    max_running_requests: Count = 256
+    """Sequences of one forward step."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of SGLang's ``ServerArgs`` by name, as in ``{quantization: fp8, attention_backend: fa3}``; the
+    installed version knows which there are. ``enable_deterministic_inference: true``, on a GPU, lets a response follow
+    from its seed. The run's ``manifest.json`` names them, as they may change scores. None that other keys set, and of
+    the rollout none that changes its weights."""
+
+
+SettledEngine = TorchEngineConfig | VllmEngineConfig | SglangEngineConfig
 Engine = AutoEngineConfig | SettledEngine
 
 
@@ -172,7 +197,7 @@ class EngineGroupConfig(Checked):
                 f"placement.num_gpus is {placement.num_gpus} but engine.tensor_parallel_size x "
                 f"pipeline_parallel_size is {size}: set num_gpus: {size}"
             )
-        can_sleep = not isinstance(self.engine, TorchEngineConfig) and placement.num_gpus > 0
+        can_sleep = isinstance(self.engine, (AutoEngineConfig, VllmEngineConfig)) and placement.num_gpus > 0
         if placement.shared_pool is not None and not can_sleep:
             raise ValueError(
                 f"placement.shared_pool is {placement.shared_pool!r}, but only engine.type vllm with "
@@ -182,12 +207,24 @@ class EngineGroupConfig(Checked):
     @property
     def gpus_per_replica(self) -> int:
         """GPUs of one replica, where there are any."""
+        if isinstance(self.engine, SglangEngineConfig):
+            return self.engine.tensor_parallel_size
         return self.engine.num_gpus if isinstance(self.engine, VllmEngineConfig) else 1
 
     @property
-    def is_openai(self) -> bool:
-        """The replicas are stock servers, which score at temperature 1 and draw greedily, and take no weights."""
-        return isinstance(self.placement, ExternalConfig) and self.placement.protocol == "openai"
+    def stock(self) -> str:
+        """Protocol of stock servers, which score at temperature 1 and draw greedily, and take no weights; empty for
+        mopd's own."""
+        placement = self.placement
+        return placement.protocol if isinstance(placement, ExternalConfig) and placement.protocol != "mopd" else ""
+
+    @property
+    def scores_own_ids_only(self) -> str:
+        """Key and value by which the replicas give log-probs of their own most probable ids alone; empty where they
+        give others too."""
+        if isinstance(self.placement, ExternalConfig):
+            return f"placement.protocol is {self.stock!r}" if self.stock else ""
+        return "engine.type is 'sglang'" if isinstance(self.engine, SglangEngineConfig) else ""
 
     @property
     def shares_gpus(self) -> bool:
@@ -208,10 +245,10 @@ class EngineGroupConfig(Checked):
 
     @property
     def scores_at_temperature_1_only(self) -> bool:
-        """vLLM's prompt log-probs know no temperature."""
+        """Prompt log-probs of vLLM and SGLang know no temperature."""
         if isinstance(self.placement, ExternalConfig):
-            return self.is_openai
-        return isinstance(self.engine, VllmEngineConfig)
+            return bool(self.stock)
+        return isinstance(self.engine, (VllmEngineConfig, SglangEngineConfig))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,8 +310,12 @@ class TeacherConfig(EngineGroupConfig):
             raise ValueError(f"adapter is {self.adapter!r}, but refresh makes the student the teacher: remove one")
         if self.share is not None and self.adapter is None:
             raise ValueError(f"share is {str(self.share).lower()}, but adapter is absent: remove share")
-        if self.share and self.is_openai:
-            raise ValueError("share is true, but placement.protocol is 'openai', a server of one model: remove share")
+        if self.adapter is not None and isinstance(self.engine, SglangEngineConfig):
+            raise ValueError(f"adapter is {self.adapter!r}, but engine.type is 'sglang': set engine: {{type: vllm}}")
+        if self.share and self.stock:
+            raise ValueError(
+                f"share is true, but placement.protocol is {self.stock!r}, a server of one model: remove share"
+            )
         if self.tokenizer_map and self.tokenizer == "student":
             raise ValueError("tokenizer_map is set, but tokenizer is 'student': remove it, or set tokenizer: own")
         if self.tokenizer == "own" and self.refresh is not None:
@@ -293,8 +334,8 @@ class TeacherConfig(EngineGroupConfig):
     def _check_takes_weights(self) -> None:
         """The engines can be given the student's new weights."""
         placement, what = self.placement, ""
-        if self.is_openai:
-            what = "placement.protocol is 'openai', a server that takes no weights"
+        if self.stock:
+            what = f"placement.protocol is {self.stock!r}, a server that takes no weights"
         elif isinstance(placement, RegisteredConfig):
             what = "placement.type is 'registered', whose servers keep their own"
         elif isinstance(placement, RayConfig) and placement.shared_pool is not None:
@@ -361,7 +402,7 @@ def hosts_of(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
                         f"teachers.{wanted}.share and teachers.{name}.share are true, but their {key} differs{told}: "
                         f"give both one {key}, or remove share"
                     )
-        if teacher.adapter is not None and teacher.share is not False and not teacher.is_openai:
+        if teacher.adapter is not None and teacher.share is not False and not teacher.stock:
             same = (other for other in hosts if _may_share(teachers[other], teacher))
             hosts[name] = hosts[next(same)]
     return hosts

@@ -75,7 +75,7 @@ def reads_support(loss: Loss) -> bool:
 
 
 def require_payloads(
-    teachers: Mapping[str, tuple[Payload, bool]],
+    teachers: Mapping[str, tuple[Payload, str]],
     loss: Loss,
     *,
     elsewhere: Mapping[str, bool],
@@ -84,21 +84,22 @@ def require_payloads(
     """``ValueError`` where teachers' payloads, the loss and the origin of the samples do not go together.
 
     Args:
-        teachers: each one's payload, and whether a stock server answers for it (``protocol: openai``).
+        teachers: each one's payload, and ``EngineGroupConfig.scores_own_ids_only``.
         loss: the recipe's.
         elsewhere: keys of samples that the rollout does not draw, and whether each is set.
         is_ensemble: whether some domain has several teachers.
     """
-    for name, (payload, is_openai) in teachers.items():
+    for name, (payload, own_ids_only) in teachers.items():
         _require_payload(f"teachers.{name}", payload, loss)
         wants = asked(payload, loss)
-        if is_openai and (wants.given or wants.hidden):
+        if own_ids_only and (wants.given or wants.hidden):
             has_key = wants.student or wants.hidden
             what = f"teachers.{name}.payload is {payload!r}" if has_key else "loss.always_ids is set"
+            cure = "serve the teacher with `mopd serve` and remove protocol"
+            cure = "engine: {type: vllm}" if own_ids_only.startswith("engine") else cure
             raise ValueError(
-                f"{what}, but teachers.{name}.placement.protocol is 'openai', a server that gives log-probs of its own "
-                "top k alone: set payload: topk or sampled and no always_ids, or serve the teacher with `mopd serve` "
-                "and remove protocol"
+                f"{what}, but teachers.{name}.{own_ids_only}, a server that gives log-probs of its own top k alone: "
+                f"set payload: topk or sampled and no always_ids, or {cure}"
             )
         for key in [key for key, is_set in elsewhere.items() if is_set and wants.student]:
             raise ValueError(

@@ -98,8 +98,9 @@ class ExternalConfig(Checked):
     """Placement type."""
     urls: tuple[str, ...]
     """One URL per replica, as in ``http://host:8000``."""
-    protocol: Literal["mopd", "openai"] = "mopd"
-    """``mopd``: ``mopd serve``, binary. ``openai``: a stock vLLM server; slower, teachers only, temperature 1 only."""
+    protocol: Literal["mopd", "openai", "sglang"] = "mopd"
+    """``mopd``: ``mopd serve``, binary. ``openai``: a stock vLLM server, ``sglang``: a stock SGLang server; slower,
+    teachers only, temperature 1 only."""
     token_file: str | None = None
     """File with the servers' access token; absent: they ask for none."""
     served_model_name: str | None = None
@@ -117,7 +118,9 @@ class ExternalConfig(Checked):
                 raise ValueError(f"urls has {error}") from error
         check_unrepeated("urls", self.urls)
         if self.served_model_name is not None and self.protocol != "openai":
-            raise ValueError("served_model_name is set but protocol is 'mopd': remove it or set protocol: openai")
+            raise ValueError(
+                f"served_model_name is set but protocol is {self.protocol!r}: remove it or set protocol: openai"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

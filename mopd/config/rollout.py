@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mopd.config.environment import CustomEnvironmentConfig, PythonToolConfig
-from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
-from mopd.config.placements import RayConfig
+from mopd.config.groups import EngineGroupConfig, SglangEngineConfig, VllmEngineConfig
+from mopd.config.placements import ExternalConfig, RayConfig
 from mopd.config.schedule import MAX_SAMPLES
 from mopd.config.values import (
     MAX_COUNT,
@@ -143,8 +143,15 @@ class RolloutConfig(EngineGroupConfig):
             raise ValueError(f"stop_token_ids names {len(self.stop_token_ids)}: name at most {MAX_STOP_IDS}")
         if self.stop_text == "cut" and not self.stop:
             raise ValueError("stop_text is 'cut', but stop is empty: name a text there, or remove stop_text")
-        if self.is_openai:
-            raise ValueError("placement.protocol is 'openai': such a server takes no weight updates; set mopd")
+        if self.stock:
+            raise ValueError(f"placement.protocol is {self.stock!r}: such a server takes no weight updates; set mopd")
+        is_sglang = isinstance(self.engine, SglangEngineConfig) and not isinstance(self.placement, ExternalConfig)
+        if is_sglang and (self.presence_penalty != 0 or self.repetition_penalty != 1):
+            raise ValueError(
+                f"presence_penalty is {self.presence_penalty} and repetition_penalty {self.repetition_penalty}, but "
+                "engine.type sglang reports log-probs after penalties, and the student's are those before: remove "
+                "them, or set engine: {type: torch}"
+            )
 
     @property
     def is_exact(self) -> bool:

@@ -116,7 +116,7 @@ class Recipe(Checked):
         self._check_refresh()
         self._check_own_tokenizers()
         self._check_loss()
-        payloads = {name: (teacher.payload, teacher.is_openai) for name, teacher in self.teachers.items()}
+        payloads = {name: (teacher.payload, teacher.scores_own_ids_only) for name, teacher in self.teachers.items()}
         elsewhere = {"data.scored": bool(self.data.scored), "objective": "off_policy_scores" in self.objectives}
         require_payloads(payloads, self.loss, elsewhere=elsewhere, is_ensemble=self.assignment.max_teachers > 1)
         self._check_combine()
@@ -172,10 +172,10 @@ class Recipe(Checked):
                 "validation, or give every domain its weight"
             )
         for name, teacher in self.teachers.items():
-            if teacher.is_openai:
+            if teacher.stock:
                 raise ValueError(
-                    f"data.domain_weights is 'adaptive', but teachers.{name} is behind an openai server, which only "
-                    "scores: its reward is not known; give every domain its weight"
+                    f"data.domain_weights is 'adaptive', but teachers.{name} is behind an {teacher.stock} server, "
+                    "which only scores: its reward is not known; give every domain its weight"
                 )
 
     def _check_teachers(self) -> None:
@@ -201,17 +201,18 @@ class Recipe(Checked):
                     f"teachers.{name} has several replicas, and {other!r} is the name of one and of a teacher: rename "
                     "the teacher"
                 )
+            runs = "SGLang" if "sglang" in (teacher.stock or teacher.engine.type) else "vLLM"
             if teacher.scores_at_temperature_1_only and self.loss.temperature != 1.0:
                 raise ValueError(
-                    f"loss.temperature is {self.loss.temperature}, but teachers.{name} runs vLLM, which scores at "
+                    f"loss.temperature is {self.loss.temperature}, but teachers.{name} runs {runs}, which scores at "
                     f"temperature 1 only: set loss.temperature: 1.0, or teachers.{name}.engine.type: torch"
                 )
 
     def _check_combine(self) -> None:
         unknown = "validation is absent, which measures rewards" if self.validation is None else None
         for name in [name for names in self.assignment.by_domain.values() if len(names) > 1 for name in names]:
-            if self.teachers[name].is_openai:
-                unknown = f"teachers.{name} is behind an openai server, which only scores"
+            if stock := self.teachers[name].stock:
+                unknown = f"teachers.{name} is behind an {stock} server, which only scores"
         require_combine(
             self.combine,
             self.loss,
@@ -236,7 +237,8 @@ class Recipe(Checked):
         asking = [domain for domain, gate in self.gates.items() if gate.by == "teacher_answers"]
         for name in [name for domain in asking for name in self.assignment.teachers_of(domain)]:
             elsewhere[f"teachers.{name} has refresh, and its answers are kept"] = name in self.refreshed
-            elsewhere[f"teachers.{name} is behind an openai server, which only scores"] = self.teachers[name].is_openai
+            stock = self.teachers[name].stock
+            elsewhere[f"teachers.{name} is behind an {stock} server, which only scores"] = bool(stock)
         for name in self.own_tokenizers:
             elsewhere[f"teachers.{name}.tokenizer is 'own', whose chunks have an advantage of their own"] = True
         if asking and self.rollout.environment is not None:
@@ -374,14 +376,14 @@ class Recipe(Checked):
                 "samples_per_prompt: 1"
             )
         for name, teacher in self.teachers.items():
-            if not teacher.is_openai:
+            if not teacher.stock:
                 continue
             what = "draws greedily" if self.answers.temperature else "does not say which weights it holds"
             cure = "answers.temperature: 0" if self.answers.temperature else "no answers.folder"
             if self.answers.temperature or self.answers.folder is not None:
                 raise ValueError(
-                    f"teachers.{name}.placement.protocol is 'openai', a server that {what}: set {cure}, or serve the "
-                    "teacher with `mopd serve` and remove protocol"
+                    f"teachers.{name}.placement.protocol is {teacher.stock!r}, a server that {what}: set {cure}, or "
+                    "serve the teacher with `mopd serve` and remove protocol"
                 )
 
     def _check_staleness(self) -> None:

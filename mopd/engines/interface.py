@@ -108,7 +108,7 @@ class EngineInfo:
 
     model: str
     """The checkpoint, as the engine's owner spells it."""
-    kind: Literal["torch", "vllm", "openai"]
+    kind: Literal["torch", "vllm", "sglang", "openai"]
     vocab_size: int
     """Rows of the output matrix, padding included."""
     max_positions: int

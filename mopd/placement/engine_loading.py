@@ -13,7 +13,7 @@ import torch
 
 from mopd.base.text import one_line
 from mopd.base.types import UserError
-from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
+from mopd.config.groups import SglangEngineConfig, TorchEngineConfig, VllmEngineConfig
 from mopd.conversion.adapters import Adapter, read_adapter
 from mopd.engines.interface import EngineNode, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
@@ -27,8 +27,8 @@ MAX_CONNECTIONS = 2048
 async def load_engine(file: EngineFile, device: torch.device | str, node: EngineNode | None = None) -> Any:
     """A teacher with its weights, or a rollout that waits for the student's.
 
-    ``device`` is for ``torch`` engines; vLLM takes what it sees. ``node`` is one of a vLLM teacher that spans several:
-    on others than the first this ends with their workers. ``UserError`` for a model that cannot be loaded.
+    ``device`` is for ``torch`` engines; others take what they see. ``node`` is one of a vLLM teacher that spans
+    several: on others than the first this ends with their workers. ``UserError`` for a model that cannot be loaded.
     """
     if node is not None and not (isinstance(file.engine, VllmEngineConfig) and file.role == "teacher"):
         raise UserError(
@@ -48,6 +48,17 @@ async def load_engine(file: EngineFile, device: torch.device | str, node: Engine
         )
         engine.max_sequence = min(engine.max_sequence, file.longest_sequence)
         return engine
+    if isinstance(file.engine, SglangEngineConfig):
+        from mopd.engines.sglang.engine import SglangEngine
+
+        return await SglangEngine.start(
+            file.model,
+            file.engine,
+            max_sequence=file.longest_sequence,
+            startup_timeout_s=file.startup_timeout_s,
+            enable_sleep_mode=file.enable_sleep_mode,
+            fixed=file.role == "teacher",
+        )
     return await _start_vllm(file, file.engine, node, adapters)
 
 

@@ -20,6 +20,7 @@ from mopd.config.machine.places import engine_groups
 from mopd.config.placements import ExternalConfig, InProcessConfig, LocalConfig, RayConfig, RegisteredConfig
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.clients.sglang import SglangClient
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import EngineError, EngineInfo, EngineRejected, EngineUnavailable
 from mopd.engines.replicas.identity import Needs
@@ -301,6 +302,9 @@ class ExternalGroup(_Unwatched):
         name = self.plan.replica_name(index)
         if self.cfg.protocol == "mopd":
             return RemoteEngine(url, token=token, timeout_s=routing.request_timeout_s, name=name)
+        if self.cfg.protocol == "sglang":
+            folder = Path(self.plan.model)
+            return SglangClient(url, folder, token=token, timeout_s=routing.request_timeout_s, name=name)
         from mopd.engines.clients.openai import OpenAIScorer
 
         config = read_config(Path(self.plan.model)).get_text_config()

@@ -29,7 +29,7 @@ from mopd.planning.memory.ranks import (
     plan_hosts,
     plan_ranks,
 )
-from mopd.planning.memory.replicas import ReplicaPlan, plan_replica
+from mopd.planning.memory.replicas import ReplicaPlan, as_vllm, plan_replica
 from mopd.planning.memory.shards import adapter_weights, checkpoint_bytes, total_weights
 from mopd.planning.memory.stored import StoredFormat
 from mopd.planning.models import STUDENT
@@ -162,7 +162,7 @@ def make_plan(given: PlanInput, pool: NodePool, rates: Rates | None) -> RunPlan:
         if recipe.needs_rollout:
             update = weight_update(recipe, dims, rates, cluster, replicas=recipe.rollout.num_replicas, nodes=nodes)
         layout = trainer_load(given, rates, places.ranks_per_node, nodes=nodes)
-        loads = [group_load(given, rates, key, groups[key], own) for key, own in replicas.items()]
+        loads = [group_load(given, rates, key, as_vllm(groups[key]), own) for key, own in replicas.items()]
         counts = {stage_of(key): group.num_replicas for key, group in groups.items()}
         in_turn = (stage_of(key) for key, group in groups.items() if isinstance(group.placement, InProcessConfig))
         staleness = recipe.schedule.max_staleness

@@ -106,7 +106,7 @@ def _hub_entries(loaded: Loaded, further_models: Mapping[str, str]) -> Iterator[
     for name, teacher in recipe.teachers.items():
         path = ("teachers", name, "model")
         # A stock server has the weights; here its tokenizer is enough.
-        models.append((dotted(path), loaded.where(*path), teacher.model, not teacher.is_openai))
+        models.append((dotted(path), loaded.where(*path), teacher.model, not teacher.stock))
     models += [(option, option, text, True) for option, text in further_models.items()]
     for key, where, text, with_weights in models:
         hub_name = hub_model(text)

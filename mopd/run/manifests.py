@@ -16,7 +16,7 @@ from mopd.base.files.reading import open_regular, shown_path
 from mopd.base.files.writing import WriteRefusedError, write_json, writing
 from mopd.base.plugins import plugin_hash
 from mopd.base.types import UserError
-from mopd.config.groups import TeacherConfig, VllmEngineConfig
+from mopd.config.groups import TeacherConfig
 from mopd.config.losses import CustomLossConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.adapters import read_adapter
@@ -44,13 +44,13 @@ COMMITS = "commits"
 PLUGINS = "plugins"
 """Key of ``manifest.json`` for the SHA-256 of the files whose code decides what is learned, by key of the recipe."""
 EXTRAS = "engine.extra"
-"""Key of ``manifest.json`` for arguments of vLLM that may change scores, by ``rollout`` and ``teachers.NAME``: for
+"""Key of ``manifest.json`` for arguments of an engine that may change scores, by ``rollout`` and ``teachers.NAME``: for
 readers."""
 
 
 def has_own_weights(teacher: TeacherConfig) -> bool:
     """Return whether the teacher's folder holds its weights; only a stock server's may lack them."""
-    return not teacher.is_openai or any(Path(teacher.model).glob("*.safetensors"))
+    return not teacher.stock or any(Path(teacher.model).glob("*.safetensors"))
 
 
 def hash_cache() -> Path | None:
@@ -82,8 +82,7 @@ def engine_extras(recipe: Recipe) -> dict[str, Any]:
     groups = {"rollout": recipe.rollout, **{f"teachers.{name}": own for name, own in recipe.teachers.items()}}
     if not recipe.needs_rollout:
         del groups["rollout"]
-    found = {key: group.engine for key, group in groups.items() if isinstance(group.engine, VllmEngineConfig)}
-    return {key: dict(engine.extra) for key, engine in found.items() if engine.extra}
+    return {key: dict(extra) for key, group in groups.items() if (extra := getattr(group.engine, "extra", {}))}
 
 
 def plugin_hashes(recipe: Recipe, *, of_ranks: bool = False) -> dict[str, str]:

@@ -62,7 +62,7 @@ def test_one_file_reads_parallel_state() -> None:
 
 
 def test_the_environment_is_read_where_processes_start() -> None:
-    """vLLM reads its settings from the environment: the module that starts it has to set them; so do groups of NCCL.
+    """vLLM and SGLang read their settings from the environment: what starts them has to set them; so do groups of NCCL.
     Which GPUs a process may use stands there too, the keys of services that a start checks and uploads need, which are
     in no file of a run, where the user's caches are, which changes no run, and what a callback's process gets of it."""
     readers = {
@@ -70,6 +70,7 @@ def test_the_environment_is_read_where_processes_start() -> None:
     }
     rooms = {Path("mopd/launch"), Path("mopd/launch/checks"), Path("mopd/placement"), Path("mopd/placement/ray")}
     assert {str(path) for path in readers if path.parent not in rooms} == {
+        "mopd/engines/sglang/start.py",
         "mopd/engines/vllm/start.py",
         "mopd/base/hardware.py",
         "mopd/data/hub/push.py",

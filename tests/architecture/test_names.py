@@ -42,6 +42,7 @@ CALLED_BY_LIBRARIES = {
     "mopd/student/attention.py": {"get_rotary_seq_len"},
     "mopd/student/checkpoints/restricted.py": {"load_common", "read_metadata", "load_bytes"},
     "mopd/student/checkpoints/checkpoint.py": {"create_stream"},
+    "tools/sglang_cpu/sgl_kernel/__init__.py": {"create_module"},
 }
 """What no line of the package names, because a base class of a library does, Python, or a program with the API."""
 

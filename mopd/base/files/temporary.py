@@ -18,9 +18,9 @@ _has_looked = False
 
 
 class TemporaryFolder:
-    """A new private folder where temporary files go (``TMPDIR``). Its owner holds a lock on it until ``close`` or until
-    the process ends in any way. A folder of this user whose lock is free is removed when another process of this
-    machine makes its first one.
+    """A new private folder where temporary files go (``TMPDIR``), or in a ``place``. Its owner holds a lock on it until
+    ``close`` or until the process ends in any way. A folder of this user whose lock is free is removed when another
+    process of this machine makes its first one there.
 
     Example::
 
@@ -28,7 +28,7 @@ class TemporaryFolder:
             (folder / "data.jsonl").write_text(rows)
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, *, place: Path | None = None) -> None:
         """``prefix`` begins with ``mopd-``.
 
         Raises:
@@ -36,7 +36,7 @@ class TemporaryFolder:
         """
         self._lock = -1
         while self._lock < 0:
-            self._take(prefix, temporary_folder(f"{HIDDEN}{_boot()}-"))
+            self._take(prefix, temporary_folder(f"{HIDDEN}{_boot()}-", place))
         _remove_abandoned(self.path.parent)
 
     def _take(self, prefix: str, new: Path) -> None:

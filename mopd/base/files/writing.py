@@ -151,20 +151,20 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def temporary_folder(prefix: str) -> Path:
-    """Make a new private folder where temporary files go (``TMPDIR``).
+def temporary_folder(prefix: str, place: Path | None = None) -> Path:
+    """Make a new private folder in ``place``, or where temporary files go (``TMPDIR``).
 
     Raises:
         UserError: none can be made.
     """
     try:
-        place = tempfile.gettempdir()
+        within = tempfile.gettempdir() if place is None else str(place)
     except FileNotFoundError as error:
         raise WriteRefusedError(
             f"{visible(str(error.strerror))}: free space there, or set TMPDIR to a folder"
         ) from error
-    with writing(place):
-        return Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+    with writing(within):
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=within))
 
 
 @contextmanager

@@ -454,7 +454,7 @@ class TorchIncoming:
 
     async def join(self, order: GroupOrder, first_rank: int, metas: Sequence[TensorMeta]) -> None:
         """Leave the previous group and enter a new one, in another thread."""
-        slots = self._engine.weight_slots
+        slots, device = self._target()
         # ends a `join` of another group that still waits
         self._given_up.set()
         given_up = self._given_up = threading.Event()  # made before the first await: a `leave` during it ends this join
@@ -467,7 +467,7 @@ class TorchIncoming:
                 metas,
                 keeps_views=False,
                 slots=slots,
-                device=next(iter(slots.values())).device,
+                device=device,
                 given_up=given_up,
             )
         except TransferFailed as error:
@@ -492,6 +492,11 @@ class TorchIncoming:
         """Leave the group; a waiting ``join`` ends at once."""
         self._given_up.set()
         await self._close()
+
+    def _target(self) -> tuple[dict[str, Tensor], torch.device]:
+        """Return the memory of weights that may be written where they arrive, and the device of the others."""
+        slots = self._engine.weight_slots
+        return slots, next(iter(slots.values())).device
 
     async def _close(self) -> None:
         receiver, self._receiver = self._receiver, None

@@ -183,7 +183,7 @@ class Preflight:
             if problems:
                 cure = f"start that server with {key}.model, or correct the recipe"
                 return Check(title, "failed", f"{problems} (replica {replica.name}): {cure}")
-        if not is_rollout and infos[0].kind == "openai":
+        if not is_rollout and self.recipe.teachers[name].stock:
             return await self._fingerprint(key, title)
         count = f"{len(infos)} replicas" if len(infos) > 1 else "its replica"
         loaded = "loaded the recipe's folder" if infos[0].manifest is None else "has the hashes of the recipe's folder"
@@ -283,8 +283,9 @@ class Preflight:
             domains = self.recipe.assignment.domains_of(name, validator.domains)
             if not domains:
                 continue
-            if teacher.is_openai:
-                yield Check(f"reward of {name}", "skipped", "unknown: a teacher behind an openai server only scores")
+            if teacher.stock:
+                detail = f"unknown: a teacher behind an {teacher.stock} server only scores"
+                yield Check(f"reward of {name}", "skipped", detail)
                 continue
             group = self.workers.teacher_groups[name]
             async with group.kept_awake():

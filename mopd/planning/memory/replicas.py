@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
+from mopd.config.groups import EngineGroupConfig, SglangEngineConfig, VllmEngineConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.devices import SHARES, Cluster, gib
 from mopd.planning.memory.shards import BYTES, total_weights
@@ -80,6 +80,9 @@ def plan_replica(
         samples: samples of a step that come to one replica.
         stored: of a checkpoint that is quantised.
     """
+    if isinstance(group.engine, SglangEngineConfig):
+        plan = plan_replica(as_vllm(group), dims, work, cluster, scores=scores, samples=samples, stored=stored)
+        return replace(plan, problems=tuple((_of_sglang(key), _of_sglang(text)) for key, text in plan.problems))
     if isinstance(group.engine, VllmEngineConfig):
         return _vllm(group.engine, dims, work, cluster, scores=scores, samples=samples, stored=stored)
     engine, size = group.engine, BYTES[group.engine.dtype]
@@ -98,6 +101,28 @@ def plan_replica(
         gpus=1, parts=parts, sequences=at_once, longest=budget, cache_tokens=tokens,
         weight_bytes=parts["weights"] / total_weights(dims), number_bytes=size, stored=stored.name if stored else "",
     )  # fmt: skip
+
+
+def as_vllm(group: EngineGroupConfig) -> EngineGroupConfig:
+    """Return the group with vLLM in the place of SGLang, as which it is reckoned; any other group as it is."""
+    own = group.engine
+    if not isinstance(own, SglangEngineConfig):
+        return group
+    engine = VllmEngineConfig(
+        type="vllm",
+        dtype=own.dtype,
+        tensor_parallel_size=own.tensor_parallel_size,
+        gpu_memory_utilization=own.mem_fraction_static,
+        max_num_seqs=own.max_running_requests,
+    )
+    return replace(group, engine=engine)
+
+
+def _of_sglang(text: str) -> str:
+    """Return a problem of vLLM's keys in SGLang's."""
+    return text.replace("gpu_memory_utilization", "mem_fraction_static").replace(
+        "max_num_batched_tokens", "extra.chunked_prefill_size"
+    )
 
 
 def _vllm(

@@ -139,6 +139,8 @@ REFUSALS = {
     "teachers.math.engine.tensor_parallel_size=0": "tensor_parallel_size is 0: set 1 or more",
     "rollout={engine: {type: vllm}, temperature: 0.5, top_p: 0.9}": "reports log-probs before cuts and penalties",
     "rollout={engine: {type: vllm}, temperature: 0.5, min_p: 0.1}": "temperature is 0.5 and rollout.min_p is 0.1, but",
+    "rollout.placement={type: external, urls: ['http://a'], protocol: sglang}": "is 'sglang': such a server takes no",
+    "rollout={engine: {type: sglang}, presence_penalty: 0.5}": "engine.type sglang reports log-probs after penalties",
     "rollout.stop=['']": "rollout.stop: is empty",
     "rollout.stop=[a, a]": "stop names 'a' twice",
     f"rollout.stop=[{'a' * 257}]": "stop has a text of 257 characters: name at most 256",
@@ -157,6 +159,21 @@ REFUSALS = {
 @pytest.mark.parametrize("override", REFUSALS)
 def test_what_does_not_fit_is_named(write: Write, override: str) -> None:
     assert REFUSALS[override] in refusal(write, override)
+
+
+def test_what_sglang_cannot_is_refused_by_its_key(write: Write) -> None:
+    plain = TWO.replace("type: vllm, dtype: float32, max_model_len: 512", "type: sglang")
+    plain = plain.replace("    engine: {max_model_len: 1024}\n", "")
+    assert load(write, text=plain).recipe.teachers["math"].gpus_per_replica == 1
+    for override, said in {
+        "teachers.math.payload=student_topk": "teachers.math.engine.type is 'sglang', a server that gives log-probs of",
+        "loss={type: topk_reverse_kl, always_ids: [3]}": "loss.always_ids is set, but teachers.math.engine.type is 'sg",
+        "loss.temperature=0.5": "teachers.math runs SGLang, which scores at temperature 1 only",
+        "teachers.math.placement={type: ray, shared_pool: p}": "shared_pool is 'p', but only engine.type vllm",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            load(write, override, text=plain)
+        assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,16 @@ def test_an_engine_without_graphs_draws_a_few_sequences_slower(capsys: pytest.Ca
     assert eager > 2 * graphs
 
 
+def test_sglang_is_planned_as_vllm_is_and_refused_by_its_own_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    sglang = "rollout.engine={type: sglang, tensor_parallel_size: 2, mem_fraction_static: 0.9}"
+    ours, theirs = (as_json(capsys, ONE_NODE, *one) for one in ([sglang], []))
+    assert ours["replicas"]["rollout"] == theirs["replicas"]["rollout"]
+    assert ours["times"] == theirs["times"]
+    assert plan(ONE_NODE, sglang.replace("0.9", "0.15")) == 2
+    refused = capsys.readouterr().err
+    assert "mem_fraction_static" in refused and "gpu_memory_utilization" not in refused
+
+
 def test_a_recipe_with_a_job_is_planned_on_its_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     """16 ranks, and 14 GPUs of replicas: the section says how many nodes, and how they are split; options go first."""
     job = "slurm={{gpus_per_node: 8, form: {}, student_nodes: {}}}"
