@@ -338,7 +338,7 @@ async def teacher_group(name: str, routers: Mapping[str, Router], groups: Groups
         hidden_size=read_dims(Path(plan.model), takes_quantised=True).hidden_size if teacher.payload == "hidden" else 0,
         sees_images=info.image_processing is not None,
         kept_awake=functools.partial(groups.kept_awake, key),
-        adapter="" if teacher.adapter is None or teacher.is_openai else name,
+        adapter="" if teacher.adapter is None or teacher.stock else name,
     )
 
 

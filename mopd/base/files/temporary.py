@@ -14,7 +14,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Names the running kernel, which alone knows who holds a lock: TMPDIR may be shared by several machines."""
 HIDDEN = ".mopd-"
 """How the names of folders begin that nobody has locked yet."""
-_has_looked = False
+_looked: set[Path] = set()
+"""Places where this process has looked for folders of dead owners."""
 
 
 class TemporaryFolder:
@@ -76,9 +77,8 @@ def _boot() -> str:
 
 def _remove_abandoned(place: Path) -> None:
     """Remove folders of dead owners, once in each process."""
-    global _has_looked
-    if not _has_looked:
-        _has_looked = True
+    if place not in _looked:
+        _looked.add(place)
         for folder in (*place.glob(f"mopd-*-{_boot()}-*"), *place.glob(f"{HIDDEN}{_boot()}-*")):
             with contextlib.suppress(OSError):  # held, somebody else's, or just gone
                 if folder.lstat().st_uid != os.geteuid():

@@ -114,7 +114,8 @@ class SglangClient:
             count = (len(ids) - start + 1) * (top_k + 1)
             answer = await self._ask(score_request(ids, start, top_k), count, num_tokens=1)
             try:  # in a thread: the event loop reads other answers meanwhile
-                return await asyncio.to_thread(read_scores, answer, ids, start, top_k, max_values=count)
+                limits = {"vocab_size": self.vocab_size, "max_values": count}
+                return await asyncio.to_thread(read_scores, answer, ids, start, top_k, **limits)
             except ValueError as error:
                 raise self._http.corrupt(error) from error
 
@@ -254,11 +255,15 @@ def draw_request(prompt: Sequence[int], sampling: SamplingParams, ends: Sequence
     }
 
 
-def read_scores(body: bytes, tokens: Sequence[int], start: int, top_k: int, *, max_values: int) -> Scores:
+def read_scores(
+    body: bytes, tokens: Sequence[int], start: int, top_k: int, *, vocab_size: int, max_values: int
+) -> Scores:
     """Return the rows of ``tokens[start:]`` from an answer to ``score_request``; ``ValueError`` for another answer."""
     meta = _meta(body, max_values)
     own = _entries(meta, "input_token_logprobs", len(tokens) - start + 1, first_is_empty=True)
-    if [token for _, token in own[1:]] != list(tokens[start:]) or meta.get("prompt_tokens") != len(tokens):
+    # SGLang (0.5.23) writes 0 for the vocabulary's last id, beside that id's log-prob
+    asked = [0 if token == vocab_size - 1 else token for token in tokens[start:]]
+    if [token for _, token in own[1:]] != asked or meta.get("prompt_tokens") != len(tokens):
         raise ValueError("it scores other tokens than those that were sent")
     ranked: list[list[tuple[float, int]]] = [[] for _ in own]
     if top_k:

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from safetensors.torch import save_file
@@ -241,7 +241,9 @@ class SglangEngine:
 class SglangIncoming(TorchIncoming):
     """Implements ``Incoming`` (``mopd.engines.interface``) for ``SglangEngine``; joins groups as ``TorchEngine``'s."""
 
-    _engine: Any
+    def __init__(self, engine: SglangEngine) -> None:
+        super().__init__(cast(Any, engine))  # of which it asks the name alone
+        self._sglang = engine
 
     def _target(self) -> tuple[dict[str, Tensor], torch.device]:
         """SGLang's memory is another process's: nothing is written there."""
@@ -252,7 +254,7 @@ class SglangIncoming(TorchIncoming):
     ) -> Reception:
         """Replace all weights by what the group sends. Running requests are frozen; after a failure they stay frozen
         until weights arrive."""
-        engine: SglangEngine = self._engine
+        engine = self._sglang
         await engine.check_health()
         if self._receiver is None:
             raise WeightsLost(f"{engine.name} is in no group")
@@ -262,7 +264,7 @@ class SglangIncoming(TorchIncoming):
     async def _receive(
         self, receiver: Receiver, weight_version: int, verify: bool, patience_s: float, ready: Callable[[], object]
     ) -> Reception:
-        engine, began = self._engine, time.perf_counter()
+        engine, began = self._sglang, time.perf_counter()
         await engine.halt()
         ready()
         num_bytes = sum(slot.numel() * slot.element_size() for slot in engine.weight_slots.values())

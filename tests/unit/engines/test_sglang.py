@@ -93,6 +93,16 @@ def test_scores_are_asked_from_a_place_earlier(folder: Path) -> None:
     assert server.score(folder, start=8).ids.shape == (0, 3) and len(server.requests) == 1
 
 
+def test_the_last_id_of_the_vocabulary_is_called_0(folder: Path) -> None:
+    """A quirk of SGLang, whose log-prob is that id's (tests/integration/test_sglang.py scores it)."""
+    tokens = [*PROMPT[:4], 47, *PROMPT[5:]]
+    server = Server(SCORED, lambda answer: answer["meta_info"]["input_token_logprobs"][1].__setitem__(1, 0))
+    (given,) = server.ask(folder, lambda client: client.score([torch.tensor(tokens)], [4], top_k=3, temperature=1.0))
+    assert given.token_logprobs[0] == pytest.approx(-6.9767742)
+    with pytest.raises(EngineUnavailable, match="scores other tokens"):
+        server.score(folder)
+
+
 def test_a_response_names_the_weights_of_each_token(folder: Path) -> None:
     server = Server(DRAWN, lambda answer: answer["meta_info"].update(weight_versions=TWO_VERSIONS))
     given = server.draw(folder, temperature=0.5, top_p=0.9)

@@ -31,7 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where temporary files go, to a process that has not looked there yet."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(temporary, "_has_looked", False)
+    monkeypatch.setattr(temporary, "_looked", set())
     return tmp_path
 
 
@@ -116,11 +116,11 @@ def test_a_child_that_inherits_the_lock_keeps_the_folder(place: Path, monkeypatc
     folder = TemporaryFolder("mopd-one-")
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[folder.fileno()])
     os.close(folder.fileno())  # as the kernel does when the owner dies
-    monkeypatch.setattr(temporary, "_has_looked", False)
+    monkeypatch.setattr(temporary, "_looked", set())
     TemporaryFolder("mopd-two-").close()
     assert folder.path.is_dir()
     child.communicate()
-    monkeypatch.setattr(temporary, "_has_looked", False)
+    monkeypatch.setattr(temporary, "_looked", set())
     TemporaryFolder("mopd-two-").close()
     assert not folder.path.exists()
 
