@@ -54,14 +54,14 @@ from mopd.bench.processes import (
 )
 from mopd.config.groups import RoutingConfig
 from mopd.config.schema import Recipe
-from mopd.config.weights import MAX_BUCKET_MIB, CollectiveConfig, HttpConfig, IpcConfig, LoraShape
+from mopd.config.student import LoraConfig
+from mopd.config.weights import MAX_BUCKET_MIB, CollectiveConfig, HttpConfig, IpcConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.interface import SamplingParams
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
-from mopd.engines.torch.adapters import student_slots
-from mopd.engines.torch.loading import build_empty_model
+from mopd.engines.student_adapter import StudentAdapter
 from mopd.launch.link import LinkEnded, RankLink
 from mopd.launch.ranks import CommandChannel, run_commands, student_facts
 from mopd.orchestrator.ranks import Ranks
@@ -202,9 +202,8 @@ async def measure_adapter(report: BenchReport, num_bytes: int, num_replicas: int
         weights = {
             name: STD * torch.randn(shape) for name, _, shape in hf_tensors(read_dims(folder / "model"), torch.float32)
         }
-        shape = LoraShape(rank=rank, alpha=2 * rank)
-        model = build_empty_model(folder / "model", "float32", torch.device("meta"))
-        slots = student_slots(model, shape, name="the student")
+        shape = LoraConfig(rank=rank)
+        slots = StudentAdapter.of(folder / "model", shape).slots
         adapter = {name: STD * torch.randn(slot.shape) for name, slot in slots.items()}
         sent = {WHOLE: weights, ADAPTER: adapter}
         syncs: dict[str, GroupWeightSync] = {}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from mopd.config.placements import AutoPlacementConfig, InProcessConfig, LocalConfig, Placement
-from mopd.config.values import Checked, Count, Positive, Seconds, at_least
+from mopd.config.values import Checked, Count, Seconds, at_least
 
 MAX_BUCKET_MIB = 2**14
 MAX_INTERFACE_CHARACTERS = 15
@@ -99,34 +99,3 @@ def check_weight_sync(way: WeightSync, placement: Placement) -> None:
             f"weight_sync.type is 'ipc', but rollout.placement.type is {placement.type!r}: engines that map the "
             "student's memory are processes of its machine: set placement.type: local, or weight_sync.type: collective"
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoraShape(Checked):
-    """What must be known of an adapter before its tensors arrive."""
-
-    rank: Count
-    alpha: Positive
-    target_modules: tuple[str, ...] = ()
-    """Last parts of the names of its modules; empty: all linear ones."""
-
-    @property
-    def scale(self) -> float:
-        """Factor of B A."""
-        return self.alpha / self.rank
-
-    @property
-    def peft_config(self) -> dict[str, Any]:
-        """The content of ``adapter_config.json``."""
-        targets = list(self.target_modules) or "all-linear"
-        return {
-            "peft_type": "LORA",
-            "r": self.rank,
-            "lora_alpha": self.alpha,
-            "target_modules": targets,
-            "bias": "none",
-        }
-
-    def targets(self, module: str) -> bool:
-        """Return whether a linear module of the language model gets one."""
-        return not self.target_modules or module.rsplit(".", 1)[-1] in self.target_modules

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mopd.base.types import MicroBatchPlan, SampleMeta, UserError
 from mopd.config.schema import Recipe
+from mopd.conversion.models.adapter_updates import sends_adapters
 from mopd.launch.heartbeat import LeaderWatch
 from mopd.launch.link import Frames, RankLink
 from mopd.launch.rank_log import StallWatch
@@ -73,7 +74,11 @@ class Rank:
     def __init__(self, worker: StudentWorker, link: RankLink | None = None) -> None:
         """``link`` is that of rank 0, which answers."""
         self._worker, self._link = worker, link
-        self._sender = WeightSender(worker, longest_s=worker.recipe.schedule.wait_timeout_s)
+        self._sender = WeightSender(
+            worker,
+            longest_s=worker.recipe.schedule.wait_timeout_s,
+            adapters=sends_adapters(worker.recipe, worker.dims),
+        )
 
     def execute(self, name: str, kwargs: dict[str, Any]) -> tuple[Any, Frames]:
         """Run one command on this rank. Returns its value, as JSON, and frames beside it, for rank 0's answer."""

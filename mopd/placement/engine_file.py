@@ -20,6 +20,7 @@ from mopd.config.placements import LocalConfig, RayConfig, RegisteredConfig
 from mopd.config.reading.build import build_from_json
 from mopd.config.reading.tree import AUTO
 from mopd.config.schema import Recipe
+from mopd.config.student import LoraConfig
 from mopd.config.values import (
     MAX_COUNT,
     MAX_REPLICAS,
@@ -31,7 +32,8 @@ from mopd.config.values import (
     check_name,
     check_ranges,
 )
-from mopd.config.weights import LoraShape
+from mopd.conversion.models.adapter_updates import sends_adapters
+from mopd.conversion.models.reading import read_dims
 
 FORMAT = "mopd engine 1"
 _CURE = "let mopd write it anew"
@@ -53,7 +55,7 @@ class EngineFile:
     """Absolute path of the checkpoint's folder."""
     adapters: Mapping[str, str]
     """Absolute paths of adapters that requests name, by the teacher's name."""
-    student_adapter: LoraShape | None
+    student_adapter: LoraConfig | None
     """With ``rollout``: the weights stay those of ``model``, and an adapter's come from the student."""
     engine: SettledEngine
     max_logprobs: Count
@@ -138,7 +140,7 @@ def _file(
         replica=replica,
         model=os.path.abspath(model),
         adapters={name: os.path.abspath(path) for name, path in adapters.items() if path is not None},
-        student_adapter=None,
+        student_adapter=_students_adapter(recipe) if role == "rollout" else None,
         engine=engine,
         max_logprobs=max(1, *(one.width for one in asked)),
         max_given=max(one.given for one in asked),
@@ -152,6 +154,14 @@ def _file(
         startup_timeout_s=placement.startup_timeout_s if has_deadline else STARTUP_TIMEOUT_S,
         enable_sleep_mode=group.shares_gpus or (isinstance(placement, RayConfig) and placement.shared_pool is not None),
     )
+
+
+def _students_adapter(recipe: Recipe) -> LoraConfig | None:
+    """Return what the student's updates bring alone, if they do."""
+    lora = recipe.student.lora
+    if lora is None or not sends_adapters(recipe, read_dims(Path(recipe.student.model))):
+        return None
+    return dataclasses.replace(lora, path=None)
 
 
 def is_engine_file(path: str | Path) -> bool:

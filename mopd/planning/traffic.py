@@ -12,6 +12,7 @@ from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.config.weights import BucketsConfig
+from mopd.conversion.models.adapter_updates import sends_adapters
 from mopd.conversion.models.dims import ModelDims
 from mopd.planning.memory.shards import (
     BYTES,
@@ -80,12 +81,17 @@ def last_stage_bytes(recipe: Recipe, work: Workload) -> int:
     return round(sample_bytes(recipe, work) - unread * work.response_tokens)
 
 
+def sent_bytes(recipe: Recipe, dims: ModelDims) -> int:
+    """Return the bytes that an update brings to each replica of the rollout."""
+    return update_bytes(dims, recipe.student, adapters=sends_adapters(recipe, dims))
+
+
 def links(
     recipe: Recipe, groups: Mapping[str, EngineGroupConfig], dims: ModelDims, work: Workload, *, tokens: int
 ) -> list[Flow]:
     """Return all flows of a step. ``tokens``: those of one data-parallel rank, padding included."""
     found = list(_flows_of_engines(recipe, groups, work))
-    rollout, each = groups.get("rollout"), update_bytes(dims, recipe.student) // recipe.schedule.sync_every_steps
+    rollout, each = groups.get("rollout"), sent_bytes(recipe, dims) // recipe.schedule.sync_every_steps
     if rollout is not None:
         receivers = 1 if isinstance(rollout.placement, InProcessConfig) else rollout.num_replicas
         by_worker = isinstance(recipe.weight_sync, BucketsConfig)

@@ -24,11 +24,14 @@ from mopd.config.schema import Recipe
 from mopd.config.student import Freeze, ParallelConfig
 from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.conversion.models import families
+from mopd.conversion.models.adapted import adapted_modules
+from mopd.conversion.models.adapter_updates import sends_adapters
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.stages import Stages, stages_of
 from mopd.conversion.models.towers import is_merger
 from mopd.planning.devices import MIB, Cluster, Rates
-from mopd.planning.memory.shards import BYTES, update_bytes
+from mopd.planning.memory.shards import BYTES
+from mopd.planning.traffic import sent_bytes
 
 HTTP_PIECE_BYTES = 64 * MIB
 """Bytes of one message of an update by HTTP."""
@@ -159,7 +162,7 @@ def weight_update(
     recipe: Recipe, dims: ModelDims, rates: Rates, cluster: Cluster, *, replicas: int, nodes: int
 ) -> WeightUpdate:
     """Return the update of so many replicas of the rollout, which are with the senders on so many nodes."""
-    student, way, num_bytes = recipe.student, recipe.weight_sync, update_bytes(dims, recipe.student)
+    student, way, num_bytes = recipe.student, recipe.weight_sync, sent_bytes(recipe, dims)
     size, freeze, name, receivers = BYTES[student.dtype], student.vision.freeze, "http", replicas
     if isinstance(recipe.rollout.placement, InProcessConfig):
         name, found = "in_process", pieces(dims, student.parallel, freeze, size, num_bytes, 0)
@@ -170,6 +173,9 @@ def weight_update(
         large = bucket if cluster.gpus_per_node else min(bucket, HOST_LARGE_BYTES)
         senders = ParallelConfig() if isinstance(way, IpcConfig) else student.parallel
         found = pieces(dims, senders, freeze, size, bucket, large)
+        if student.lora is not None and sends_adapters(recipe, dims):  # by the first rank, A and B of each module
+            tensors = 2 * sum(1 for _ in adapted_modules(dims, student.lora.target_modules))
+            found = Pieces(tensors=tensors, parts=-(-num_bytes // bucket), turns=1, senders=1)
         times = _times_of_parts(recipe, dims, found, rates, cluster, receivers, nodes)
         seconds, student_s, bound = _overlapped(times, found)
     else:
@@ -187,7 +193,7 @@ def weight_update(
 def _gathering_s(recipe: Recipe, dims: ModelDims, rates: Rates, tensors: int) -> float:
     """Return the seconds until all tensors were in buckets, if one sender gathered them; of a model with experts those
     are nearly all weights."""
-    parallel, num_bytes = recipe.student.parallel, update_bytes(dims, recipe.student)
+    parallel, num_bytes = recipe.student.parallel, sent_bytes(recipe, dims)
     dense, experts = parallel.tensor_model_parallel_size, parallel.resolved_expert_tensor_parallel_size
     ranks = dense if dims.moe is None else experts
     each = TENSOR_CALLS * rates.call_s + (GATHERS * rates.collective_s if ranks > 1 else 0.0)
@@ -198,7 +204,7 @@ def _times_of_parts(
     recipe: Recipe, dims: ModelDims, found: Pieces, rates: Rates, cluster: Cluster, receivers: int, nodes: int
 ) -> dict[str, float]:
     """Return the seconds of each thing that an update in parts waits for, were it alone."""
-    num_bytes, is_mapped = update_bytes(dims, recipe.student), isinstance(recipe.weight_sync, IpcConfig)
+    num_bytes, is_mapped = sent_bytes(recipe, dims), isinstance(recipe.weight_sync, IpcConfig)
     latency, loading = found.parts * rates.part_s, found.tensors * rates.load_tensor_s
     if is_mapped or not cluster.gpus_per_node:
         passes = MAPPED_PASSES if is_mapped else RECEIVER_PASSES

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, IpcConfig
+from mopd.conversion.models.adapter_updates import sends_adapters
 from mopd.conversion.models.dims import ModelDims
 from mopd.student.parallel import Layout
-from mopd.student.weights import hf_tensors, num_senders, own_sender
+from mopd.student.weights import adapter_tensors, hf_tensors, num_senders, own_sender
 from mopd.student.worker import StudentWorker, WeightPart
 from mopd.weights.carrying import LocalGroup, MappedParts, Parts, TravellingParts, staged_order
 from mopd.weights.group import GroupOrder, TransferFailed, TransferGroup
@@ -48,13 +49,16 @@ class HasWeights(Protocol):
 
     def sender_weights(self, part: WeightPart) -> Iterator[tuple[str, Tensor | None]]: ...
 
+    def adapter_weights(self, *, ema: float | None = None) -> Iterator[tuple[str, Tensor]]: ...
+
 
 class WeightSender:
     """Follows ``share_memory``, ``join_weights``, ``send_weights`` and ``leave_weights``, which every rank is told."""
 
-    def __init__(self, worker: HasWeights, *, longest_s: float = math.inf) -> None:
-        """``longest_s``: of a wait for other senders, while the ranks beside this one wait in a collective."""
-        self._worker, self._longest_s = worker, longest_s
+    def __init__(self, worker: HasWeights, *, longest_s: float = math.inf, adapters: bool = False) -> None:
+        """``longest_s``: of a wait for other senders, while the ranks beside this one wait in a collective.
+        ``adapters``: they alone are sent, by the first rank (``sends_adapters``)."""
+        self._worker, self._longest_s, self._adapters = worker, longest_s, adapters
         self._memory: SharedMemory | None = None
         self._carrier: Parts | None = None
         self._metas: list[TensorMeta] = []
@@ -77,7 +81,8 @@ class WeightSender:
         self._close_group()
         told, worker = GroupOrder(**order), self._worker
         self._is_mapped = bool(told.memory)
-        rank = (0 if self._is_first else None) if self._is_mapped else own_sender(worker.dims, worker.layout)
+        is_alone = self._is_mapped or self._adapters
+        rank = (0 if self._is_first else None) if is_alone else own_sender(worker.dims, worker.layout)
         if rank is None:
             return True
         self._metas = from_json(json.loads(tensors))
@@ -94,7 +99,7 @@ class WeightSender:
     def send(self, verify: bool, checks_values: bool, num_skipped: int = 0) -> dict[str, float] | None:
         """Send this rank's share of an update, the first ``num_skipped`` tensors left out. Returns seconds of it,
         on the first rank once all is sent; ``None`` after a failure. Raises ``NonFiniteError``."""
-        stream, carrier = self._stream(num_skipped, by_first=self._is_mapped), self._carrier
+        stream, carrier = self._stream(num_skipped, by_first=self._is_mapped or self._adapters), self._carrier
         if carrier is None:
             collections.deque(stream, maxlen=0)  # takes part in gathering
             return None
@@ -143,6 +148,9 @@ class WeightSender:
             carrier.group.close()
 
     def _stream(self, num_skipped: int, *, by_first: bool, ema: float | None = None) -> Stream:
+        if self._adapters:
+            yield from self._worker.adapter_weights(ema=ema)
+            return
         parts: list[WeightPart] = ["constants"] if self._worker.constants and not num_skipped else []
         for part in (*parts, "trained"):
             if by_first:
@@ -157,19 +165,24 @@ def announced(recipe: Recipe, worker: StudentWorker) -> dict[str, Any]:
     student, rollout = getattr(torch, recipe.student.dtype), getattr(torch, engine.dtype)
     smaller = rollout if rollout.itemsize < student.itemsize else student  # cast before it travels
     is_mapped = isinstance(cfg, IpcConfig)
-    senders = itertools.repeat(0) if is_mapped else worker.weight_senders()
+    lora = recipe.student.lora if sends_adapters(recipe, worker.dims) else None
+    is_alone = is_mapped or lora is not None
+    senders = itertools.repeat(0) if is_alone else worker.weight_senders()
+    tensors = hf_tensors(worker.dims, student)
+    if lora is not None:
+        tensors = ((name, student, shape) for name, shape in adapter_tensors(worker.dims, lora))
     metas = [
         TensorMeta(name, smaller if dtype == student else dtype, shape, sender)
-        for (name, dtype, shape), sender in zip(hf_tensors(worker.dims, student), senders, strict=False)
+        for (name, dtype, shape), sender in zip(tensors, senders, strict=False)
     ]
-    metas.sort(key=lambda meta: meta.name not in worker.constants)
+    metas.sort(key=lambda meta: lora is None and meta.name not in worker.constants)
     copies = is_mapped or worker.layout.device.type == "cuda"
     return {
         "tensors": to_json(metas).decode(),
-        "num_senders": 1 if is_mapped else num_senders(worker.dims, worker.layout),
+        "num_senders": 1 if is_alone else num_senders(worker.dims, worker.layout),
         "large_bytes": cfg.bucket_mib * 2**20 if isinstance(cfg, BucketsConfig) and copies else LARGE_BYTES,
         # replicas on shared GPUs lose theirs in every turn
-        "num_constants": 0 if recipe.shares_gpus else len(worker.constants),
+        "num_constants": 0 if recipe.shares_gpus or lora is not None else len(worker.constants),
         # a cast may overflow; of its own dtype each rank looks for NaN in ``optim_step``
         "checks_values": smaller != student,
     }

@@ -6,7 +6,7 @@ Shapes: I inputs and O outputs of a module, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,20 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mopd.base.types import UserError
-from mopd.config.weights import LoraShape
 from mopd.conversion.adapters import Adapter, peft_names
+from mopd.engines.student_adapter import StudentAdapter
 
-STUDENT = "student"
-"""Name of the adapter whose tensors the student sends."""
 _Pair = tuple[Tensor, Tensor, float]
 """A [r, I], B [O, r] and the scale of one module."""
-
-
-def student_slots(model: PreTrainedModel, shape: LoraShape, *, name: str) -> dict[str, Tensor]:
-    """Return PEFT's names of an adapter's tensors, with tensors of their shapes; ``model`` may be an empty one."""
-    adapters = TorchAdapters(model, name=name)
-    adapters.make_room(STUDENT, shape)
-    return adapters.slots(STUDENT)
 
 
 class TorchAdapters:
@@ -53,12 +44,7 @@ class TorchAdapters:
         tensors, modules = adapter.tensors(), self._linears()
         pairs: dict[str, _Pair] = {}
         for module in adapter.modules:
-            linear = modules.get(module)
-            if linear is None:
-                raise UserError(
-                    f"{adapter.path}: adapts {module!r}, which is no linear module of the language model of "
-                    f"{self._model_name} under transformers: use the adapter's own base, or engine: {{type: vllm}}"
-                )
+            linear = self._linear(modules, module, str(adapter.path))
             a, b = (tensors[own] for own in peft_names(module))
             if (a.shape[1], b.shape[0]) != (linear.in_features, linear.out_features) or a.shape[0] != b.shape[1]:
                 raise UserError(
@@ -69,17 +55,13 @@ class TorchAdapters:
             pairs[module] = a.to(weight), b.to(weight), adapter.scale
         self._keep(name, pairs)
 
-    def make_room(self, name: str, shape: LoraShape) -> None:
-        """Make an adapter of this shape whose tensors will be written into ``slots``."""
-        pairs: dict[str, _Pair] = {}
-        for module, linear in self._linears().items():
-            if shape.targets(module):
-                weight = linear.weight
-                a, b = (
-                    weight.new_zeros(shape.rank, linear.in_features),
-                    weight.new_zeros(linear.out_features, shape.rank),
-                )
-                pairs[module] = a, b, shape.scale
+    def make_room(self, name: str, shape: StudentAdapter) -> None:
+        """Make an adapter of this shape whose tensors will be written into ``slots``. ``UserError`` as ``add``."""
+        pairs, linears = dict[str, _Pair](), self._linears()
+        for one in shape.modules:
+            weight = self._linear(linears, one.module, "student.lora").weight
+            a, b = (weight.new_zeros(size) for size in ((shape.rank, one.num_inputs), (one.num_outputs, shape.rank)))
+            pairs[one.module] = a, b, shape.scale
         self._keep(name, pairs)
 
     def slots(self, name: str) -> dict[str, Tensor]:
@@ -98,6 +80,14 @@ class TorchAdapters:
             yield
         finally:
             self._used = {}
+
+    def _linear(self, linears: Mapping[str, nn.Linear], module: str, where: str) -> nn.Linear:
+        if module not in linears:
+            raise UserError(
+                f"{where}: adapts {module!r}, which is no linear module of the language model of {self._model_name} "
+                "under transformers: use the adapter's own base, or merge it into that (mopd convert merge-lora)"
+            )
+        return linears[module]
 
     def _linears(self) -> dict[str, nn.Linear]:
         """Return the linear modules of the language model, without the output matrix, by their names in the model."""

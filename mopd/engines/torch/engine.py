@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig
-from mopd.config.weights import LoraShape
+from mopd.config.student import LoraConfig
 from mopd.conversion.adapters import Adapter
 from mopd.engines.checks import (
     check_adapter,
@@ -49,7 +49,8 @@ from mopd.engines.interface import (
     WeightsLost,
 )
 from mopd.engines.stop_texts import StopTexts
-from mopd.engines.torch.adapters import STUDENT, TorchAdapters
+from mopd.engines.student_adapter import STUDENT, StudentAdapter
+from mopd.engines.torch.adapters import TorchAdapters
 from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineVision, check_images, read_vision
@@ -81,7 +82,7 @@ class TorchEngine:
         has_weights: bool,
         sight: EngineVision | None = None,
         adapters: Mapping[str, Adapter] = MappingProxyType({}),
-        student_adapter: LoraShape | None = None,
+        student_adapter: StudentAdapter | None = None,
     ) -> None:
         """Wrap ``model``. ``name`` (the checkpoint folder) stands in error messages. ``adapters``: those that requests
         may name. ``student_adapter``: the weights that arrive are those of an adapter of this shape, which answers
@@ -126,7 +127,7 @@ class TorchEngine:
         max_pixels: int | None = None,
         has_weights: bool = True,
         adapters: Mapping[str, Adapter] = MappingProxyType({}),
-        student_adapter: LoraShape | None = None,
+        student_adapter: LoraConfig | None = None,
     ) -> TorchEngine:
         """Load a local Hugging Face folder with safetensors. Without ``has_weights`` build its architecture alone,
         whose weights arrive by ``load_weights``; with ``student_adapter`` load it, and only the adapter's arrive.
@@ -146,7 +147,7 @@ class TorchEngine:
             has_weights=has_weights,
             sight=read_vision(path, max_pixels),
             adapters=adapters,
-            student_adapter=student_adapter,
+            student_adapter=None if student_adapter is None else StudentAdapter.of(path, student_adapter),
         )
 
     @classmethod

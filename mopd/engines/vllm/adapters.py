@@ -37,7 +37,10 @@ def teacher_options(adapters: Mapping[str, Adapter]) -> dict[str, Any]:
     for adapter in adapters.values():
         for module in adapter.modules:
             if ".experts." in module:
-                raise UserError(f"{adapter.path}: adapts {module!r}, and vLLM's experts take none here: merge it")
+                raise UserError(
+                    f"{adapter.path}: adapts {module!r}, and vLLM's experts take none here: merge it (mopd convert "
+                    "merge-lora)"
+                )
     if not adapters:
         return {}
     modules = (module for adapter in adapters.values() for module in adapter.modules)

@@ -21,7 +21,7 @@ from torch import Tensor
 from mopd.base.text import one_line
 from mopd.base.types import PromptImage, UserError
 from mopd.config.groups import VllmEngineConfig
-from mopd.config.weights import LoraShape
+from mopd.config.student import LoraConfig
 from mopd.conversion.adapters import Adapter
 from mopd.engines.checks import (
     check_adapter,
@@ -49,7 +49,7 @@ from mopd.engines.interface import (
     join,
 )
 from mopd.engines.stop_texts import StopTexts
-from mopd.engines.torch.adapters import STUDENT, student_slots
+from mopd.engines.student_adapter import STUDENT, StudentAdapter
 from mopd.engines.torch.loading import build_empty_model, read_config, read_stop_ids, weight_slots
 from mopd.engines.vision import EngineVision, check_images, read_vision
 from mopd.engines.vllm.adapters import STUDENT_ID, load_adapters, lora_options, lora_requests, teacher_options
@@ -103,7 +103,7 @@ class VllmEngine:
         max_sequence: int,
         fixed: bool,
         adapters: Mapping[str, Adapter] = MappingProxyType({}),
-        student_adapter: LoraShape | None = None,
+        student_adapter: StudentAdapter | None = None,
     ) -> None:
         """Wrap a started ``llm``; use ``start_teacher`` or ``start_rollout``. With ``fixed`` the checkpoint's weights
         stay; with a ``student_adapter`` too, and its tensors arrive."""
@@ -120,11 +120,11 @@ class VllmEngine:
         self._before_cut = llm.model_config.logprobs_mode == "raw_logprobs"
         self.can_sleep = bool(llm.model_config.enable_sleep_mode)
         model = build_empty_model(folder, cfg.dtype, torch.device("meta"))
-        self.weight_slots: dict[str, Tensor] = (
+        self.weight_slots: Mapping[str, Tensor] = (
             {} if fixed else weight_slots(model, None if sight is None else sight.dims.naming)
         )
         if student_adapter is not None:
-            self.weight_slots = student_slots(model, student_adapter, name=self.name)
+            self.weight_slots = student_adapter.slots
         self.student_adapter = student_adapter
         self._adapters = lora_requests(adapters)
         self._student = None if student_adapter is None else LoRARequest(STUDENT, STUDENT_ID, STUDENT)
@@ -183,7 +183,7 @@ class VllmEngine:
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         max_pixels: int | None = None,
         enable_sleep_mode: bool = False,
-        student_adapter: LoraShape | None = None,
+        student_adapter: LoraConfig | None = None,
     ) -> VllmEngine:
         """Start an engine with the architecture of ``folder`` that refuses requests until weights arrive; with a
         ``student_adapter`` of this shape with the folder's weights, until the adapter's arrive.
@@ -200,9 +200,8 @@ class VllmEngine:
             "enable_sleep_mode": enable_sleep_mode,
             "weight_transfer_config": group_transfer(),
         }
-        return await cls._start(
-            Path(folder), cfg, options, startup_timeout_s, sight, fixed=False, student_adapter=student_adapter
-        )
+        own = None if student_adapter is None else StudentAdapter.of(Path(folder), student_adapter)
+        return await cls._start(Path(folder), cfg, options, startup_timeout_s, sight, fixed=False, student_adapter=own)
 
     @classmethod
     async def _start(
@@ -216,13 +215,12 @@ class VllmEngine:
         fixed: bool,
         node: EngineNode | None = None,
         adapters: Mapping[str, Adapter] = MappingProxyType({}),
-        student_adapter: LoraShape | None = None,
+        student_adapter: StudentAdapter | None = None,
     ) -> VllmEngine:
         if sight is not None:
             options = {**options, **sight_options(sight)}
         if student_adapter is not None:
-            model = build_empty_model(folder, cfg.dtype, torch.device("meta"))
-            modules = {own.rsplit(".lora_", 1)[0] for own in student_slots(model, student_adapter, name=str(folder))}
+            modules = [one.module for one in student_adapter.modules]
             options |= {"load_format": "safetensors", **lora_options(1, student_adapter.rank, modules)}
         max_sequence = sequence_limit(folder, cfg)
         args = engine_args(folder, cfg, max_sequence, options, fixed=fixed, node=node)

@@ -161,9 +161,11 @@ def total_weights(dims: ModelDims) -> int:
     return one.num_weights + one.constants - padding
 
 
-def update_bytes(dims: ModelDims, student: StudentConfig) -> int:
-    """Return the bytes of an update of the weights for a rollout replica that is up: all but a frozen tower, or the
-    weights that adapters are merged into."""
+def update_bytes(dims: ModelDims, student: StudentConfig, *, adapters: bool = False) -> int:
+    """Return the bytes of an update of the weights for a rollout replica that is up: all but a frozen tower;
+    ``adapters`` alone, or the weights that they are merged into."""
+    if student.lora is not None and adapters:
+        return adapter_weights(dims, student.lora) * BYTES[student.dtype]
     if student.lora is not None:
         return _adapted_weights(dims, student.lora) * BYTES[student.dtype]
     one = shard(dims, ParallelConfig(), 0)

@@ -10,7 +10,7 @@ import torch
 
 from mopd.base.types import NonFiniteError, UserError
 from mopd.config.groups import TorchEngineConfig
-from mopd.config.weights import LoraShape
+from mopd.config.student import LoraConfig
 from mopd.conversion.adapters import read_adapter
 from mopd.engines.interface import SamplingParams, Scores, WeightsLost
 from mopd.engines.torch.engine import TorchEngine
@@ -66,7 +66,7 @@ def test_each_adapter_answers_as_its_merged_folder(base: Path, tmp_path: Path) -
 
 def test_students_adapter_is_replaced_by_updates(base: Path, tmp_path: Path) -> None:
     """Nothing answers before the first, each of three answers as merged, and an incomplete one leaves the last."""
-    shape = LoraShape(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
+    shape = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
     engine = TorchEngine.from_pretrained(base, CFG, has_weights=False, student_adapter=shape)
     with pytest.raises(WeightsLost):
         score(engine)

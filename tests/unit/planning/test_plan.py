@@ -68,6 +68,19 @@ def test_what_cannot_work_is_one_line_with_its_key(
     assert line in error and error.count("\n") == 1 and error.startswith("mopd: error: ")
 
 
+def test_adapters_of_one_base_are_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The group has one base, and the samples of both teachers; an update brings a student's adapters alone."""
+    base = "teachers.code.model=experts/math/Qwen3-8B"
+    adapters = [base, "teachers.math.adapter=adapters/math", "teachers.code.adapter=adapters/code"]
+    found = {way: as_json(capsys, ONE_NODE, *changes) for way, changes in (("folders", [base]), ("adapters", adapters))}
+    assert found["folders"]["replicas"].keys() == {"rollout", "teachers.math", "teachers.code"}
+    assert found["adapters"]["replicas"].keys() == {"rollout", "teachers.math"}
+    scores = {way: [one for one in plan["links"] if "scores" in one["name"]] for way, plan in found.items()}
+    assert sum(one["rows"] for one in scores["folders"]) == pytest.approx(scores["adapters"][0]["rows"])
+    trained = as_json(capsys, ONE_NODE, "student.lora.rank=8")
+    assert trained["update"]["num_bytes"] == 2 * trained["student"]["adapters"]
+
+
 def test_a_refused_plan_shows_its_parts_first(capsys: pytest.CaptureFixture[str]) -> None:
     degrees = ("tensor_model_parallel_size=1", "sequence_parallel=false")
     assert plan(ONE_NODE, *(f"student.parallel.{degree}" for degree in degrees)) == 2
