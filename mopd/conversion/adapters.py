@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.types import UserError
+from mopd.config.student import LoraConfig
 from mopd.conversion.hf.header import TensorInfo, read_header
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.mapped import TORCH_DTYPES, map_tensor
@@ -84,6 +85,26 @@ def read_adapter(folder: str | Path, base: str | Path | None = None) -> Adapter:
         _check_base(folder, Path(base), modules, infos)
     digest = hashlib.sha256(f"{rank}\0{scale!r}\0".encode() + path.read_bytes()).hexdigest()
     return Adapter(path=folder, rank=rank, scale=scale, modules=modules, sha256=digest, infos=infos)
+
+
+def read_start(folder: str | Path, base: str | Path, config: LoraConfig, modules: Collection[str]) -> Adapter:
+    """Read the adapter that a student begins with, which must be the one of ``student.lora``.
+
+    Raises:
+        UserError: as ``read_adapter``, or rank, alpha or ``modules`` are others.
+    """
+    given = read_adapter(folder, base)
+    for key, own, other in (("rank", config.rank, given.rank), ("alpha", config.scale, given.scale)):
+        if own != other:
+            told = f"{own} and {other}" if key == "rank" else f"{config.alpha:g} and {other * given.rank:g}"
+            raise UserError(f"student.lora.{key} and student.lora.path {folder} differ: {told}: give both one {key}")
+    if different := {*modules} ^ {*given.modules}:
+        where = "path" if min(different) in modules else "target_modules"
+        raise UserError(
+            f"student.lora.{where} lacks {min(different)!r}, which the other has ({len(different)} modules differ): "
+            "name those of the folder in student.lora.target_modules"
+        )
+    return given
 
 
 def _read_scale(folder: Path, config: Mapping[str, Any]) -> tuple[int, float]:

@@ -31,6 +31,7 @@ from mopd.config.reading.build import build_from_json
 from mopd.config.reading.tree import split_dotted
 from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
+from mopd.conversion.models.adapted import check_lora
 from mopd.conversion.models.dims import ModelDims, check_layout
 from mopd.conversion.models.reading import read_dims
 from mopd.launch import failure, sharing
@@ -196,6 +197,7 @@ def check_student_layout(student: StudentConfig) -> ModelDims:
     """Check that the parallel layout divides the model, whose folder is here; return the model's sizes."""
     dims = read_dims(Path(student.model))
     check_layout(dims, student.parallel)
+    check_lora(dims, student)
     return dims
 
 

@@ -104,7 +104,8 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
     kept, size = plan.checkpoints_kept, plan.checkpoint_bytes
     on_disk = _bytes((kept + 1) * size)
     console.print(
-        f"a checkpoint has {size / GIB:.0f} GiB, and {kept} are kept: {on_disk} of disk while another is written"
+        f"a checkpoint has {size / GIB:.{int(size < GIB)}f} GiB, and {kept} are kept: {on_disk} of disk while another is "
+        "written"
     )
     console.print(_links_table(plan))
     if plan.heads:

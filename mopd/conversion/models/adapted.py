@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mopd.base.types import UserError
+from mopd.config.student import StudentConfig
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Param, Placed
@@ -77,6 +78,28 @@ def target_names(dims: ModelDims, targets: Targets) -> list[str]:
                 f"name some of {', '.join(sorted(known))}"
             )
     return sorted(known if targets == "all_linear" else set(targets))
+
+
+def check_lora(dims: ModelDims, student: StudentConfig) -> None:
+    """Refuse a student whose model or layout its adapters do not go with; none is asked of one without them.
+
+    Raises:
+        UserError: one line with the key to set.
+    """
+    if student.lora is None:
+        return
+    target_names(dims, student.lora.target_modules)
+    if dims.vision is not None and student.vision.freeze != "tower_and_merger":
+        raise UserError(
+            f"student.lora trains adapters alone, but student.vision.freeze {student.vision.freeze!r} trains a part of "
+            "the vision tower: set student.vision.freeze: tower_and_merger"
+        )
+    tp, etp = student.parallel.tensor_model_parallel_size, student.parallel.resolved_expert_tensor_parallel_size
+    if dims.moe is not None and etp not in (1, tp):
+        raise UserError(
+            f"student.parallel.expert_tensor_parallel_size is {etp} beside student.lora and "
+            f"tensor_model_parallel_size {tp}: set it to 1 or {tp}"
+        )
 
 
 def _last(name: str) -> str:

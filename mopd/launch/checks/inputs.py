@@ -25,6 +25,7 @@ from mopd.config.output import WandBConfig
 from mopd.config.placements import LocalConfig
 from mopd.config.rewards import CustomRewardConfig, JsonSchemaConfig
 from mopd.config.student import ParallelConfig
+from mopd.conversion.models.adapted import adapted_modules
 from mopd.conversion.models.reading import read_dims
 from mopd.data.image_processing import sees_images
 from mopd.placement.process import check_interpreter
@@ -92,6 +93,8 @@ def file_checks(loaded: Loaded, is_whole: Callable[..., bool]) -> Iterator[tuple
     recipe = loaded.recipe
     if is_whole("data") and recipe.data.chat_template is not None:
         yield "data.chat_template", partial(_check_file, loaded, recipe.data.chat_template, "data", "chat_template")
+    if is_whole("student") and recipe.student.lora is not None and recipe.student.lora.path is not None:
+        yield "student.lora.path", partial(_check_start, loaded)
     for key, group in (engine_groups(recipe) if is_whole() else {}).items():
         if isinstance(group.placement, LocalConfig) and group.placement.python is not None:
             where = loaded.where(*key.split(".", 1), "placement", "python")
@@ -131,6 +134,19 @@ def check_data_file(loaded: Loaded, file: str, split: str) -> None:
     _check_file(loaded, file, "data", split)
     if Path(file).stat().st_size == 0:
         raise UserError(f"{loaded.where('data', split)}: file {file!r} is empty: write prompts or remove it")
+
+
+def _check_start(loaded: Loaded) -> None:
+    """Check the adapter that the student begins with."""
+    from mopd.conversion.adapters import read_start  # torch, for few recipes
+
+    student = loaded.recipe.student
+    assert student.lora is not None and student.lora.path is not None
+    modules = [own.module for own in adapted_modules(read_dims(Path(student.model)), student.lora.target_modules)]
+    try:
+        read_start(student.lora.path, student.model, student.lora, modules)
+    except UserError as error:
+        raise UserError(f"{loaded.where('student', 'lora', 'path')}: {error}") from error
 
 
 def _check_reward(loaded: Loaded, name: str) -> None:

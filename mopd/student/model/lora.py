@@ -39,8 +39,8 @@ from torch.nn.functional import linear, rms_norm
 
 from mopd.base.types import UserError
 from mopd.config.student import LoraConfig, StudentConfig
-from mopd.conversion.adapters import Adapter, peft_names, read_adapter
-from mopd.conversion.models.adapted import adapted, adapted_modules, adapted_parts, target_names
+from mopd.conversion.adapters import peft_names, read_start
+from mopd.conversion.models.adapted import adapted, adapted_modules, adapted_parts, check_lora, target_names
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
 from mopd.student.parallel import Layout
@@ -187,8 +187,12 @@ def add_adapters(
     """
     config = student.lora
     assert config is not None
-    target_names(dims, config.target_modules)
-    _check_parts(student, dims, layout, chunks[0])
+    check_lora(dims, student)
+    if getattr(chunks[0].config, "moe_shared_expert_overlap", False):
+        raise UserError(
+            "student.megatron_overrides.moe_shared_expert_overlap is true beside student.lora, whose adapters need the "
+            "layers' own inputs: remove it"
+        )
     for chunk, by_name in zip(chunks, rows, strict=True):
         chunk.requires_grad_(False)
         by_layer: dict[str, list[Placed]] = {}
@@ -228,25 +232,6 @@ def sharded_adapters(chunk: nn.Module) -> dict[str, ShardedTensor]:
     return {names[id(factor.own)]: factor.sharded() for factor in all_factors([chunk])}
 
 
-def _check_parts(student: StudentConfig, dims: ModelDims, layout: Layout, chunk: Any) -> None:
-    assert student.lora is not None
-    if dims.vision is not None and student.vision.freeze != "tower_and_merger":
-        raise UserError(
-            f"student.lora trains adapters alone, but student.vision.freeze {student.vision.freeze!r} trains a part of "
-            "the vision tower: set student.vision.freeze: tower_and_merger"
-        )
-    if layout.etp_size not in (1, layout.tp_size) and dims.moe is not None:
-        raise UserError(
-            f"student.parallel.expert_tensor_parallel_size is {layout.etp_size} beside student.lora and "
-            f"tensor_model_parallel_size {layout.tp_size}: set it to 1 or {layout.tp_size}"
-        )
-    if getattr(chunk.config, "moe_shared_expert_overlap", False):
-        raise UserError(
-            "student.megatron_overrides.moe_shared_expert_overlap is true beside student.lora, whose adapters need the "
-            "layers' own inputs: remove it"
-        )
-
-
 def _add(base: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """Add the adapters' part to a layer's output, as a forward hook."""
     x, *splits = inputs
@@ -264,9 +249,7 @@ def _initial(config: LoraConfig, student: StudentConfig, dims: ModelDims, seed: 
     """Return the function that makes initial values: of ``path``, or B 0 and A drawn, the same at every layout."""
     modules = {own.module: own for own in adapted_modules(dims, config.target_modules)}
     if config.path is not None:
-        given = read_adapter(config.path, student.model)
-        _check_alike(given, config, set(modules))
-        return given.tensors().__getitem__
+        return read_start(config.path, student.model, config, set(modules)).tensors().__getitem__
     shapes = {name: own for own in modules.values() for name in peft_names(own.module)}
 
     def draw(name: str) -> Tensor:
@@ -281,22 +264,6 @@ def _initial(config: LoraConfig, student: StudentConfig, dims: ModelDims, seed: 
         return nn.init.kaiming_uniform_(made, a=math.sqrt(5), generator=generator)
 
     return draw
-
-
-def _check_alike(given: Adapter, config: LoraConfig, modules: set[str]) -> None:
-    """Refuse a folder of adapters that are not those of ``student.lora``."""
-    for key, own, other in (("rank", config.rank, given.rank), ("alpha", config.scale, given.scale)):
-        if own != other:
-            told = f"{own} and {other}" if key == "rank" else f"{config.alpha:g} and {other * given.rank:g}"
-            raise UserError(
-                f"student.lora.{key} and student.lora.path {given.path} differ: {told}: give both one {key}"
-            )
-    if different := modules ^ {*given.modules}:
-        where = "path" if min(different) in modules else "target_modules"
-        raise UserError(
-            f"student.lora.{where} lacks {min(different)!r}, which the other has ({len(different)} modules differ): "
-            "name those of the folder in student.lora.target_modules"
-        )
 
 
 def adapter_config(config: LoraConfig, dims: ModelDims, base: str) -> Mapping[str, Any]:
