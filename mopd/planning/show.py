@@ -102,11 +102,8 @@ def show(plan: RunPlan, rates: Rates | None) -> None:
     console.print(_places_table(plan.places))
     console.print(_memory_table(plan))
     kept, size = plan.checkpoints_kept, plan.checkpoint_bytes
-    on_disk = _bytes((kept + 1) * size)
-    console.print(
-        f"a checkpoint has {size / GIB:.{int(size < GIB)}f} GiB, and {kept} are kept: {on_disk} of disk while another is "
-        "written"
-    )
+    each, on_disk = f"{size / GIB:.{int(size < GIB)}f} GiB", _bytes((kept + 1) * size)
+    console.print(f"a checkpoint has {each}, and {kept} are kept: {on_disk} of disk while another is written")
     console.print(_links_table(plan))
     if plan.heads:
         console.print(_head_table(plan))

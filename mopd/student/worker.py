@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mopd.base.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
 from mopd.config.schema import Recipe
-from mopd.conversion.hf.adapter_writer import BASE_HASH, base_hash, write_adapter
+from mopd.conversion.adapter_writer import BASE_HASH, base_hash, write_adapter
 from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import require_exportable, write_folder
 from mopd.conversion.models.families import Placed

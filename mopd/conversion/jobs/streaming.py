@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mopd.base.files.json_text import read_json_object
 from mopd.base.types import UserError
-from mopd.conversion.hf.adapter_writer import adapter_job
+from mopd.conversion.adapter_writer import adapter_job
 from mopd.conversion.hf.reader import HfReader, hash_side_files, identity, named_as_in, open_model, require_finite
 from mopd.conversion.hf.writer import Group, copy_side_files, hf_job
 from mopd.conversion.job import MAX_FILE_BYTES, CheckInputs, Job, Written, sha256_of
