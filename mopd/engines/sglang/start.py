@@ -100,7 +100,7 @@ class SglangProcess:
         path.write_text(json.dumps({**arguments, "port": port, "api_key": token}), encoding="utf-8")
         on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if arguments["device"] == "cpu" else {}
         self._process = subprocess.Popen(
-            [sys.executable, child.__file__, str(self._folder.path), str(os.getpid())],
+            [sys.executable, "-P", child.__file__, str(self._folder.path), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,  # standard output is for results: mopd's own address
             env={**os.environ, **_ENVIRONMENT, **on_cpu},

@@ -13,13 +13,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mopd.base.types import UserError
 from mopd.config.groups import SglangEngineConfig
 from mopd.engines.clients.sglang import SglangClient
 from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores
-from mopd.engines.sglang.engine import SglangIncoming
+from mopd.engines.sglang import engine as sglang_engine
+from mopd.engines.sglang.engine import SglangEngine, SglangIncoming
 from mopd.engines.sglang.start import server_arguments
+from mopd.engines.wire.weights import load_staged, stage_updates
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 from tests.unit.engines.raw_server import response, serving
 
@@ -226,3 +229,59 @@ def test_what_sglang_is_started_with(folder: Path, monkeypatch: pytest.MonkeyPat
     }.items():
         with pytest.raises(UserError, match=said):
             server_arguments(folder, replace(cfg, extra={extra: 1}), **asked)
+
+
+class Started:
+    """Stands where a ``SglangProcess`` does, in front of a server that a test makes."""
+
+    failure: str | None = None
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.name, self.client = str(folder), SglangClient(url, folder, timeout_s=10.0)
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
+def test_new_weights_are_files_between_a_pause_and_its_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several files where they are large; none is left. What SGLang does not load ends the engine."""
+    monkeypatch.setattr(sglang_engine, "FILE_BYTES", 20_000)
+    weights = load_file(folder / "model.safetensors")
+    routes: list[str] = []
+    loaded: dict[str, torch.Tensor] = {}
+    places: list[Path] = []
+    status = ["200 OK"]
+
+    def answer(path: str, body: bytes) -> bytes:
+        routes.append(path)
+        told = json.loads(body)
+        if path == "/update_weights_from_disk":
+            assert (told["weight_version"], told["load_format"]) == ("3", "safetensors")
+            places.append(Path(told["model_path"]))
+            for file in places[-1].glob("*.safetensors"):
+                loaded.update(load_file(file))
+            assert len([*places[-1].iterdir()]) > 1
+            return response(b'{"success": true, "message": "", "num_paused_requests": 0}', status[0])
+        return response(b'{"status": "ok"}')
+
+    async def run() -> None:
+        async with serving(answer) as url:
+            cfg = SglangEngineConfig(type="sglang", dtype="float32")
+            engine = SglangEngine(cast(Any, Started(folder, url)), cfg, can_sleep=False, cache_tokens=None, fixed=False)
+            with pytest.raises(RuntimeError, match="no weights"):
+                await engine.generate([[5]], SamplingParams(max_new_tokens=1), [0])
+            await load_staged(engine, stage_updates(weights.items(), 3))
+            assert engine.weight_version == 3
+            assert routes == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+            assert loaded.keys() == weights.keys()
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+            status[0] = "400 Bad Request"
+            with pytest.raises(EngineUnavailable, match="is gone: a weight update failed"):
+                await load_staged(engine, stage_updates(weights.items(), 3))
+            assert engine.weight_version == -1
+            with pytest.raises(EngineUnavailable, match="is gone"):
+                await engine.info()
+            await engine.close()
+
+    asyncio.run(run())
+    assert len(places) == 2 and not any(place.exists() for place in places)
