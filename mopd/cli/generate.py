@@ -21,6 +21,7 @@ examples:
   mopd generate runs/quickstart "sort cab" --samples 4
   mopd generate runs/mine/checkpoints/step_00000100 "What is 12 x 12?" --samples 4 --temperature 0.7
   mopd generate models/student - --raw < prompt.txt
+  mopd generate runs/tools "sum 123 4567" --environment
   mopd generate runs/vision "<image>Which letters?" --image one.png
 """
 STDIN = "-"
@@ -35,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("prompts", nargs="+", metavar="PROMPT", help="text of a user's message; - reads it from standard input")
     about = "for the next <image> of the prompts, in order; once for each"
     add("--image", dest="images", action="append", default=[], metavar="FILE", help=about)
+    about = "play each prompt in the environment of the run's recipe; what was given stands behind |"
+    add("--environment", action="store_true", help=about)
     add("--raw", action="store_true", help="continue the text as it is, without the chat template")
     add("--samples", type=int, default=1, metavar="N", help="responses to each prompt (default: %(default)s)")
     add("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: %(default)s)")
@@ -63,6 +66,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         seed=args.seed,
+        in_environment=args.environment,
     )
     if args.json:
         print(json_lines([asdict(answer) for answer in answers]))
@@ -91,10 +95,18 @@ def _print(answers: Sequence[Answer], *, num_samples: int) -> None:
     for number, answer in enumerate(answers):
         summary = f"{answer.num_tokens} tokens, {answer.finish_reason}, mean log-prob {answer.mean_logprob:.3f}"
         if len(answers) == 1:
-            print(visible(answer.response, keep="\n\t"))
+            print(_shown(answer))
             print(summary, file=sys.stderr)
             return
         if number % num_samples == 0:
             print(f"{'' if number == 0 else chr(10)}>>> {visible(answer.prompt, keep=chr(9))}")
         print(f"--- {number % num_samples + 1} of {num_samples}: {summary}")
-        print(visible(answer.response, keep="\n\t"))
+        print(_shown(answer))
+
+
+def _shown(answer: Answer) -> str:
+    """Return the response; of one with segments each in a paragraph, and given ones behind a bar."""
+    if not answer.segments:
+        return visible(answer.response, keep="\n\t")
+    paragraphs = [(one.is_given, visible(one.text.strip("\n"), keep="\n\t")) for one in answer.segments]
+    return "\n".join("| " + text.replace("\n", "\n| ") if is_given else text for is_given, text in paragraphs)

@@ -15,10 +15,10 @@ from torch import Tensor
 from mopd.base.text import encodable, named_samples, one_line
 from mopd.base.types import Prompt, SampleMeta
 from mopd.data.image_refs import image_refs_to_tensor
-from mopd.data.prompts import PromptDataset
+from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import Generation, Generator, SamplingParams
+from mopd.engines.interface import Generation, Generator, Images, SamplingParams
 from mopd.engines.replicas.interface import SampleFailed
 from mopd.orchestrator.trajectories import Player, Trajectory, draw_turns, join_parts
 from mopd.rewards.interface import RewardItem
@@ -208,6 +208,29 @@ async def put_samples(
         fields["images"] = [image_refs_to_tensor(row.images) for row in rows]
     await plane.put(metas, fields)
     return metas
+
+
+async def play_turns(
+    player: Player,
+    generator: Generator,
+    rows: Sequence[PromptRow],
+    sampling: SamplingParams,
+    seeds: Sequence[int],
+    images: Images,
+) -> list[Trajectory]:
+    """Return a trajectory for each row, of at most ``sampling.max_new_tokens`` tokens; what it draws follows from its
+    seed."""
+    turns: Counter[int] = Counter()
+
+    async def draw(
+        numbers: Sequence[int], starts: Sequence[tuple[int, ...]], limits: Sequence[int]
+    ) -> list[Generation]:
+        own = [derive_seed(seeds[i], turns[i], "turn") if turns[i] else seeds[i] for i in numbers]
+        turns.update(numbers)
+        seen = None if images is None else [images[i] for i in numbers]
+        return await draw_turns(generator, starts, sampling, limits, own, seen, numbers)
+
+    return await player.play(rows, seeds, [sampling.max_new_tokens] * len(rows), draw)
 
 
 def derive_seed(seed: int, sample_id: int, purpose: str = "rollout") -> int:

@@ -9,16 +9,18 @@ Shapes: R response tokens of one trajectory, given ones included.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mopd.base.text import one_line
+from mopd.base.text import encodable, one_line
 from mopd.data.prompts import PromptRow
 from mopd.data.tokenizer import read_texts
 from mopd.data.turns import TurnFrame
@@ -42,6 +44,16 @@ class Trajectory(Generation):
     """[R] bool: the student drew the token."""
     reward: float
     """Sum of the environment's rewards."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A part of a trajectory, as people read it."""
+
+    text: str
+    """With special tokens."""
+    is_given: bool
+    """Template and environment wrote it; otherwise the student drew it."""
 
 
 @dataclass
@@ -241,6 +253,17 @@ class Player:
             ("given", sum(len(p.tokens) for p, own in zip(one.parts, one.drawn, strict=True) if not own)),
         ):  # fmt: skip
             self._numbers[name][domain] += number
+
+
+def segments_of(tokenizer: PreTrainedTokenizerBase, response: Generation) -> list[Segment]:
+    """Return the parts of a trajectory in order; none of another response."""
+    if not isinstance(response, Trajectory):
+        return []
+    pairs = zip(response.loss_mask.tolist(), response.tokens.tolist(), strict=True)
+    return [
+        Segment(text=encodable(str(tokenizer.decode([token for _, token in own]))), is_given=not is_drawn)
+        for is_drawn, own in itertools.groupby(pairs, itemgetter(0))
+    ]
 
 
 def last_turns(

@@ -9,10 +9,9 @@ import hashlib
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from mopd.data.image_files import read_rgb
 from mopd.data.prompts import PromptDataset, PromptView
 from mopd.data.tokenizer import load_tokenizer, stops_of
 from mopd.engines.interface import Generation, Generator, SamplingParams
-from mopd.orchestrator.rollout import derive_seed, reward_item
-from mopd.orchestrator.trajectories import Player, Trajectory, draw_turns, last_turns
+from mopd.orchestrator.rollout import derive_seed, play_turns, reward_item
+from mopd.orchestrator.trajectories import Player, Segment, Trajectory, last_turns, segments_of
 from mopd.report.thumbnails import MAX_THUMBNAILS, thumbnail
 from mopd.rewards.domains import DomainRewards
 from mopd.rewards.interface import Graded, RewardItem
@@ -135,6 +134,7 @@ class Validator:
                         graded,
                         self._thumbnails(row),
                         self._dataset.row(row).views.get(teacher or ""),
+                        segments_of(tokenizer, made),
                     )
                     for item, graded, made, row in own[: NUM_EXAMPLES * num : num]
                 ]
@@ -172,18 +172,8 @@ class Validator:
         """Return the response to each prompt, those of rows ``order``, played in the environment if there is one."""
         if self._player is None:
             return await generator.generate(prompts, sampling, seeds, images=self._dataset.images_of(order))
-        turns: Counter[int] = Counter()
-
-        async def draw(
-            numbers: Sequence[int], starts: Sequence[tuple[int, ...]], limits: Sequence[int]
-        ) -> list[Generation]:
-            own = [derive_seed(seeds[i], turns[i], "turn") if turns[i] else seeds[i] for i in numbers]
-            turns.update(numbers)
-            images = self._dataset.images_of([order[i] for i in numbers])
-            return await draw_turns(generator, starts, sampling, limits, own, images, numbers)
-
         rows = [replace(self._dataset.row(row), tokens=tuple(own)) for row, own in zip(order, prompts, strict=True)]
-        return await self._player.play(rows, seeds, [sampling.max_new_tokens] * len(rows), draw)
+        return await play_turns(self._player, generator, rows, sampling, seeds, self._dataset.images_of(order))
 
     def _thumbnails(self, row: int) -> list[str]:
         images, refs = self._dataset.images, self._dataset.row(row).images[:MAX_THUMBNAILS]
@@ -239,8 +229,15 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
         writer.write(record)
 
 
-def _example(item: RewardItem, graded: Graded, thumbnails: list[str], view: PromptView | None) -> dict[str, Any]:
+def _example(
+    item: RewardItem,
+    graded: Graded,
+    thumbnails: list[str],
+    view: PromptView | None,
+    segments: Sequence[Segment],
+) -> dict[str, Any]:
     return {
+        **({"segments": list(map(asdict, segments))} if segments else {}),
         **({"images": thumbnails} if thumbnails else {}),
         **({"view": view.text} if view is not None else {}),
         "prompt": item.prompt,

@@ -240,7 +240,8 @@ def _examples(
             row = rows.setdefault((place, prompt), {**empty, "images": [], "view": ""})
             row["images"] = row["images"] or example.get("images", [])
             row["view"] = row["view"] or example.get("view", "")
-            row[side] = {"response": example["response"], "reward": example["reward"]}
+            whole = [{"text": example["response"], "is_given": False}]
+            row[side] = {"segments": example.get("segments") or whole, "reward": example["reward"]}
 
     for side, step in sides.items():
         for validation in validations:

@@ -234,8 +234,16 @@ def _is_example(row: Any) -> bool:
         (isinstance(prompt, str) or is_chat)
         and isinstance(row.get("response"), str)
         and isinstance(row.get("view", ""), str)
+        and _are_segments(row.get("segments", []))
         and is_number(row.get("reward"))
         and are_thumbnails(row.get("images", []))
+    )
+
+
+def _are_segments(parts: Any) -> bool:
+    return isinstance(parts, list) and all(
+        isinstance(one, dict) and isinstance(one.get("text"), str) and isinstance(one.get("is_given"), bool)
+        for one in parts
     )
 
 

@@ -46,6 +46,15 @@ def test_a_run_in_an_environment_learns_goes_on_and_does_not_depend_on_its_ranks
         assert last[f"loss/{domain}"] < first[f"loss/{domain}"]
     validation = read_validation(tmp_path / "two")[-1]
     assert validation["rewards"]["left"] > 0 and "tool:" in json.dumps(validation["examples"])
+    for example in validation["examples"]["left"]:
+        given = [one["is_given"] for one in example["segments"]]
+        assert given == [False, True] * (len(given) // 2) + [False]
+        assert all("tool:" in one["text"] for one in example["segments"] if one["is_given"])
+    assert 'class="given">' in (tmp_path / "two" / "report.html").read_text()
+    done = mopd("generate", tmp_path / "two", "left", "--environment", "--samples", "8", "--json")
+    answers = json.loads(done.stdout)
+    assert len(answers) == 8 and any(one["is_given"] for answer in answers for one in answer["segments"])
+    assert all(0 <= answer["environment_reward"] <= 4 for answer in answers)
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from mopd.base.files.reading import read_bytes, shown_path
 from mopd.base.files.temporary import TemporaryFolder
@@ -23,12 +24,15 @@ from mopd.conversion.jobs.streaming import megatron_to_hf
 from mopd.data.hub.fetch import fetch_model
 from mopd.data.hub.names import hub_model
 from mopd.data.image_files import MAX_IMAGES, digest_of, image_size, read_rgb
-from mopd.data.prompts import encode_prompts
+from mopd.data.prompts import PromptRow, encode_prompts
 from mopd.data.tokenizer import load_tokenizer, read_texts, stops_of
+from mopd.data.turns import TurnFrame
 from mopd.data.vision_prompts import MARK, VisionPrompts, read_vision
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import Images, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.rollout import derive_seed
+from mopd.environments.process import Environments
+from mopd.orchestrator.rollout import derive_seed, play_turns
+from mopd.orchestrator.trajectories import Player, Segment, Trajectory, segments_of
 from mopd.run.checkpointing import complete_steps
 from mopd.run.folder import RunDir
 
@@ -49,7 +53,11 @@ class Answer:
     finish_reason: str
     """Reason of the end: ``stop``, or ``length`` where the response was cut off."""
     mean_logprob: float
-    """Mean log-prob of its tokens, in nats, at the temperature that they were drawn with."""
+    """Mean log-prob of the tokens that the model drew, in nats, at the temperature that they were drawn with."""
+    segments: Sequence[Segment] = ()
+    """Its parts in order, with an environment."""
+    environment_reward: float | None = None
+    """Sum of what the environment gave, with one."""
 
 
 @contextmanager
@@ -108,6 +116,7 @@ def generate(
     max_new_tokens: int | None,
     temperature: float,
     seed: int,
+    in_environment: bool = False,
 ) -> list[Answer]:
     """Sample ``num_samples`` responses to each prompt, prompt after prompt, on a GPU where there is one.
 
@@ -118,12 +127,15 @@ def generate(
         images: image files, in the order of their marks in the prompts.
         is_raw: prompts are tokenized as they are; otherwise each is a user's message in the chat template.
         max_new_tokens: None takes ``USUAL_TOKENS``, or fewer where the model has no room for as many.
+        in_environment: play each prompt in the environment of the run's recipe, as a row of no ground truth.
 
     Raises:
         UserError: see ``model_folder``; no chat template, or a prompt or image that the model cannot take.
     """
     with model_folder(model) as (folder, recipe):
         tokenizer = load_tokenizer(folder)
+        if in_environment and (recipe is None or recipe.rollout.environment is None):
+            raise UserError(f"generate: {model!r} is of no run with rollout.environment: remove --environment")
         cfg = DataConfig(train=("-",)) if recipe is None else recipe.data  # its files are not read
         rollout = RolloutConfig() if recipe is None else recipe.rollout
         if not is_raw and cfg.chat_template is None and tokenizer.chat_template is None:
@@ -157,18 +169,59 @@ def generate(
         places = [(row, number) for row in range(len(prompts)) for number in range(num_samples)]
         seeds = [derive_seed(seed, row * SAMPLES_OF_A_PROMPT + number, "generate") for row, number in places]
         seen = [[image for _, image in shown[row]] for row, _ in places] if images else None
-        made = asyncio.run(engine.generate([encoded[row] for row, _ in places], sampling, seeds, images=seen))
+        starts = [encoded[row] for row, _ in places]
+        if in_environment:
+            rows = [_as_row(prompts[row], encoded[row], number) for row, number in places]
+            made = asyncio.run(_play(engine, rollout, cfg, tokenizer, rows, sampling, seeds, seen))
+        else:
+            made = asyncio.run(engine.generate(starts, sampling, seeds, images=seen))
         texts = read_texts([one.tokens.tolist() for one in made], tokenizer, rollout.cut_texts)
+        segments = [segments_of(tokenizer, one) for one in made]
     return [
         Answer(
             prompt=prompts[row],
             response=text,
             num_tokens=len(one.tokens),
             finish_reason=one.finish_reason,
-            mean_logprob=one.logprobs.mean().item(),
+            mean_logprob=(one.logprobs[one.loss_mask] if isinstance(one, Trajectory) else one.logprobs).mean().item(),
+            segments=own,
+            environment_reward=one.reward if isinstance(one, Trajectory) else None,
         )
-        for (row, _), one, text in zip(places, made, texts, strict=True)
+        for (row, _), one, text, own in zip(places, made, texts, segments, strict=True)
     ]
+
+
+def _as_row(prompt: str, tokens: Sequence[int], number: int) -> PromptRow:
+    return PromptRow(
+        domain="generate",
+        text=prompt,
+        tokens=tuple(tokens),
+        ground_truth=None,
+        extra_info=None,
+        place=f"prompt {prompt!r:.40}, response {number + 1}",
+    )
+
+
+async def _play(
+    engine: TorchEngine,
+    rollout: RolloutConfig,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[PromptRow],
+    sampling: SamplingParams,
+    seeds: Sequence[int],
+    images: Images,
+) -> list[Trajectory]:
+    """Return a trajectory of each row in the recipe's environment, with at most ``sampling.max_new_tokens`` tokens."""
+    assert rollout.environment is not None
+    environments = Environments(rollout.environment)
+    frame = TurnFrame(tokenizer, data, rollout.environment)
+
+    try:
+        player = Player(environments, frame, max_prompt_length=data.max_prompt_length)
+        return await play_turns(player, engine, rows, sampling, seeds, images)
+    finally:
+        environments.close()
 
 
 def _images_of(
