@@ -21,9 +21,6 @@ from mopd.conversion.hf.writer import MANIFEST_FILE, Group, shard_file
 from mopd.conversion.job import CheckInputs, Job, Written, require_new
 from mopd.conversion.models.config_keys import CONFIG_FILE as MODEL_CONFIG_FILE
 
-BASE_HASH = "base_sha256"
-"""Key beside PEFT's for ``base_hash`` of the model that the adapters were trained beside."""
-
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mopd.base.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMeta, UserError
 from mopd.config.schema import Recipe
-from mopd.conversion.adapter_writer import BASE_HASH, base_hash, write_adapter
+from mopd.conversion.adapter_writer import base_hash, write_adapter
 from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import require_exportable, write_folder
 from mopd.conversion.models.families import Placed
@@ -345,7 +345,7 @@ class StudentWorker:
             "extra": dict(extra),
         }
         if self.recipe.student.lora is not None:
-            state["adapter"] = self._adapter_config()
+            state |= self._adapter_state()
         complete_weights(self._chunks)
         background = self.saving if is_async else None
         parts = (self._chunks, self._optimizer, self.layout, self._averages)
@@ -378,23 +378,27 @@ class StudentWorker:
         extra: dict[str, Any] = state["extra"]
         return extra
 
-    def _adapter_config(self) -> dict[str, Any]:
-        """Return the description of the adapters, with a hash of what the model that they stand beside is."""
-        student = self.recipe.student
-        assert student.lora is not None
-        config = adapter_config(student.lora, self.dims, str(Path(student.model).resolve()))
-        return {**config, BASE_HASH: base_hash(Path(student.model))}
+    def _adapter_state(self) -> dict[str, Any]:
+        """Return PEFT's description of the adapters, and a hash of the model that they stand beside; empty without."""
+        lora, base = self.recipe.student.lora, Path(self.recipe.student.model)
+        if lora is None:
+            return {}
+        return {"adapter": adapter_config(lora, self.dims, str(base.resolve())), "base_sha256": base_hash(base)}
 
     def _check_adapter(self, folder: Path) -> None:
         """Raise ``UserError`` unless a checkpoint holds adapters as this student's, of the same base, or none as it."""
-        saved = checkpoint.read_state(folder).get("adapter", {})
-        own = self._adapter_config() if self.recipe.student.lora is not None else {}
-        for key in ("r", "lora_alpha", "target_modules", BASE_HASH):
+        (saved, base), (own, own_base) = (
+            (state.get("adapter", {}), state.get("base_sha256"))
+            for state in (checkpoint.read_state(folder), self._adapter_state())
+        )
+        for key in ("r", "lora_alpha", "target_modules"):
             if saved.get(key) != own.get(key):
                 raise UserError(
-                    f"{folder}: its adapters' {key} is {saved.get(key)}, by student.lora and student.model it is "
-                    f"{own.get(key)}: set these keys as they were, or begin another run"
+                    f"{folder}: its adapters' {key} is {saved.get(key)}, by student.lora it is {own.get(key)}: set the "
+                    "section as it was, or begin another run"
                 )
+        if base != own_base:
+            raise UserError(f"{folder}: its adapters belong to another model than student.model: name that one")
 
     def save_hf(self, folder: Path) -> None:
         """Write the student as a Hugging Face folder with the config and tokenizer files of ``student.model``. Adapters
@@ -413,7 +417,7 @@ class StudentWorker:
         if self.recipe.student.lora is not None:
             tensors = dict(self.adapter_weights())
             if self.layout.rank == 0:
-                write_adapter(folder / "adapter", tensors, self._adapter_config())
+                write_adapter(folder / "adapter", tensors, self._adapter_state()["adapter"])
         dist.barrier(group=self.layout.control_group)
 
     def memory(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pickle
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def run(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
         model = build_model(student, dims, layout)
         load_hf_into([model], HfReader(source), dims, layout)
         wrapped = wrap_data_parallel([model], use_distributed_optimizer=True)
-        optimizer, _ = build_optimizer(student.optimizer, wrapped, num_steps=9)
+        optimizer, _ = build_optimizer(replace(student.optimizer, lr=student.peak_lr), wrapped, num_steps=9)
         state = {"weight_version": 1, "source": str(source), "dtype": "float32", "extra": {"step": 1}}
         parts = (wrapped, optimizer, layout, Averages((), [model]))
         checkpoint.save(step, *parts, state=state)
