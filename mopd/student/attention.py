@@ -172,8 +172,18 @@ class CoreAttention(MegatronModule):
     """Replacement for Megatron's ``DotProductAttention``, which would hold all scores as a tensor [B, H, S, S]. It
     takes its sizes from the tensors."""
 
-    def __init__(self, *, config: Any, pg_collection: Any, softmax_scale: float | None = None, **unread: Any) -> None:
+    def __init__(
+        self,
+        *,
+        config: Any,
+        pg_collection: Any,
+        softmax_scale: float | None = None,
+        window: int | None = None,
+        **unread: Any,
+    ) -> None:
+        """``window``: tokens that each one sees, itself included; None for all before."""
         super().__init__(config=config)
+        self._window = window
         self._scale = softmax_scale
         self._cp_group = pg_collection.cp
 
@@ -212,7 +222,10 @@ class CoreAttention(MegatronModule):
         if rows.cp_size > 1:
             # The kernel wants each part's keys contiguous: keys that both parts of a sequence see are copied.
             key, value = key[rows.key_rows], value[rows.key_rows]
-        options: dict[str, Any] = {"scale": self._scale, "window_size": (-1, 0)}
+        options: dict[str, Any] = {
+            "scale": self._scale,
+            "window_size": (-1 if self._window is None else self._window - 1, 0),
+        }
         if _VARLEN_TAKES_GROUPS:
             options["enable_gqa"] = _is_grouped(query, key)
         else:
@@ -238,7 +251,7 @@ class CoreAttention(MegatronModule):
         for part in rows.parts(key.shape[1]):
             q = query[:, part.first : part.first + part.num_queries].transpose(1, 2)
             k, v = (x[:, : part.num_keys].transpose(1, 2) for x in (key, value))
-            outs.append(_fused(q, k, v, self._scale).transpose(1, 2))
+            outs.append(_fused(q, k, v, self._scale, self._window).transpose(1, 2))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
@@ -264,20 +277,27 @@ class EngineAttention(MegatronModule):
         return out[:, None]
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
     """Return [N, H, S, D] from queries of that shape and keys [N, G, S', D], by a kernel that does not hold the scores;
-    the last query sees the last key. On a GPU torch raises if no such kernel fits."""
+    the last query sees the last key, and each as many keys as the window has. On a GPU torch raises if no such kernel
+    fits."""
     num_queries, num_keys = query.shape[2], key.shape[2]
+    mask: Any = None
+    if window is not None and window < num_keys:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        past = num_keys - num_queries  # keys before the first query's own
+        mask = mask.tril(past).triu(past - window + 1)
+    elif num_queries != num_keys:
+        mask = causal_lower_right(num_queries, num_keys)
     if query.is_cuda and query.dtype not in _HALVES:  # the fp32 kernel (memory-efficient) does not know groups
         key, value = _ungrouped(query, key, value)
-    is_square = num_queries == num_keys
     with sdpa_kernel(_FUSED_KERNELS) if query.is_cuda else nullcontext():
         out: Tensor = scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=None if is_square else causal_lower_right(num_queries, num_keys),
-            is_causal=is_square,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=scale,
             enable_gqa=_is_grouped(query, key),
         )

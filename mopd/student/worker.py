@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from mopd.base.types import DomainSums, MicroBatchPlan, NonFiniteError, SampleMe
 from mopd.config.schema import Recipe
 from mopd.conversion.adapter_writer import base_hash, write_adapter
 from mopd.conversion.hf.reader import kept_files, open_model
-from mopd.conversion.hf.writer import require_exportable, write_folder
+from mopd.conversion.hf.writer import mtp_tensors, require_exportable, write_folder
 from mopd.conversion.models.families import Placed
 from mopd.data.packing import pack, packing_rules
 from mopd.data_plane.interface import Reader
@@ -413,7 +414,7 @@ class StudentWorker:
             for _ in self.weights():
                 raise RuntimeError("weights arrived at a rank other than 0")
         else:
-            write_folder(folder, self.weights(), source=source)
+            write_folder(folder, chain(self.weights(), mtp_tensors(self.dims, source)), source=source)
         if self.recipe.student.lora is not None:
             tensors = dict(self.adapter_weights())
             if self.layout.rank == 0:

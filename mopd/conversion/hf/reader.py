@@ -258,6 +258,7 @@ def check_names(reader: HfReader, dims: ModelDims) -> None:
             reader.require_shape(name, shape)
             expected[name] = shape
     extra = {name for name in reader.names - expected.keys() if not families.IGNORED.fullmatch(name)}
+    extra.difference_update(families.mtp_names(extra, dims))
     head, embedding = families.vocabulary_names(dims)
     if dims.tied_embeddings and head in extra:
         extra.discard(head)

@@ -17,10 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mopd.base.files.writing import sync, writing
-from mopd.conversion.hf.reader import INDEX_FILE, WEIGHTS_FILE, kept_files
+from mopd.conversion.hf.reader import INDEX_FILE, WEIGHTS_FILE, HfReader, kept_files
 from mopd.conversion.job import MAX_FILE_BYTES, CheckInputs, Job, OutputFile, Written, grouped_by_size, require_new
 from mopd.conversion.mapped import DTYPE_NAMES, as_bytes
+from mopd.conversion.models import families
 from mopd.conversion.models.config_keys import CONFIG_FILE
+from mopd.conversion.models.dims import ModelDims
 
 MANIFEST_FILE = "conversion.json"
 """File written last into a Hugging Face folder: what was converted, and the SHA-256 of every other file."""
@@ -41,6 +43,32 @@ class Group:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+
+def mtp_groups(dims: ModelDims, *folders: Path, dtype: torch.dtype | None = None) -> list[Group]:
+    """Return the tensors of multi-token prediction, which no conversion changes but by its ``dtype``, from the first of
+    the folders that has weights; none if it has none of these."""
+    found = next((folder for folder in folders if dims.num_mtp_layers and any(folder.glob("*.safetensors"))), None)
+    if found is None:
+        return []
+    reader = HfReader(found)
+
+    def group(name: str) -> Group:
+        wanted = dtype or reader.dtype(name)
+        return Group((name,), (reader.shape(name),), (wanted,), lambda: [reader.read_finite(name).to(wanted)])
+
+    return list(map(group, families.mtp_names(reader.names, dims)))
+
+
+def mtp_tensors(dims: ModelDims, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of a Hugging Face folder's multi-token prediction."""
+    return ((group.names[0], group.read()[0]) for group in mtp_groups(dims, folder))
+
+
+def mtp_file(groups: Sequence[Group]) -> list[OutputFile]:
+    """Return the file that keeps the tensors of multi-token prediction in a distributed checkpoint; none if there are
+    none."""
+    return [_shard_file(WEIGHTS_FILE, groups)] if groups else []
 
 
 def hf_job(

@@ -67,7 +67,7 @@ class Contents:
             known = {sharded_key(row, self.dims).key for row in self.rows()}
             found = {key for key in self.reader.keys if key.startswith(_WEIGHTS)}
             return sorted(found - known)
-        known = set(families.hf_tensors(self.dims))
+        known = {*families.hf_tensors(self.dims), *families.mtp_names(self.reader.names, self.dims)}
         if self.dims.tied_embeddings:
             known.add(families.vocabulary_names(self.dims)[0])
         return sorted(name for name in self.reader.names - known if not families.IGNORED.fullmatch(name))

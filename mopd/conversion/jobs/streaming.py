@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +19,7 @@ from mopd.base.files.json_text import read_json_object
 from mopd.base.types import UserError
 from mopd.conversion.adapter_writer import adapter_job
 from mopd.conversion.hf.reader import HfReader, hash_side_files, identity, named_as_in, open_model, require_finite
-from mopd.conversion.hf.writer import Group, copy_side_files, hf_job
+from mopd.conversion.hf.writer import Group, copy_side_files, hf_job, mtp_file, mtp_groups
 from mopd.conversion.job import MAX_FILE_BYTES, CheckInputs, Job, Written, sha256_of
 from mopd.conversion.mapped import WEIGHT_DTYPES
 from mopd.conversion.models import families
@@ -68,6 +68,7 @@ def hf_to_megatron(
     return _megatron_job(
         "hf-to-megatron", target, dims, layout, dtypes, read,
         options={"dtype": dtype}, identity=identity(reader.files, source), side_files=source,
+        beside=mtp_groups(dims, source, dtype=WEIGHT_DTYPES[dtype] if dtype else None),
         config=config_with_dtype(source, dtype), max_file_bytes=max_file_bytes,
     )  # fmt: skip
 
@@ -111,7 +112,11 @@ def megatron_to_hf(
     options = {"dtype": dtype, "max_shard_bytes": max_file_bytes}
     description = {"command": "megatron-to-hf", "options": options, "source": _identity(reader, origin)}
     return hf_job(
-        target, list(map(group, families.all_params(dims))),
+        target,
+        [
+            *map(group, families.all_params(dims)),
+            *mtp_groups(dims, source, origin, dtype=WEIGHT_DTYPES[dtype] if dtype else None),
+        ],
         side_files=origin, description=description, config=config_with_dtype(origin, dtype),
         max_file_bytes=max_file_bytes, check_inputs=_checks_hashes(reader, dims),
     )  # fmt: skip
@@ -182,6 +187,7 @@ def reshard(
     return _megatron_job(
         "reshard", target, dims, layout, dtypes, read,
         options={}, identity=_identity(reader, origin), side_files=origin, config=None,
+        beside=mtp_groups(dims, source, origin),
         max_file_bytes=max_file_bytes, check_inputs=_checks_hashes(reader, dims),
     )  # fmt: skip
 
@@ -291,11 +297,13 @@ def _megatron_job(
     options: Mapping[str, Any],
     identity: Mapping[str, Any],
     side_files: Path,
+    beside: Sequence[Group],
     config: Mapping[str, Any] | None,
     max_file_bytes: int,
     check_inputs: CheckInputs | None = None,
 ) -> Job:
-    """Return the job of writing a distributed checkpoint whose pieces ``read`` returns."""
+    """Return the job of writing a distributed checkpoint whose pieces ``read`` returns, and a file of what stands
+    ``beside`` the model."""
     description = {
         "command": command,
         "options": {**dataclasses.asdict(layout), **options, "max_file_bytes": max_file_bytes},
@@ -322,7 +330,7 @@ def _megatron_job(
     outputs = [data_file(name, content, itemsize, read) for name, content in contents.items()]
     return Job(
         target=target,
-        files=[*outputs, extra_state_file()],
+        files=[*outputs, extra_state_file(), *mtp_file(beside)],
         description=description,
         finish=finish,
         manifest=MANIFEST_FILE,

@@ -82,6 +82,18 @@ class MlaDims:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WindowDims:
+    """Layers whose tokens see only the last ones before them."""
+
+    size: int
+    """Tokens that one sees, itself included."""
+    layers: tuple[bool, ...]
+    """Flags of the layers: whether each has the window; the others see all tokens."""
+    rotary_base: float
+    """Base of these layers' rope, which is not scaled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MoeDims:
     """Experts and router of a mixture-of-experts model.
 
@@ -197,10 +209,25 @@ class ModelDims:
     """Latent attention in place of grouped-query attention; ``head_dim`` then is that of a query."""
     moe: MoeDims | None = None
     """Experts; None for a dense model."""
+    zero_centered_norms: bool = False
+    """Whether norms multiply by 1 + w (a gated delta net's own by w)."""
+    post_norms: bool = False
+    """Whether attention and MLP also end with a norm."""
+    scaled_embeddings: bool = False
+    """Whether embeddings are multiplied by the root of ``hidden_size``, rounded as the weights are."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Function of the MLP's gate."""
+    score_divisor: float | None = None
+    """Number by whose root attention scores are divided; None for ``head_dim``."""
+    window: WindowDims | None = None
+    """Sliding windows of some layers; None if all layers see all tokens before."""
     rope_scaling: RopeScaling | None = None
     """Scaled rotary embedding; None for the plain one."""
     rotary_fraction: float = 1.0
     """Share of a head's channels, the first ones, that the rope turns."""
+    num_mtp_layers: int = 0
+    """Layers past the last one that predict tokens beyond the next (multi-token prediction). They are no part of the
+    student: a checkpoint may have them, and they are copied as they are."""
     vision: VisionDims | None = None
     """The vision tower; None for a model of text."""
 
@@ -221,6 +248,10 @@ class ModelDims:
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether the layer (from 0) has experts."""
         return self.moe is not None and self.moe.layers[layer]
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the window of a layer (from 0); None if it sees all tokens before."""
+        return self.window.size if self.window is not None and self.window.layers[layer] else None
 
     @property
     def has_uniform_layers(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mopd.conversion.models.dims import ModelDims
@@ -14,6 +14,7 @@ from mopd.conversion.models.towers import TOWER_PREFIX, named_as_read, tower_siz
 
 IGNORED = re.compile(r"model\.(language_model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from the config."""
+_OF_LAYER = re.compile(r"model\.layers\.(\d{1,9})\..+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,13 @@ def place(param: Param, dims: ModelDims, layer: int | None = None, expert: int |
         hf_shapes=tuple(tuple(size[name] for name in tensor.shape) for tensor in param.hf),
         expert=expert,
     )
+
+
+def mtp_names(names: Iterable[str], dims: ModelDims) -> list[str]:
+    """Return those of the names, sorted, that belong to layers of multi-token prediction."""
+    layers = range(dims.num_layers, dims.num_layers + dims.num_mtp_layers)
+    numbered = ((name, _OF_LAYER.fullmatch(name)) for name in names)
+    return sorted(name for name, found in numbered if found and int(found[1]) in layers)
 
 
 def vocabulary_names(dims: ModelDims) -> tuple[str, str]:

@@ -41,6 +41,12 @@ class Family:
     """Whether queries and keys are normed, or the key of the config that says so."""
     qkv_bias: bool | str = False
     """Whether query, key and value projections have biases, or the key of the config that says so."""
+    layer_types: tuple[str, ...] = ("full_attention",)
+    """Kinds of layers that a config may name in ``layer_types``."""
+    activation: str = "silu"
+    """The supported ``hidden_act``."""
+    spelled: Callable[[Keys], Keys] | None = None
+    """Function that returns the config with its keys spelled as other families spell them; None if they are."""
     has_vision: bool = False
     latent_attention: Callable[[Keys], MlaDims] | None = None
     """Reader of latent attention; None for grouped-query attention."""

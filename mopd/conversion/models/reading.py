@@ -18,6 +18,7 @@ from mopd.conversion.models.known import FAMILIES
 from mopd.conversion.models.vision_config import MROPE_KEYS, is_tied, read_vision, text_keys
 
 _REFUSED = {
+    "gemma3": "its vision tower is not read; use a checkpoint of the language model, gemma3_text",
     "gemma4": "its layers differ in head size, share keys and values and add embeddings, which Megatron-Core has not",
     "llama4": "it attends in chunks, and weighs its experts' inputs, which Megatron-Core does not",
 }
@@ -61,6 +62,8 @@ def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
     whole = Keys(config, path)
     family = _family(whole)
     format_, keys = FAMILIES[family], text_keys(whole, family)
+    if format_.spelled is not None:
+        keys = format_.spelled(keys)
     _refuse_unsupported(whole, family)
     _refuse_unsupported_layers(keys, family)
     heads = keys.count("num_attention_heads")
@@ -91,6 +94,7 @@ def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
         mla=mla,
         moe=None if format_.experts is None else _checked_experts(keys, format_.experts(keys)),
         rope_scaling=rope_scaling,
+        num_mtp_layers=0 if keys.absent("num_nextn_predict_layers") else keys.whole("num_nextn_predict_layers"),
         rotary_fraction=_rotary_fraction(keys, format_, head_dim, rope_scaling),
         vision=read_vision(whole, keys, family, head_dim=head_dim) if format_.has_vision else None,
         **({} if format_.more is None else format_.more(keys)),
@@ -136,11 +140,18 @@ def _refuse_unsupported_layers(keys: Keys, family: str) -> None:
     for key in sorted({"attention_bias", "attention_out_bias", "mlp_bias"} - {FAMILIES[family].qkv_bias}):
         if not keys.absent(key) and keys.flag(key):
             raise keys.error(key, f"true is not supported for model_type {family}")
-    keys.one_of("hidden_act", ("silu",), "a supported activation")
+    keys.one_of("hidden_act", (FAMILIES[family].activation,), "a supported activation")
     _refuse_sliding_window(keys, family)
 
 
 def _refuse_sliding_window(keys: Keys, family: str) -> None:
+    known = FAMILIES[family].layer_types
+    if not keys.absent("layer_types"):
+        other = sorted({str(kind) for kind in keys.container("layer_types", list)} - set(known))
+        if other:
+            raise keys.error("layer_types", f"{other} is not supported; only {', '.join(known)} is")
+    if "sliding_attention" in known:
+        return
     has_switch = not keys.absent("use_sliding_window")
     if has_switch and keys.flag("use_sliding_window"):
         raise keys.error("use_sliding_window", "true is not supported; only full attention is")
@@ -151,10 +162,6 @@ def _refuse_sliding_window(keys: Keys, family: str) -> None:
     if window is not None and "sliding_window" not in keys.config:
         problem = f"missing, which means {window}; set it to null if the model has full attention"
         raise keys.error("sliding_window", problem)
-    if not keys.absent("layer_types"):
-        other = sorted({str(kind) for kind in keys.container("layer_types", list)} - {"full_attention"})
-        if other:
-            raise keys.error("layer_types", f"{other} is not supported; only full_attention is")
 
 
 def _head_dim(keys: Keys, format_: Family, mla: MlaDims | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -14,6 +15,7 @@ from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_te_version
 from packaging.specifiers import SpecifierSet
+from torch.nn.functional import gelu, silu
 
 from mopd.base.text import one_line
 from mopd.base.types import UserError
@@ -27,12 +29,13 @@ from mopd.student.parallel import Layout
 TRANSFORMER_ENGINE = ">=2.9,<2.13"
 """Versions of TransformerEngine that go with megatron-core 0.16.1: its extra declares 2.9 to 2.11, and its lock file
 builds 2.12."""
+_ACTIVATIONS = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 UNFUSED_MAX_LENGTH = 4096
 """Longest sequence, in tokens, for which whole score matrices are acceptable: 2 GiB a layer for 32 heads in fp32."""
 
 
-def uses_transformer_engine(student: StudentConfig) -> bool:
-    """Return whether the layers come from TransformerEngine.
+def uses_transformer_engine(student: StudentConfig, dims: ModelDims) -> bool:
+    """Return whether the layers come from TransformerEngine. Those with post-norms or windows never do.
 
     Raises:
         UserError: the recipe asks for it where CUDA or the package is missing; or the package cannot be imported, as
@@ -41,6 +44,13 @@ def uses_transformer_engine(student: StudentConfig) -> bool:
     has_cuda = torch.cuda.is_available()
     if student.transformer_impl == "local":
         return False
+    if dims.post_norms or dims.window is not None:
+        if student.transformer_impl == "auto":
+            return False
+        raise UserError(
+            f"student.transformer_impl is 'transformer_engine' and the layers of model_type {dims.family} are local "
+            "ones: set it to 'auto' or 'local'"
+        )
     if has_cuda and not HAVE_TE and find_spec("transformer_engine") is not None:
         raise UserError(
             f"transformer_engine is installed and cannot be imported ({_import_problem()}): install one that was built "
@@ -77,7 +87,7 @@ def check_attention(student: StudentConfig, dims: ModelDims, layout: Layout, *, 
     Raises:
         UserError: one line with the keys to set.
     """
-    if not uses_transformer_engine(student):
+    if not uses_transformer_engine(student, dims):
         return
     from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams, get_attention_backend
 
@@ -125,7 +135,7 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         raise UserError(problem)
     _check_ranks_of_a_layer(student, dims, layout)
     _check_experts(student, dims)
-    fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student)}
+    fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student, dims)}
     fields |= asdict(stages)
     if layout.vp_size == 1:
         fields["virtual_pipeline_model_parallel_size"] = None
@@ -134,7 +144,7 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         | _vision_fields(student, dims)
         | _mla_fields(dims, is_fused=fields["apply_rope_fusion"])
     )
-    has_engine = uses_transformer_engine(student)
+    has_engine = uses_transformer_engine(student, dims)
     overrides = check_overrides(student.megatron_overrides, owned=fields.keys(), has_transformer_engine=has_engine)
     if overrides.get("fp8"):
         check_fp8(student, dims, layout.tp_size)
@@ -200,7 +210,7 @@ def _check_ranks_of_a_layer(student: StudentConfig, dims: ModelDims, layout: Lay
             f"student.parallel.tensor_model_parallel_size is {layout.tp_size} and the model has {' and '.join(needs)}: "
             "set student.parallel.sequence_parallel: true"
         )
-    if layout.cp_size > 1 and dims.vision is not None and uses_transformer_engine(student):
+    if layout.cp_size > 1 and dims.vision is not None and uses_transformer_engine(student, dims):
         raise UserError(
             f"student.parallel.context_parallel_size is {layout.cp_size} and model_type {dims.family} sees images: set "
             "student.transformer_impl: local, or context_parallel_size: 1"
@@ -239,7 +249,7 @@ def _check_experts(student: StudentConfig, dims: ModelDims) -> None:
         if student.moe != MoeConfig():
             raise UserError(f"student.moe is set but model_type {dims.family} has no experts: remove the section")
         return
-    if student.moe.moe_grouped_gemm and not uses_transformer_engine(student):
+    if student.moe.moe_grouped_gemm and not uses_transformer_engine(student, dims):
         raise UserError("student.moe.moe_grouped_gemm is true but TransformerEngine is missing: set it to false")
     # Each layer tells its router where packed sequences begin; ``moe`` recomputation runs the router without its layer.
     recomputed = student.megatron_overrides.get("recompute_modules") or ()
@@ -262,7 +272,7 @@ def _model_fields(dims: ModelDims) -> dict[str, Any]:
         "layernorm_epsilon": dims.norm_epsilon,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": _ACTIVATIONS[dims.activation],
         "add_bias_linear": False,
         "add_qkv_bias": dims.qkv_bias,
         "qk_layernorm": dims.qk_norm,
@@ -273,8 +283,10 @@ def _model_fields(dims: ModelDims) -> dict[str, Any]:
 def _softmax_scale(dims: ModelDims) -> float | None:
     """Return the factor of the scores where it is not ``head_dim ** -0.5``: YaRN scales queries and keys alike. Latent
     attention has its own rope, and makes its own."""
-    rope = dims.rope_scaling
-    return rope.scale**2 * dims.head_dim**-0.5 if isinstance(rope, YarnRope) and dims.mla is None else None
+    rope, divisor = dims.rope_scaling, dims.score_divisor
+    if isinstance(rope, YarnRope) and dims.mla is None:
+        return rope.scale**2 * (divisor or dims.head_dim) ** -0.5
+    return None if divisor is None else divisor**-0.5
 
 
 def _moe_fields(moe: MoeConfig, dims: ModelDims) -> dict[str, Any]:
@@ -368,9 +380,9 @@ def _layout_fields(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _execution_fields(student: StudentConfig) -> dict[str, Any]:
+def _execution_fields(student: StudentConfig, dims: ModelDims) -> dict[str, Any]:
     dtype: torch.dtype = getattr(torch, student.dtype)
-    is_fused = uses_transformer_engine(student)
+    is_fused = uses_transformer_engine(student, dims)
     fields: dict[str, Any] = {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -45,7 +45,8 @@ from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.student.attention import CoreAttention, EngineAttention, PackedSequences, RowParams, RowRotary
 from mopd.student.model.config import rotary_base, transformer_config, uses_transformer_engine
-from mopd.student.model.ropes import scaled_frequencies
+from mopd.student.model.norms import NormedRowParallel, RMSNorm, ZeroCenteredRMSNorm
+from mopd.student.model.ropes import PairedRotary, scaled_frequencies
 from mopd.student.parallel import Layout
 from mopd.student.vision import ImageInput, image_features, make_tower
 
@@ -185,18 +186,6 @@ class _CountedGradient(torch.autograd.Function):
         return stand_in
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of the local layer spec. Megatron's own wrapper refuses sequence parallelism.
-
-    The weight is replicated over tensor-parallel ranks; ``sequence_parallel`` on it makes Megatron sum its gradient.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
 def build_model(student: StudentConfig, dims: ModelDims, layout: Layout) -> StudentModel:
     """Return the only chunk that ``build_chunks`` makes for a layout without virtual stages."""
     (model,) = build_chunks(student, dims, layout)
@@ -238,6 +227,21 @@ def _build_chunk(
         rope.inv_freq = scaled_frequencies(rope.inv_freq, dims, dims.rope_scaling)
     if dims.vision is not None:
         _add_vision(model, student, dims)
+    if dims.window is not None:
+        windowed = RotaryEmbedding(
+            dims.head_dim,
+            1.0,
+            rotary_base=dims.window.rotary_base,
+            use_cpu_initialization=config.use_cpu_initialization,
+        )
+        model.rotary_pos_emb = PairedRotary(model.rotary_pos_emb, windowed)
+        layers: Any = model.get_submodule("decoder.layers")
+        for layer in layers:
+            own = partial(PairedRotary.choose, is_windowed=dims.window.layers[layer.layer_number - 1])
+            layer.register_forward_pre_hook(own, with_kwargs=True)
+    if dims.scaled_embeddings and model.pre_process:
+        scale = torch.tensor(dims.hidden_size**0.5, dtype=config.params_dtype).item()
+        model.embedding.register_forward_hook(lambda module, inputs, embedded: embedded * scale)
     if _takes_rows(config):
         _turn_by_position(model, dims)
     model.to(device=layout.device)
@@ -311,7 +315,7 @@ def _layer_specs(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the layers of chunk ``vp_stage`` of this pipeline stage, or of the whole stage (``None``)."""
     _mark_missing_imports()
-    if uses_transformer_engine(student):
+    if uses_transformer_engine(student, dims):
         if dims.moe is None:
             spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=dims.qk_norm)
         else:
@@ -320,10 +324,13 @@ def _layer_specs(
             for layer in [spec] if dims.moe is None else spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = EngineAttention
         return spec
-    specs = {has_experts: _local_spec(dims, has_experts=has_experts) for has_experts in (False, True)}
     first = get_transformer_layer_offset(config, vp_stage)
-    layers = [specs[dims.is_moe_layer(first + i)] for i in range(get_num_layers_to_build(config, vp_stage))]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    layers = [_local_spec(dims, first + i) for i in range(get_num_layers_to_build(config, vp_stage))]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(dims))
+
+
+def _norm(dims: ModelDims) -> type[RMSNorm]:
+    return ZeroCenteredRMSNorm if dims.zero_centered_norms else RMSNorm
 
 
 def _mark_missing_imports() -> None:
@@ -334,17 +341,21 @@ def _mark_missing_imports() -> None:
         multi_latent_attention.HAVE_TE = False
 
 
-def _local_spec(dims: ModelDims, *, has_experts: bool) -> ModuleSpec:
-    is_latent = dims.mla is not None
+def _local_spec(dims: ModelDims, number: int) -> ModuleSpec:
+    """Return layer ``number`` (from 0 over the whole model)."""
+    is_latent, has_experts, norm = dims.mla is not None, dims.is_moe_layer(number), _norm(dims)
     layer = get_gpt_layer_local_spec(
-        num_experts=dims.moe.num_experts if has_experts and dims.moe is not None else None,
+        num_experts=dims.moe.num_experts if dims.moe is not None and has_experts else None,
         qk_layernorm=dims.qk_norm or is_latent,
         multi_latent_attention=is_latent,
         normalization="RMSNorm",
     )
     submodules, attention = layer.submodules, layer.submodules.self_attention.submodules
-    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = CoreAttention
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = norm
+    attention.core_attention = ModuleSpec(module=CoreAttention, params={"window": dims.window_of(number)})
+    if dims.post_norms:
+        ended = ModuleSpec(module=NormedRowParallel, params={"norm": norm})
+        attention.linear_proj = submodules.mlp.submodules.linear_fc2 = ended
     keys = {} if has_experts else dict(_FUSED_MLP_NORM)
     if is_latent:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
@@ -355,7 +366,7 @@ def _local_spec(dims: ModelDims, *, has_experts: bool) -> ModuleSpec:
     else:
         keys |= _FUSED_INPUT_NORM
         if dims.qk_norm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+            attention.q_layernorm = attention.k_layernorm = norm
     submodules.sharded_state_dict_keys_map = keys
     return layer
 

@@ -1,4 +1,4 @@
-"""Scaled frequencies of rotary embeddings, for attention whose rope Megatron-Core makes plain.
+"""Rotary embeddings: scaled frequencies, for attention whose rope Megatron-Core makes plain, and two ropes in a model.
 
 Latent attention makes its own rope, scaled by its own configuration (``config.py``).
 """
@@ -6,11 +6,30 @@ Latent attention makes its own rope, scaled by its own configuration (``config.p
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mopd.conversion.models.dims import LinearRope, Llama3Rope, ModelDims, RopeScaling, YarnRope
+
+
+class PairedRotary(nn.Module):
+    """Two ropes of a model some of whose layers have windows: the angles of the whole-attention layers, then those of
+    the windowed ones, in one tensor that Megatron hands to every layer and to its recomputation."""
+
+    def __init__(self, whole: nn.Module, windowed: nn.Module) -> None:
+        super().__init__()
+        self.ropes = nn.ModuleList((whole, windowed))
+
+    def forward(self, length: int, *, packed_seq: bool) -> Tensor:
+        """Return angles [length, 1, 1, 2 D]."""
+        return torch.cat([rope(length, packed_seq=packed_seq) for rope in self.ropes], dim=-1)
+
+    @staticmethod
+    def choose(layer: nn.Module, inputs: Any, options: dict[str, Any], *, is_windowed: bool) -> Any:
+        """Leave a layer its own angles, as a forward pre-hook."""
+        return inputs, {**options, "rotary_pos_emb": options["rotary_pos_emb"].chunk(2, dim=-1)[is_windowed]}
 
 
 def scaled_frequencies(plain: Tensor, dims: ModelDims, scaling: RopeScaling) -> Tensor:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.hf.reader import open_model
-from mopd.conversion.hf.writer import write_folder
+from mopd.conversion.hf.writer import mtp_tensors, write_folder
 from mopd.student import cpu_shim, parallel
 from mopd.student.checkpoints import checkpoint
 from mopd.student.model.gpt import StudentModel, build_chunks
@@ -56,6 +57,7 @@ def compare_and_save(folder: Path, name: str, text: str, degrees: ParallelConfig
         assert tensor.dtype == others[key].dtype and torch.equal(tensor, others[key]), (name, text, key)
     weights = iter_hf_weights(expected, dims, layout)
     if layout.rank == 0:
+        weights = chain(weights, mtp_tensors(dims, folder / name))
         write_folder(folder / f"{name}-exported-{text}", weights, source=folder / name, max_file_bytes=40_000)
     else:
         assert list(weights) == []

@@ -51,6 +51,10 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
     },
     "seed_oss": {"attention_bias": [True, False], "attention_out_bias": [False, True], "mlp_bias": [False, True]},
     "phi3": {"sliding_window": [None, 8]},
+    "gemma3_text": {
+        "sliding_window": [3, 30], "sliding_window_pattern": [1, 2, 4], "query_pre_attn_scalar": [8, 20],
+        "attention_bias": [False, False, True], "final_logit_softcapping": [None, None, 30.0],
+    },
     "mistral": {"sliding_window": [None, 8]},
     "llama": {"attention_bias": [False, True], "mlp_bias": [False, True]},
     "qwen3": {"attention_bias": [False, True]},
@@ -79,6 +83,8 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     if draw(st.integers(0, 5)) == 5:
         rope["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1.0]))
     own = {key: draw(st.sampled_from(values)) for key, values in CHOICES.get(family, {}).items()}
+    if family == "gemma3_text":
+        rope = {"full_attention": rope, "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}
     return keys | own | {"rope_parameters": rope}
 
 

@@ -28,7 +28,7 @@ from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.jobs import streaming
 from mopd.conversion.models.reading import read_dims
 from mopd.conversion.torch_dist.plan import TargetLayout
-from tests.fixtures.tiny_models import FAMILIES, make_hf_model, make_tokenizer
+from tests.fixtures.tiny_models import FAMILIES, add_mtp, make_hf_model, make_tokenizer
 from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
 from tests.unit.conversion.jobs import run_job
 
@@ -91,6 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             continue
         make_hf_model(folder / name, family, seed, vocab_size=ODD_VOCAB, tie_word_embeddings=tied, **more)
         make_tokenizer(folder / name)
+    add_mtp(folder / "glm4_moe-untied")
     path = folder / "qwen3-bf16" / "model.safetensors"
     weights = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
     save_file(weights, path, metadata={"format": "pt"})

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.fixtures.tiny_models import make_hf_model
+from mopd.conversion.hf.reader import WEIGHTS_FILE
+from tests.fixtures.tiny_models import add_mtp, make_hf_model
 from tests.parity.student.harness import run_ranks
 from tests.parity.student.ranks import ADAM_EPS
 from tests.parity.student.samples import make_samples
@@ -27,14 +29,19 @@ pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 Results = dict[str, Any]
 IS_WHOLE = os.environ.get("MOPD_FAMILIES") == "all"
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+GEMMA_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "seed_oss": {"family": "seed_oss", "tie_word_embeddings": False},
     "glm4_moe": {"family": "glm4_moe", "tie_word_embeddings": False},
     "phi3": {"family": "phi3", "tie_word_embeddings": False},
     "shared_head": {"family": "qwen2", "num_kv_heads": 1, "rope_parameters": YARN},
     "shared_head_norms": {"family": "qwen3", "num_kv_heads": 1},
+    "gemma3": {"family": "gemma3_text", "num_layers": 4, "rope_parameters": GEMMA_ROPES},
 }
-"""The last two have one key/value head, which two tensor-parallel ranks share."""
+"""Those of a shared head have one key/value head, which two tensor-parallel ranks share."""
 ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
 LAYOUTS = {
     "one": ONE,
@@ -42,32 +49,44 @@ LAYOUTS = {
     "tp2_sp": {**ONE, "tp": 2, "sp": True},
     "pp2": {**ONE, "pp": 2},
     "ep2": {**ONE, "dp": 2, "ep": 2},
+    "cp2": {**ONE, "cp": 2},
+    "recompute": {**ONE, "tp": 2, "sp": True, "recompute": "full"},
 }
 STEPS = {"objective": "sft_on_teacher", "logprobs": True, "steps": 3}
-FEW = {"seed_oss": "tp2_sp", "glm4_moe": "tp2_sp", "phi3": "tp2", "shared_head": "tp2", "shared_head_norms": "tp2_sp"}
+FEW = {
+    "seed_oss": "tp2_sp", "glm4_moe": "tp2_sp", "phi3": "tp2", "shared_head": "tp2", "shared_head_norms": "tp2_sp",
+    "gemma3": "recompute",
+}  # fmt: skip
 
 
 def _layouts_of(name: str) -> list[str]:
-    """Experts have ranks of their own in one, and need sequence parallelism."""
+    """Experts have ranks of their own in one, and need sequence parallelism; windows meet parts of a sequence."""
     if not IS_WHOLE:
         return [FEW[name]]
-    return [layout for layout in LAYOUTS if layout != ("tp2" if name == "glm4_moe" else "ep2")]
+    others = {"glm4_moe": ("tp2", "cp2", "recompute"), "gemma3": ("ep2",)}.get(name, ("ep2", "cp2", "recompute"))
+    return [layout for layout in LAYOUTS if layout not in others]
 
 
 CASES = [(name, layout) for name in MODELS for layout in _layouts_of(name)]
-PADDED = [(name, layout) for name, layout in CASES if IS_WHOLE or name in ("glm4_moe", "shared_head")]
+PADDED = [(name, layout) for name, layout in CASES if IS_WHOLE or name in ("glm4_moe", "shared_head", "gemma3")]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("families")
-    return {name: make_hf_model(folder / name, **keys) for name, keys in MODELS.items()}
+    made = {name: make_hf_model(folder / name, **keys) for name, keys in MODELS.items()}
+    add_mtp(made["glm4_moe"])
+    return made
 
 
 @pytest.fixture(scope="module")
 def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
     cases = {f"{name}/{layout}": {**LAYOUTS[layout], **STEPS, "model": str(models[name])} for name, layout in CASES}
-    cases |= {f"{name}/{layout}/padded": {**cases[f"{name}/{layout}"], "packing": False} for name, layout in PADDED}
+    cases["glm4_moe/tp2_sp"]["save_hf"] = str(models["glm4_moe"].with_name("exported"))
+    cases |= {
+        f"{name}/{layout}/padded": {**LAYOUTS[layout], **STEPS, "model": str(models[name]), "packing": False}
+        for name, layout in PADDED
+    }
     results: Results = {}
     for size in (1, 2):
         own = {name: case for name, case in cases.items() if (size == 1) == (name.split("/")[1] == "one")}
@@ -120,3 +139,11 @@ def test_packed_sequences_equal_padded_ones(ranks: Results, name: str, layout: s
     assert packed["is_packed"] == [True] and padded["is_packed"] == [False]
     for step, expected in zip(packed["steps"], padded["steps"], strict=True):
         assert_same_step(step, expected)
+
+
+def test_an_export_has_what_predicts_further_tokens(ranks: Results, models: dict[str, Path]) -> None:
+    """Multi-token prediction: copied bit by bit; all else is trained."""
+    before, after = (load_file(models["glm4_moe"].with_name(name) / WEIGHTS_FILE) for name in ("glm4_moe", "exported"))
+    assert before.keys() == after.keys()
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    assert [name for name in same if "bias" not in name] == sorted(n for n in before if n.startswith("model.layers.2."))

@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from mopd.base.types import UserError
-from mopd.conversion.models.dims import Llama3Rope, MlaDims, ModelDims, MoeDims, YarnRope, layout_problem
+from mopd.conversion.models.dims import Llama3Rope, MlaDims, ModelDims, MoeDims, WindowDims, YarnRope, layout_problem
 from mopd.conversion.models.reading import dims_from_config, read_dims
 from mopd.conversion.models.stages import Stages
 
@@ -85,6 +85,14 @@ KIMI_K2 = DEEPSEEK_V3 | {
     "n_routed_experts": 384, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827,
     "rope_scaling": YARN | {"factor": 32.0},
 }  # fmt: skip
+GEMMA_3_1B = {
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_size": 1152, "num_hidden_layers": 26,
+    "intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "vocab_size": 262144, "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06, "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None,
+    "sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "attention_bias": False,
+    "final_logit_softcapping": None, "attn_logit_softcapping": None, "tie_word_embeddings": True,
+}  # fmt: skip
 PATH = Path("model/config.json")
 
 
@@ -141,6 +149,19 @@ def test_published_configs_of_kin():
     assert (phi.head_dim, phi.rotary_fraction, phi.qkv_bias) == (128, 1.0, False)
     kimi = dims_from_config(KIMI_K2, PATH)
     assert kimi == replace(dims_from_config(KIMI_K2 | {"model_type": "deepseek_v3"}, PATH), family="kimi_k2")
+
+
+def test_published_gemma_3_config():
+    """Newer ones name the layers, and nest the ropes."""
+    dims = dims_from_config(GEMMA_3_1B, PATH)
+    assert dims.window == WindowDims(size=512, layers=((True,) * 5 + (False,)) * 4 + (True, True), rotary_base=1e4)
+    assert (dims.rotary_base, dims.score_divisor, dims.activation) == (1e6, 256, "gelu_tanh")
+    assert dims.zero_centered_norms and dims.post_norms and dims.scaled_embeddings and dims.qk_norm
+    rope = {"rope_type": "default", "rope_theta": 10000}
+    named = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(26)]
+    newer = {key: value for key, value in GEMMA_3_1B.items() if not key.startswith("rope_")} | {"layer_types": named}
+    newer["rope_parameters"] = {"sliding_attention": rope, "full_attention": rope | {"rope_theta": 1000000}}
+    assert dims_from_config(newer, PATH) == dims
 
 
 def test_ropes_that_megatron_expresses():
@@ -224,6 +245,11 @@ def require_refusal(config: dict[str, Any], key: str) -> None:
         (GLM_4_5, {"rope_scaling": YARN}, "partial_rotary_factor"),
         (PHI_4, {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "rope_scaling.type"),
         (PHI_4, {"sliding_window": 2047}, "sliding_window"),
+        (GEMMA_3_1B, {"hidden_activation": "gelu"}, "hidden_act"),
+        (GEMMA_3_1B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        (GEMMA_3_1B, {"layer_types": ["full_attention"]}, "layer_types"),
+        (GEMMA_3_1B, {"sliding_window": None}, "sliding_window"),
+        (GEMMA_3_1B, {"rope_local_base_freq": None}, "rope_local_base_freq"),
         (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"factor": None}}, "rope_scaling.factor"),
         (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"type": "linear"}}, "rope_scaling.rope_type"),
         (LLAMA_3, {"rope_parameters": {"rope_type": "default"}}, "rope_scaling"),
@@ -264,6 +290,7 @@ def test_what_a_family_cannot_carry_is_refused_by_name(config: dict[str, Any], c
             "qwen3_moe_v2",
             r"the nearest name that is: 'qwen3_moe'\. docs/conversion\.md lists all families",
         ),
+        ("gemma3", "its vision tower is not read; use a checkpoint of the language model, gemma3_text"),
         ("gemma4_text", "'gemma4_text' is not supported: its layers differ in head size"),
         ("llama4", "'llama4' is not supported: it attends in chunks"),
     ],

@@ -101,8 +101,8 @@ def test_chunks_of_recomputed_layers_divide_a_stage(layout: Layout) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_transformer_engine_without_cuda_is_refused() -> None:
     with pytest.raises(UserError, match=r"student.transformer_impl is 'transformer_engine' but .* missing"):
-        uses_transformer_engine(student(transformer_impl="transformer_engine"))
-    assert not uses_transformer_engine(student(transformer_impl="auto"))
+        uses_transformer_engine(student(transformer_impl="transformer_engine"), DIMS)
+    assert not uses_transformer_engine(student(transformer_impl="auto"), DIMS)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,9 @@ def test_what_transformer_engine_cannot_is_refused(
     layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a machine that has it."""
-    monkeypatch.setattr(model_config, "uses_transformer_engine", lambda student: student.transformer_impl != "local")
+    monkeypatch.setattr(
+        model_config, "uses_transformer_engine", lambda student, dims: student.transformer_impl != "local"
+    )
     seeing = read_dims(make_vision_model(tmp_path / "seeing"))
     with pytest.raises(
         UserError, match=r"context_parallel_size is 2 and model_type qwen2_5_vl sees images: set student.tr"
@@ -234,7 +236,9 @@ def test_attention_without_a_kernel_is_refused(
     utils = "transformer_engine.pytorch.attention.dot_product_attention.utils"
     monkeypatch.setitem(sys.modules, utils, stand_in)  # type: ignore[arg-type]
     monkeypatch.setattr(stand_in, "CAPABILITY", list(capability))
-    monkeypatch.setattr(model_config, "uses_transformer_engine", lambda student: student.transformer_impl != "local")
+    monkeypatch.setattr(
+        model_config, "uses_transformer_engine", lambda student, dims: student.transformer_impl != "local"
+    )
     if line is None:
         check_attention(student(**keys), dims, layout, max_length=length)
         return
@@ -253,12 +257,12 @@ def test_another_version_of_transformer_engine_is_refused(
     monkeypatch.setattr(model_config, "HAVE_TE", True)
     monkeypatch.setattr(model_config, "get_te_version", lambda: Version(version))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not uses_transformer_engine(student(transformer_impl="local"))
+    assert not uses_transformer_engine(student(transformer_impl="local"), DIMS)
     if is_taken:
-        assert uses_transformer_engine(student())
+        assert uses_transformer_engine(student(), DIMS)
         return
     with pytest.raises(UserError, match=rf"{re.escape(version)} is installed, .* >=2.9,<2.13: install one .* local$"):
-        uses_transformer_engine(student())
+        uses_transformer_engine(student(), DIMS)
 
 
 def test_a_transformer_engine_of_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,12 +272,12 @@ def test_a_transformer_engine_of_another_torch_is_refused(tmp_path: Path, monkey
     (package / "__init__.py").write_text("raise ImportError('te.so: undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not uses_transformer_engine(student(transformer_impl="local"))
+    assert not uses_transformer_engine(student(transformer_impl="local"), DIMS)
     for impl in ("auto", "transformer_engine"):
         with pytest.raises(
             UserError, match=r"cannot be imported \(.*undefined symbol: _ZN3c10\): install one that was"
         ):
-            uses_transformer_engine(student(transformer_impl=impl))
+            uses_transformer_engine(student(transformer_impl=impl), DIMS)
     del sys.modules["transformer_engine"]
 
 

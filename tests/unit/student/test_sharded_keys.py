@@ -63,7 +63,8 @@ def test_keys_and_shapes_are_megatrons(family: str, keys: dict[str, Any], layout
 def test_a_conversion_holds_all_that_transformer_engine_asks_for(tmp_path: Path) -> None:
     """Objects too: a standalone norm of TransformerEngine 2 has an extra state. Older versions of Megatron ask for its
     attention's as well."""
-    folders = [make_model(tmp_path / str(number), *variant) for number, variant in enumerate(VARIANTS)]
+    variants = [(family, keys) for family, keys in VARIANTS if family != "gemma3_text"]  # whose layers never are its
+    folders = [make_model(tmp_path / str(number), *variant) for number, variant in enumerate(variants)]
     command = [sys.executable, "-W", "ignore", "-m", "tests.fixtures.asked_keys", *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,43 @@
+"""RMSNorms of the local layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm of the local layer spec. Megatron's own wrapper refuses sequence parallelism.
+
+    The weight is replicated over tensor-parallel ranks; ``sequence_parallel`` on it makes Megatron sum its gradient.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + w, in fp32, and holds w as checkpoints do: w + 1 would round in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
+
+
+class NormedRowParallel(RowParallelLinear):
+    """A row-parallel linear layer whose output, summed over ranks, is normed: Megatron's layers have no other place for
+    a norm between attention or MLP and the residual sum."""
+
+    def __init__(self, *sizes: Any, norm: type[RMSNorm], config: TransformerConfig, **options: Any) -> None:
+        super().__init__(*sizes, config=config, **options)
+        self.post_layernorm = norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        out, _ = super().forward(x)
+        return self.post_layernorm(out), None
