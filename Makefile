@@ -79,7 +79,7 @@ weights: $(ENGINES_STAMP)  ## updates of every family from every layout to torch
 	MOPD_WEIGHTS=all $(BIN)/python -m pytest tests/integration/test_weight_networks.py tests/integration/test_weight_network_faults.py --timeout=900 -s -rs
 
 families: $(STAMP)  ## families that are like others, in every layout beside transformers, and random configs (make test: one layout each)
-	MOPD_FAMILIES=all $(BIN)/python -m pytest tests/parity/student/test_families.py tests/parity/conversion/test_random_configs.py --timeout=900
+	MOPD_FAMILIES=all $(BIN)/python -m pytest tests/parity/student/test_families.py tests/parity/student/test_delta.py tests/parity/conversion/test_random_configs.py --timeout=900
 
 slurm: $(ENGINES_STAMP)  ## jobs of every form on four nodes of this machine, interrupted and lost (make test: one job)
 	MOPD_SLURM=all $(BIN)/python -m pytest tests/integration/test_slurm.py --timeout=1200 -rs -s

@@ -118,7 +118,9 @@ def square_cost(dims: ModelDims) -> float:
         read = heads * (mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim) + hidden * mla.v_head_dim)
         projections = asked + compressed + read
     met = [_mlp_width(dims, layer) for layer in range(dims.num_layers)]
-    return channels * dims.num_layers / (projections * dims.num_layers + 3 * hidden * sum(met))
+    attending, delta = dims.num_attention_layers, dims.delta
+    linear = 0 if delta is None else hidden * (delta.in_rows + delta.value_rows) * sum(delta.layers)
+    return channels * attending / (projections * attending + linear + 3 * hidden * sum(met))
 
 
 def _mlp_width(dims: ModelDims, layer: int) -> int:

@@ -32,7 +32,7 @@ from mopd.config.reading.tree import split_dotted
 from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.adapted import check_lora
-from mopd.conversion.models.dims import ModelDims, check_layout
+from mopd.conversion.models.dims import ModelDims, check_layers, check_layout
 from mopd.conversion.models.reading import read_dims
 from mopd.launch import failure, sharing
 from mopd.launch.node import compared_environment
@@ -197,6 +197,7 @@ def check_student_layout(student: StudentConfig) -> ModelDims:
     """Check that the parallel layout divides the model, whose folder is here; return the model's sizes."""
     dims = read_dims(Path(student.model))
     check_layout(dims, student.parallel)
+    check_layers(dims, student.transformer_impl)
     check_lora(dims, student)
     return dims
 

@@ -253,7 +253,8 @@ def _filled_plane(
 
 def _layers(dims: ModelDims) -> ModelDims:
     """Return the sizes of the few dense layers that are measured."""
-    return dataclasses.replace(dims, num_layers=min(MOST_LAYERS, dims.num_layers), moe=None, mla=None, family="llama")
+    text = dataclasses.replace(dims, delta=None, gated_attention=False, zero_centered_norms=False)
+    return dataclasses.replace(text, num_layers=min(MOST_LAYERS, dims.num_layers), moe=None, mla=None, family="llama")
 
 
 def _bandwidth() -> float:

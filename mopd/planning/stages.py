@@ -2,7 +2,8 @@
 
 training     3 x forward (4 x with full recompute) + what is not overlapped: routing and exchange of experts, pipeline
              bubble, data-parallel sums, the optimizer's pass over its states
-forward      2 operations a weight and token, 2 q a token of context and layer for scores and their sums
+forward      2 operations a weight and token, 2 q a token of context and layer for scores and their sums; of a gated
+             delta net, whose state has one size, as many for every token
 scoring      forward, sums of tensor parallelism, and passes over fp32 logits [rows, vocabulary], one more for the most
              probable ids where the payload has them
 drawing      a step of decoding reads the weights once and every sequence's cache; as many steps as the longest
@@ -20,10 +21,10 @@ from dataclasses import dataclass
 from mopd.config.groups import EngineGroupConfig, VllmEngineConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
-from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.dims import DeltaDims, ModelDims
 from mopd.planning.devices import Rates
 from mopd.planning.memory import shards
-from mopd.planning.memory.activations import MicroBatchSize
+from mopd.planning.memory.activations import DELTA_CHUNK, MicroBatchSize
 from mopd.planning.memory.replicas import VLLM_BYTES_PER_LOGIT, ReplicaPlan, kv_bytes, scoring_rows
 from mopd.planning.traffic import exchanged_bytes
 from mopd.planning.vision import slowest_stage, tower_flops, trained_tower_flops
@@ -61,8 +62,17 @@ def forward_flops(dims: ModelDims, *, tokens: float, context: float, rows: float
     """Return the operations of a forward pass over ``tokens`` that see ``context`` tokens on average, with ``rows`` of
     logits."""
     q = dims.num_attention_heads * dims.head_dim
-    layers = 2.0 * shards.active(dims) * tokens + 4.0 * q * context * dims.num_layers * tokens
+    layers = 2.0 * shards.active(dims) * tokens + 4.0 * q * context * dims.num_attention_layers * tokens
+    if dims.delta is not None:
+        layers += _delta_flops(dims.delta) * sum(dims.delta.layers) * tokens
     return layers + 2.0 * dims.vocab_size * dims.hidden_size * rows
+
+
+def _delta_flops(delta: DeltaDims) -> float:
+    """Return the operations of a gated delta net for each token, beside those of its weights: three products with the
+    state, and those among a chunk's tokens."""
+    keys, values = delta.key_head_dim, delta.value_head_dim
+    return delta.num_value_heads * (6.0 * keys * values + DELTA_CHUNK * (5 * keys + 3 * values))
 
 
 def head_layers(dims: ModelDims, work: Workload) -> float:

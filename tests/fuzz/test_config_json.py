@@ -24,7 +24,8 @@ COMMON = {
 
 
 def config_of(family: str) -> bytes:
-    keys = {"architectures": [f"{FAMILIES[family]}ForCausalLM"], "num_key_value_heads": 2, "head_dim": 32}
+    architecture = f"{FAMILIES[family].removesuffix('Text')}ForCausalLM"
+    keys = {"architectures": [architecture], "num_key_value_heads": 2, "head_dim": 32}
     if family.startswith("deepseek"):
         del keys["head_dim"]
     config = getattr(transformers, f"{FAMILIES[family]}Config")(**COMMON | keys | FAMILY_KEYS.get(family, {}))

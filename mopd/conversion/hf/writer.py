@@ -68,7 +68,7 @@ def mtp_tensors(dims: ModelDims, folder: Path) -> Iterator[tuple[str, Tensor]]:
 def mtp_file(groups: Sequence[Group]) -> list[OutputFile]:
     """Return the file that keeps the tensors of multi-token prediction in a distributed checkpoint; none if there are
     none."""
-    return [_shard_file(WEIGHTS_FILE, groups)] if groups else []
+    return [shard_file(WEIGHTS_FILE, groups)] if groups else []
 
 
 def hf_job(

@@ -94,6 +94,47 @@ class WindowDims:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaDims:
+    """Sizes of the gated delta nets that stand in the place of attention in some layers (Qwen3-Next, Qwen3.5)."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """Value heads, each with a state of its own; as many of them share each key head."""
+    key_head_dim: int
+    value_head_dim: int
+    conv_size: int
+    """Tokens that the convolution before the heads sees."""
+    layers: tuple[bool, ...]
+    """Flags of the layers: whether each has a gated delta net; the others have attention."""
+
+    @property
+    def key_rows(self) -> int:
+        """Width of all keys, and of all queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_rows(self) -> int:
+        """Width of all values, and of their gates."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_rows(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_rows + self.value_rows
+
+    @property
+    def in_rows(self) -> int:
+        """Rows of the input projection: the convolution's, the gates' and two for each value head."""
+        return self.conv_rows + self.value_rows + 2 * self.num_value_heads
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that a layer keeps of a sequence: each value head's state, and the tokens that the convolution sees
+        before the next."""
+        return self.num_value_heads * self.key_head_dim * self.value_head_dim + self.conv_rows * (self.conv_size - 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MoeDims:
     """Experts and router of a mixture-of-experts model.
 
@@ -107,6 +148,8 @@ class MoeDims:
     """Width of one expert's gated MLP."""
     shared_ffn_hidden_size: int = 0
     """Width of the MLP that every token passes beside its experts; 0 for none."""
+    shared_gate: bool = False
+    """Whether what that MLP returns is multiplied by a gate of one channel."""
     layers: tuple[bool, ...]
     """Flags of the layers: whether each has experts."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -221,6 +264,10 @@ class ModelDims:
     """Number by whose root attention scores are divided; None for ``head_dim``."""
     window: WindowDims | None = None
     """Sliding windows of some layers; None if all layers see all tokens before."""
+    delta: DeltaDims | None = None
+    """Gated delta nets in the place of some layers' attention; None if all layers attend."""
+    gated_attention: bool = False
+    """Whether each query head has a gate, as wide as its answer."""
     rope_scaling: RopeScaling | None = None
     """Scaled rotary embedding; None for the plain one."""
     rotary_fraction: float = 1.0
@@ -233,8 +280,9 @@ class ModelDims:
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the merged projection of queries, keys and values."""
-        return (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim
+        """Rows of the merged projection of queries, their gates, keys and values."""
+        asked = self.num_attention_heads * (2 if self.gated_attention else 1)
+        return (asked + 2 * self.num_query_groups) * self.head_dim
 
     @property
     def heads_per_group(self) -> int:
@@ -253,10 +301,28 @@ class ModelDims:
         """Return the window of a layer (from 0); None if it sees all tokens before."""
         return self.window.size if self.window is not None and self.window.layers[layer] else None
 
+    def is_delta_layer(self, layer: int) -> bool:
+        """Return whether the layer (from 0) has a gated delta net in the place of attention."""
+        return self.delta is not None and self.delta.layers[layer]
+
+    def layer_kind(self, layer: int) -> tuple[bool, bool]:
+        """Return whether the layer has experts, and whether a gated delta net: layers of one kind have equal shapes."""
+        return self.is_moe_layer(layer), self.is_delta_layer(layer)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Number of layers whose tokens see all tokens before."""
+        return self.num_layers - (0 if self.delta is None else sum(self.delta.layers))
+
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether layers have what TransformerEngine's have not: post-norms, windows, gated delta nets."""
+        return self.post_norms or self.window is not None or self.delta is not None
+
     @property
     def has_uniform_layers(self) -> bool:
         """Whether all layers have the same parameters; Megatron's checkpoints then stack them."""
-        return self.moe is None or all(self.moe.layers)
+        return self.delta is None and (self.moe is None or all(self.moe.layers))
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Return the rows of Megatron's embedding: as many on each rank, a multiple of ``VOCAB_ROWS_MULTIPLE``."""
@@ -272,16 +338,35 @@ def check_layout(dims: ModelDims, parallel: ParallelConfig) -> None:
         UserError: one line with both numbers and the key to set.
     """
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
-    if problem := layout_problem(dims, stages_of(parallel), tp=tp, ep=parallel.expert_model_parallel_size, etp=etp):
+    ep, cp = parallel.expert_model_parallel_size, parallel.context_parallel_size
+    if problem := layout_problem(dims, stages_of(parallel), tp=tp, ep=ep, etp=etp, cp=cp):
         raise UserError(problem)
 
 
+def check_layers(dims: ModelDims, transformer_impl: str) -> None:
+    """Refuse TransformerEngine's layers for a model that has others.
+
+    Raises:
+        UserError: one line with the key to set.
+    """
+    if dims.has_own_layers and transformer_impl == "transformer_engine":
+        raise UserError(
+            f"student.transformer_impl is 'transformer_engine' and the layers of model_type {dims.family} are local "
+            "ones: set it to 'auto' or 'local'"
+        )
+
+
 def layout_problem(
-    dims: ModelDims, stages: Stages = ONE_STAGE, *, tp: int = 1, ep: int = 1, etp: int | None = None
+    dims: ModelDims, stages: Stages = ONE_STAGE, *, tp: int = 1, ep: int = 1, etp: int | None = None, cp: int = 1
 ) -> str:
     """Return why ``check_layout`` refuses; empty for a layout that divides the model. ``etp`` None means ``tp``, as in
     Megatron."""
     spelled, etp = "student.parallel.{}".format, tp if etp is None else etp
+    if cp > 1 and dims.delta is not None:
+        return (
+            f"{spelled('context_parallel_size')} is {cp} and model_type {dims.family} has gated delta nets, whose "
+            "state goes from token to token: set it to 1"
+        )
     return division_problem(dims, stages, spelled, tp=tp, ep=ep, etp=etp) or _deepstack_problem(dims, stages)
 
 
@@ -292,12 +377,14 @@ def division_problem(
     field's name."""
     has_dense_layers = dims.moe is None or not all(dims.moe.layers)
     # Ranks that share a key/value head have equal parts of the rows of its queries, keys and values.
-    is_shared = tp % dims.num_query_groups == 0 and dims.qkv_rows % tp == 0
+    is_shared = tp % dims.num_query_groups == 0 and dims.qkv_rows % tp == 0 and not dims.gated_attention
     needs = [
         ("tensor_model_parallel_size", tp, "key/value heads", tp if is_shared else dims.num_query_groups),
         ("tensor_model_parallel_size", tp, "attention heads", dims.num_attention_heads),
         ("tensor_model_parallel_size", tp, "MLP columns", dims.ffn_hidden_size if has_dense_layers else tp),
     ]
+    if dims.delta is not None:
+        needs.append(("tensor_model_parallel_size", tp, "key heads of gated delta nets", dims.delta.num_key_heads))
     if dims.moe is not None:
         needs += [
             ("tensor_model_parallel_size", tp, "columns of the shared experts", dims.moe.shared_ffn_hidden_size),

@@ -55,6 +55,8 @@ def sizes(dims: ModelDims) -> dict[str, int]:
         "q": heads * dims.head_dim,
         "kv": dims.num_query_groups * dims.head_dim,
         "qkv": dims.qkv_rows,
+        "q_gated": 2 * heads * dims.head_dim,
+        "one": 1,
         "gate_up": 2 * dims.ffn_hidden_size,
     }
     if dims.mla is not None:
@@ -66,6 +68,18 @@ def sizes(dims: ModelDims) -> dict[str, int]:
             "mla_q": heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim),
             "mla_kv": heads * (mla.qk_nope_head_dim + mla.v_head_dim),
             "mla_v": heads * mla.v_head_dim,
+        }
+    if dims.delta is not None:
+        delta = dims.delta
+        values |= {
+            "delta_k": delta.key_rows,
+            "delta_v": delta.value_rows,
+            "delta_qkv": delta.conv_rows,
+            "delta_qkvz": delta.conv_rows + delta.value_rows,
+            "delta_heads": delta.num_value_heads,
+            "delta_ba": 2 * delta.num_value_heads,
+            "delta_head_dim": delta.value_head_dim,
+            "delta_conv": delta.conv_size,
         }
     if dims.moe is not None:
         values |= {"experts": dims.moe.num_experts, "moe_ffn": dims.moe.ffn_hidden_size}
@@ -85,6 +99,8 @@ def layer_params(dims: ModelDims, layer: int) -> tuple[Param, ...]:
         "no_q_lora": mla is not None and mla.q_lora_rank is None,
         "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0,
         "expert_bias": moe is not None and moe.expert_bias,
+        "attention": not dims.is_delta_layer(layer),
+        "delta": dims.is_delta_layer(layer),
     }
     return tuple(row for row in rows if holds[row.needs])
 

@@ -52,5 +52,7 @@ class Family:
     """Reader of latent attention; None for grouped-query attention."""
     experts: Callable[[Keys], MoeDims] | None = None
     """Reader of experts and router; None for a dense model."""
+    is_text_of_vision: bool = False
+    """Whether the rope may have the keys of one of three axes, whose positions are equal for text."""
     more: Callable[[Keys], dict[str, Any]] | None = None
     """Reader of further fields of ``ModelDims``, which refuses what cannot be carried; None if the family has none."""

@@ -7,6 +7,11 @@ P padded vocabulary, R tensor-parallel ranks. Weights are [out, in].
   owns G / R consecutive groups or, if R is a multiple of G, that part of a group's rows, cut across its heads. Hugging
   Face has q [G*Q*D, H], k [G*D, H], v [G*D, H], or all three end to end in one tensor. Biases alike, without H.
 - gate_up: a rank's matrix is its F / R rows of gate_proj above its F / R rows of up_proj, which may be one tensor too.
+  If attention is gated, each head's gate rows follow its query rows in q, and in Megatron those of a group's heads
+  follow all their query rows.
+- delta: a gated delta net's rows [q k v z b a] or [q k v], cut into as many shares as it has key heads; Megatron keeps
+  share after share, each with its part of every kind, and a rank owns consecutive ones. Hugging Face has the kinds end
+  to end, some in one tensor, or tensors whose shares are in that order.
 - rows, columns: a rank owns its share of dimension 0 or 1.
 - vocab: a rank owns P / R consecutive rows of the table padded with zero rows from V to P.
 
@@ -21,12 +26,12 @@ import torch
 from torch import Tensor
 
 from mopd.conversion.models.dims import ModelDims
-from mopd.conversion.models.families import Placed
+from mopd.conversion.models.families import Placed, sizes
 from mopd.conversion.models.rows import Merge
 
 ReadSlice = Callable[[str, int, int, int], Tensor]
 """``read_slice(name, dim, start, stop)``: part of one Hugging Face tensor (``HfReader.read_slice``)."""
-CUT_DIM: dict[Merge, int] = {"replicated": 0, "vocab": 0, "qkv": 0, "gate_up": 0, "rows": 0, "columns": 1}
+CUT_DIM: dict[Merge, int] = {"replicated": 0, "vocab": 0, "qkv": 0, "gate_up": 0, "delta": 0, "rows": 0, "columns": 1}
 """Dimension of [out, in] that ranks share; replicated parameters are whole on each."""
 
 
@@ -59,6 +64,13 @@ def read_box(placed: Placed, read_slice: ReadSlice, dims: ModelDims, start: int,
             for name, at, rows in _parts(placed, dims)
         ]
         return merge_qkv(read, dims)[start - first * block : stop - first * block]
+    if merge == "delta":
+        total = whole_shape(placed)[0]
+        shares = [
+            read_slice(name, 0, at + rows * start // total, at + rows * stop // total)
+            for name, at, rows in _delta_parts(placed, dims)
+        ]
+        return _merge_shares(shares, _key_heads(dims) * (stop - start) // total)
     if merge == "gate_up":
         parts = _parts(placed, dims)
         part = start // parts[0][2]
@@ -77,6 +89,20 @@ def _parts(placed: Placed, dims: ModelDims) -> list[tuple[str, int, int]]:
     shares = [dims.heads_per_group, 1, 1] if placed.param.merge == "qkv" else [1, 1]
     counts = [rows[0] * share // sum(shares) for share in shares]
     return [(names[0], sum(counts[:i]), count) for i, count in enumerate(counts)]
+
+
+def _delta_parts(placed: Placed, dims: ModelDims) -> list[tuple[str, int, int]]:
+    """Return Hugging Face name, first row and number of rows of each kind of rows of a gated delta net."""
+    size, found = sizes(dims), []
+    for name, tensor in zip(placed.hf_names, placed.param.hf, strict=True):
+        counts = [size[part] for part in tensor.parts or tensor.shape[:1]]
+        found += [(name, sum(counts[:i]), count) for i, count in enumerate(counts)]
+    return found
+
+
+def _key_heads(dims: ModelDims) -> int:
+    assert dims.delta is not None
+    return dims.delta.num_key_heads
 
 
 def load_shard(placed: Placed, read_slice: ReadSlice, dims: ModelDims, *, rank: int, size: int, rows: int) -> Tensor:
@@ -128,6 +154,8 @@ def split_whole(placed: Placed, whole: Tensor, dims: ModelDims) -> list[Tensor]:
     if placed.param.merge == "qkv":
         parts = split_qkv(whole, dims)
         return parts if len(placed.hf_names) > 1 else [torch.cat(parts)]
+    if placed.param.merge == "delta":
+        return _split_shares(placed, whole, dims)
     if placed.param.merge == "vocab":
         return [whole[: placed.hf_shapes[0][0]]]
     return list(whole.split([shape[0] for shape in placed.hf_shapes]))
@@ -149,13 +177,33 @@ def merge_qkv(parts: Sequence[Tensor], dims: ModelDims) -> Tensor:
     """Merge q [g*Q*D, ...], k [g*D, ...], v [g*D, ...] of any g consecutive groups -> [g*(Q+2)*D, ...]."""
     q, k, v = parts
     groups = k.shape[0] // dims.head_dim
-    blocks = [part.reshape(groups, -1, *part.shape[1:]) for part in (q, k, v)]
-    return torch.cat(blocks, dim=1).reshape(-1, *q.shape[1:])
+    if dims.gated_attention:
+        q = q.reshape(groups, -1, 2, dims.head_dim, *q.shape[1:]).transpose(1, 2)
+    blocks = [part.reshape(groups, -1, *k.shape[1:]) for part in (q, k, v)]
+    return torch.cat(blocks, dim=1).reshape(-1, *k.shape[1:])
 
 
 def split_qkv(qkv: Tensor, dims: ModelDims) -> list[Tensor]:
     """Undo ``merge_qkv``: [g*(Q+2)*D, ...] -> q, k, v."""
-    block = (dims.heads_per_group + 2) * dims.head_dim
-    rows = qkv.reshape(-1, block, *qkv.shape[1:])
-    parts = torch.split(rows, [dims.heads_per_group * dims.head_dim, dims.head_dim, dims.head_dim], dim=1)
-    return [part.clone(memory_format=torch.contiguous_format).reshape(-1, *qkv.shape[1:]) for part in parts]
+    asked = dims.heads_per_group * dims.head_dim * (2 if dims.gated_attention else 1)
+    rows = qkv.reshape(-1, asked + 2 * dims.head_dim, *qkv.shape[1:])
+    q, k, v = torch.split(rows, [asked, dims.head_dim, dims.head_dim], dim=1)
+    if dims.gated_attention:
+        q = q.unflatten(1, (2, -1, dims.head_dim)).transpose(1, 2)
+    return [part.clone(memory_format=torch.contiguous_format).reshape(-1, *qkv.shape[1:]) for part in (q, k, v)]
+
+
+def _merge_shares(parts: Sequence[Tensor], count: int) -> Tensor:
+    """Return ``count`` shares one after another, each with its part of all ``parts``."""
+    shares = [part.reshape(count, -1, *part.shape[1:]) for part in parts]
+    return torch.cat(shares, dim=1).flatten(0, 1)
+
+
+def _split_shares(placed: Placed, whole: Tensor, dims: ModelDims) -> list[Tensor]:
+    """Undo ``_merge_shares`` of all key heads."""
+    count, parts = _key_heads(dims), _delta_parts(placed, dims)
+    shares = whole.unflatten(0, (count, -1)).split([rows // count for _, _, rows in parts], dim=1)
+    found: dict[str, list[Tensor]] = {}
+    for (name, _, _), share in zip(parts, shares, strict=True):
+        found.setdefault(name, []).append(share.flatten(0, 1))
+    return [torch.cat(found[name]) for name in placed.hf_names]

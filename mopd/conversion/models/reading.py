@@ -20,6 +20,7 @@ from mopd.conversion.models.vision_config import MROPE_KEYS, is_tied, read_visio
 _REFUSED = {
     "gemma3": "its vision tower is not read; use a checkpoint of the language model, gemma3_text",
     "gemma4": "its layers differ in head size, share keys and values and add embeddings, which Megatron-Core has not",
+    "qwen3_5": "its vision tower is not; use a checkpoint of the language model, qwen3_5_text or qwen3_5_moe_text",
     "llama4": "it attends in chunks, and weighs its experts' inputs, which Megatron-Core does not",
 }
 """Beginning of a ``model_type`` -> why such families are refused."""
@@ -80,7 +81,10 @@ def dims_from_config(config: Mapping[str, Any], path: Path) -> ModelDims:
         family=family,
         num_layers=num_layers,
         hidden_size=keys.count("hidden_size"),
-        ffn_hidden_size=keys.count("intermediate_size"),
+        # A family whose layers all have experts may have no other width.
+        ffn_hidden_size=keys.count(
+            "intermediate_size" if format_.dense or not keys.absent("intermediate_size") else "moe_intermediate_size"
+        ),
         num_attention_heads=heads,
         num_query_groups=kv_heads,
         head_dim=head_dim,
@@ -236,7 +240,7 @@ def _rope_scaling(rope: Keys, format_: Family) -> RopeScaling | None:
     if kind not in known:
         label = "rope_type" if not rope.absent("rope_type") else "type"
         raise rope.error(label, f"{kind!r} is not supported; supported: {', '.join(known)}")
-    parts = MROPE_KEYS if format_.has_vision else frozenset[str]()
+    parts = MROPE_KEYS if format_.has_vision or format_.is_text_of_vision else frozenset[str]()
     own = _ROPE_KEYS[kind] - (_GROUPED_YARN_KEYS if format_.latent_attention else set())
     extra = sorted(set(rope.config) - _COMMON_ROPE_KEYS - own - parts)
     if extra:

@@ -14,12 +14,14 @@ from typing import Literal
 
 from mopd.conversion.models.towers import TOWER_PREFIX
 
-Merge = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]
+Merge = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up", "delta"]
 """How a parameter is cut over tensor-parallel ranks (expert-tensor-parallel ranks for experts): ``rows`` = dimension 0
-and ``columns`` = dimension 1 of [out, in], ``vocab`` = rows with padding, ``qkv`` and ``gate_up`` = several tensors
-merged (see ``mapping.py``)."""
-Switch = Literal["qkv_bias", "qk_norm", "q_lora", "no_q_lora", "shared_experts", "expert_bias"]
-"""Property of the model that a row depends on."""
+and ``columns`` = dimension 1 of [out, in], ``vocab`` = rows with padding, ``qkv``, ``gate_up`` and ``delta`` = several
+tensors merged (see ``mapping.py``)."""
+Switch = Literal[
+    "qkv_bias", "qk_norm", "q_lora", "no_q_lora", "shared_experts", "expert_bias", "attention", "delta"
+]  # fmt: skip
+"""Property of the model, or of the layer, that a row depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class HfTensor:
     name: str
     shape: tuple[str, ...]
     """Names of sizes, whose values ``sizes`` returns."""
+    parts: tuple[str, ...] = ()
+    """Names of sizes into which dimension 0 falls, if the parts merge each for itself (``delta``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,11 @@ tensor by tensor for our layers: gated MLP, grouped queries, no dropout, a bias 
     keys and values of other ranks       2 kv (c - 1)       under context parallelism over c ranks
     gate and up, their product           3 f
 
-No attention holds scores.
+No attention holds scores. A gated delta net keeps, k and v being the widths of its value heads' keys and of their
+values, x of what it projects in and c of its convolution's channels, and t the tokens of a chunk times its value heads:
+
+    projected in, convolved twice        x + 3 c
+    heads, by chunks, in fp32            14 k + 10 v + 8 t  two elements each
 
 A vision tower's block keeps for each patch, h and f being its own widths:
 
@@ -41,6 +45,8 @@ from mopd.planning.workload import Workload
 SCRATCH_ELEMENTS = 1 << 20
 """Elements of the largest buffer of a pass over logits on a CPU (``losses/chunked/blocks.py``); kernels on GPUs have
 none."""
+DELTA_CHUNK = 64
+"""Tokens of a gated delta net that attend to each other directly (``student/model/gated_delta_net.py``)."""
 _BLOCK = "blocks.{number}."
 SUM_BYTES = 4
 """Hidden gradients of the LM head where several ranks add up to them."""
@@ -110,11 +116,15 @@ def _packed(lengths: tuple[int, ...], prompt: int, dp_size: int, rules: PackingR
     return len(packed[0]), max(sum(rules.num_tokens(batch) for batch in rank) for rank in packed)
 
 
-def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bool) -> float:
+def layer_elements(dims: ModelDims, parallel: ParallelConfig, *, has_experts: bool, is_delta: bool = False) -> float:
     """Return the elements that one layer keeps for each token of a micro-batch, on one rank."""
     tp, others = parallel.tensor_model_parallel_size, parallel.context_parallel_size - 1
     hidden = dims.hidden_size / (tp if parallel.sequence_parallel else 1)
-    if dims.mla is None:
+    if is_delta and dims.delta is not None:
+        delta = dims.delta
+        each = 14 * delta.key_head_dim + 10 * delta.value_head_dim + 8 * DELTA_CHUNK
+        attention = (delta.in_rows + 3 * delta.conv_rows + delta.num_value_heads * each) / tp
+    elif dims.mla is None:
         q, kv = dims.num_attention_heads * dims.head_dim / tp, dims.groups_on_rank(tp) * dims.head_dim
         # Ranks that share a key/value head gather the whole projection, of which they keep views.
         gathered = dims.qkv_rows if dims.num_query_groups < tp else 0
@@ -155,10 +165,10 @@ def activation_bytes(dims: ModelDims, student: StudentConfig, batch: MicroBatchS
     """Return the activations of one rank of a pipeline stage, in bytes, when its first micro-batch comes back."""
     parallel, size = student.parallel, BYTES[student.dtype]
     tp = parallel.tensor_model_parallel_size
-    chunks = [list(map(dims.is_moe_layer, layers)) for layers in stages_of(parallel).layers(dims.num_layers)[stage]]
+    chunks = [list(map(dims.layer_kind, layers)) for layers in stages_of(parallel).layers(dims.num_layers)[stage]]
     tokens = batch.tokens / parallel.context_parallel_size
     each = {
-        kind: layer_elements(dims, parallel, has_experts=kind) * tokens * size
+        kind: layer_elements(dims, parallel, has_experts=kind[0], is_delta=kind[1]) * tokens * size
         for kind in {kind for own in chunks for kind in own}
     }
     seen = tower_bytes(dims, student, batch.image_tokens) if stage == 0 else 0.0

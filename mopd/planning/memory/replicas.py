@@ -60,7 +60,12 @@ def kv_bytes(dims: ModelDims, size: float) -> int:
     """Return the bytes of one token's keys and values in all layers; of latent attention the compressed ones."""
     if dims.mla is not None:
         return round(dims.num_layers * (dims.mla.kv_lora_rank + dims.mla.qk_rope_head_dim) * size)
-    return round(2 * dims.num_layers * dims.num_query_groups * dims.head_dim * size)
+    return round(2 * dims.num_attention_layers * dims.num_query_groups * dims.head_dim * size)
+
+
+def state_bytes(dims: ModelDims, size: float) -> int:
+    """Return the bytes of one sequence's states of gated delta nets, whatever its length; 0 without any."""
+    return 0 if dims.delta is None else round(sum(dims.delta.layers) * dims.delta.state_size * size)
 
 
 def plan_replica(
@@ -89,10 +94,11 @@ def plan_replica(
     budget = getattr(engine, "max_tokens_per_batch", 65_536)
     tokens = round(min(budget, max(1.0, samples) * work.max_tokens))
     layer = 4 * dims.hidden_size + 3 * max(dims.ffn_hidden_size, dims.head_dim * dims.num_attention_heads)
-    rows = min(TORCH_ROWS, tokens) if scores else max(1, tokens // work.max_tokens)
+    drawn = max(1, tokens // work.max_tokens)
+    rows = min(TORCH_ROWS, tokens) if scores else drawn
     parts = {
         "weights": weights_bytes(dims, size, stored),
-        "cache": 0 if scores else tokens * kv_bytes(dims, size),
+        "cache": 0 if scores else tokens * kv_bytes(dims, size) + drawn * state_bytes(dims, size),
         "reserve": tokens * layer * size,
         "scoring" if scores else "logits": rows * dims.vocab_size * TORCH_BYTES_PER_LOGIT,
     }
@@ -145,6 +151,7 @@ def _vllm(
     # Latent keys are whole on every GPU of a stage, and so is a key head that there are more GPUs than.
     heads = 1 if dims.mla is not None else min(tp, dims.num_query_groups)
     each = max(1, kv_bytes(dims, number_bytes) // (heads * stages))
+    states = state_bytes(dims, size) // engine.num_gpus
     if engine.kv_cache_memory_bytes is None:
         cache = max(0, own - weights - reserve)
     else:
@@ -157,7 +164,7 @@ def _vllm(
         scoring = int(tokens * dims.vocab_size * VLLM_BYTES_PER_LOGIT)
     parts = {"weights": weights, "cache": cache, "reserve": reserve, "scoring": scoring}
     problems = [*unknown, *_problems(engine, dims, cluster, parts, room_tokens=cache // each, longest=longest)]
-    room = max(1, min(engine.max_num_seqs, int(cache // each / work.length)))
+    room = max(1, min(engine.max_num_seqs, int(cache / (each * work.length + states))))
     return ReplicaPlan(
         gpus=engine.num_gpus,
         tensor_parallel_size=tp,

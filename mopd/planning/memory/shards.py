@@ -66,8 +66,8 @@ def shard(dims: ModelDims, parallel: ParallelConfig, stage: int) -> Shard:
     etp, ep = parallel.resolved_expert_tensor_parallel_size, parallel.expert_model_parallel_size
     sizes = families.sizes(dims)
     dense = experts = constants = 0
-    for is_moe, count in Counter(map(dims.is_moe_layer, layers[stage])).items():
-        example = next(layer for layer in range(dims.num_layers) if dims.is_moe_layer(layer) == is_moe)
+    for kind, count in Counter(map(dims.layer_kind, layers[stage])).items():
+        example = next(layer for layer in range(dims.num_layers) if dims.layer_kind(layer) == kind)
         for param in families.layer_params(dims, example):
             numel = _numel(param, sizes)
             if param.stays_fp32:

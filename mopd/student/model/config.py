@@ -20,7 +20,7 @@ from torch.nn.functional import gelu, silu
 from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.config.student import MoeConfig, StudentConfig, VisionConfig
-from mopd.conversion.models.dims import ModelDims, YarnRope, layout_problem
+from mopd.conversion.models.dims import ModelDims, YarnRope, check_layers, layout_problem
 from mopd.conversion.models.stages import Stages, stages_of
 from mopd.data.packing import FP8_MULTIPLE
 from mopd.student.model.overrides import check_overrides
@@ -35,7 +35,7 @@ UNFUSED_MAX_LENGTH = 4096
 
 
 def uses_transformer_engine(student: StudentConfig, dims: ModelDims) -> bool:
-    """Return whether the layers come from TransformerEngine. Those with post-norms or windows never do.
+    """Return whether the layers come from TransformerEngine. Layers of a model's own never do.
 
     Raises:
         UserError: the recipe asks for it where CUDA or the package is missing; or the package cannot be imported, as
@@ -44,13 +44,9 @@ def uses_transformer_engine(student: StudentConfig, dims: ModelDims) -> bool:
     has_cuda = torch.cuda.is_available()
     if student.transformer_impl == "local":
         return False
-    if dims.post_norms or dims.window is not None:
-        if student.transformer_impl == "auto":
-            return False
-        raise UserError(
-            f"student.transformer_impl is 'transformer_engine' and the layers of model_type {dims.family} are local "
-            "ones: set it to 'auto' or 'local'"
-        )
+    if dims.has_own_layers:
+        check_layers(dims, student.transformer_impl)
+        return False
     if has_cuda and not HAVE_TE and find_spec("transformer_engine") is not None:
         raise UserError(
             f"transformer_engine is installed and cannot be imported ({_import_problem()}): install one that was built "
@@ -131,7 +127,8 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         pipeline_model_parallel_size=layout.pp_size,
         virtual_pipeline_model_parallel_size=layout.vp_size,
     )
-    if problem := layout_problem(dims, stages, tp=layout.tp_size, ep=layout.ep_size, etp=layout.etp_size):
+    degrees = {"tp": layout.tp_size, "ep": layout.ep_size, "etp": layout.etp_size, "cp": layout.cp_size}
+    if problem := layout_problem(dims, stages, **degrees):
         raise UserError(problem)
     _check_ranks_of_a_layer(student, dims, layout)
     _check_experts(student, dims)
@@ -170,7 +167,7 @@ def check_fp8(student: StudentConfig, dims: ModelDims, tp_size: int) -> None:
         UserError: one line with the key to set.
     """
     key = "student.megatron_overrides.fp8"
-    if dims.moe is not None or dims.mla is not None or dims.vision is not None:
+    if any(part is not None for part in (dims.moe, dims.mla, dims.vision, dims.delta)):
         raise UserError(f"{key}: mopd knows the shapes of dense text models alone; remove the override")
     if "fp8_recipe" not in student.megatron_overrides:
         raise UserError(
@@ -276,6 +273,9 @@ def _model_fields(dims: ModelDims) -> dict[str, Any]:
         "add_bias_linear": False,
         "add_qkv_bias": dims.qkv_bias,
         "qk_layernorm": dims.qk_norm,
+        "attention_output_gate": dims.gated_attention,
+        # A list makes Megatron give each layer keys of its own in checkpoints.
+        "moe_layer_freq": 1 if dims.has_uniform_layers else [int(dims.is_moe_layer(i)) for i in range(dims.num_layers)],
         "softmax_scale": _softmax_scale(dims),
     }
 
@@ -297,7 +297,7 @@ def _moe_fields(moe: MoeConfig, dims: ModelDims) -> dict[str, Any]:
         "num_moe_experts": experts.num_experts,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
-        "moe_layer_freq": 1 if dims.has_uniform_layers else [int(has_experts) for has_experts in experts.layers],
+        "moe_shared_expert_gate": experts.shared_gate,
         "moe_router_topk": experts.experts_per_token,
         "moe_router_score_function": experts.score_function,
         # Softmax after the choice normalises over the chosen; before it, over all experts.

@@ -45,6 +45,7 @@ from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.student.attention import CoreAttention, EngineAttention, PackedSequences, RowParams, RowRotary
 from mopd.student.model.config import rotary_base, transformer_config, uses_transformer_engine
+from mopd.student.model.gated_delta_net import GatedAttention, GatedDeltaNet
 from mopd.student.model.norms import NormedRowParallel, RMSNorm, ZeroCenteredRMSNorm
 from mopd.student.model.ropes import PairedRotary, scaled_frequencies
 from mopd.student.parallel import Layout
@@ -352,6 +353,10 @@ def _local_spec(dims: ModelDims, number: int) -> ModuleSpec:
     )
     submodules, attention = layer.submodules, layer.submodules.self_attention.submodules
     submodules.input_layernorm = submodules.pre_mlp_layernorm = norm
+    if dims.is_delta_layer(number):
+        submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": dims.delta})
+    elif dims.gated_attention:
+        submodules.self_attention.module = GatedAttention
     attention.core_attention = ModuleSpec(module=CoreAttention, params={"window": dims.window_of(number)})
     if dims.post_norms:
         ended = ModuleSpec(module=NormedRowParallel, params={"norm": norm})
@@ -367,7 +372,8 @@ def _local_spec(dims: ModelDims, number: int) -> ModuleSpec:
         keys |= _FUSED_INPUT_NORM
         if dims.qk_norm:
             attention.q_layernorm = attention.k_layernorm = norm
-    submodules.sharded_state_dict_keys_map = keys
+    # Gated delta nets are never TransformerEngine's, and its keys never theirs.
+    submodules.sharded_state_dict_keys_map = keys if dims.delta is None else {}
     return layer
 
 

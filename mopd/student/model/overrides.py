@@ -85,7 +85,7 @@ OWNED: dict[str, str] = {
         original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim num_moe_experts moe_ffn_hidden_size
         moe_shared_expert_intermediate_size moe_layer_freq moe_router_topk moe_router_score_function
         moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
-        moe_router_enable_expert_bias moe_router_dtype mrope_section""",
+        moe_router_enable_expert_bias moe_router_dtype mrope_section attention_output_gate moe_shared_expert_gate""",
     "student.parallel.tensor_model_parallel_size": "tensor_model_parallel_size",
     "student.parallel.pipeline_model_parallel_size": "pipeline_model_parallel_size",
     "student.parallel.virtual_pipeline_model_parallel_size": """
@@ -112,12 +112,12 @@ REFUSED: dict[str, str] = {
     "it makes another function of the same weights": """
         softmax_scale softmax_type apply_query_key_layer_scaling rotary_interleaved rotary_percent no_rope_freq
         window_size window_attn_skip_freq layernorm_zero_centered_gamma qk_l2_norm qk_clip qk_clip_alpha
-        qk_clip_threshold attention_output_gate apply_residual_connection_post_layernorm glu_linear_offset
+        qk_clip_threshold apply_residual_connection_post_layernorm glu_linear_offset
         activation_func_clamp_value experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim
         dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim
         linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads is_hybrid_model
         mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path heterogeneous_block_specs
-        hetereogenous_dist_checkpoint moe_shared_expert_gate moe_latent_size moe_apply_probs_on_input""",
+        hetereogenous_dist_checkpoint moe_latent_size moe_apply_probs_on_input""",
     "it sends tokens to other experts than the model's router, or to none": """
         moe_router_force_load_balancing moe_router_topk_limited_devices moe_expert_capacity_factor
         moe_pad_expert_input_to_capacity moe_token_drop_policy moe_token_dropping moe_enable_routing_replay""",

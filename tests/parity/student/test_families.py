@@ -96,7 +96,7 @@ def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @lru_cache
-def _supervised(folder: Path, lrs: tuple[float, ...]) -> list[tuple[float, float]]:
+def supervised(folder: Path, lrs: tuple[float, ...]) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step of plain PyTorch on transformers' model, with those learning rates."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     weights, plain = ([p for p in model.parameters() if (p.dim() > 1) == is_weight] for is_weight in (True, False))
@@ -125,7 +125,7 @@ def _supervised(folder: Path, lrs: tuple[float, ...]) -> list[tuple[float, float
 def test_three_steps_equal_plain_pytorch(ranks: Results, models: dict[str, Path], name: str, layout: str) -> None:
     assert_logprobs(ranks[f"{name}/{layout}"], models[name])
     steps = ranks[f"{name}/{layout}"]["steps"]
-    expected = _supervised(models[name], tuple(step["lr"] for step in steps))
+    expected = supervised(models[name], tuple(step["lr"] for step in steps))
     for step, (loss, norm) in zip(steps, expected, strict=True):
         assert step["weighted_loss/math"] + step["weighted_loss/code"] == pytest.approx(loss, rel=1e-5)
         assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)  # in fp32, see Case.exact_grad_norm

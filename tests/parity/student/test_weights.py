@@ -60,12 +60,12 @@ def models(tmp_path: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def vllm_server(model: str, folder: Path, workers: int) -> Iterator[str]:
+def vllm_server(model: str, folder: Path, workers: int, **engine: Any) -> Iterator[str]:
     from tests.integration.test_server_vllm import CFG
 
     file = folder / "rollout.json"
-    engine = dataclasses.replace(CFG, tensor_parallel_size=workers)
-    engine_file(Path(model), "rollout", engine=engine, startup_timeout_s=240.0).write(file)
+    cfg = dataclasses.replace(CFG, tensor_parallel_size=workers, **engine)
+    engine_file(Path(model), "rollout", engine=cfg, startup_timeout_s=240.0).write(file)
     with serve_process(file) as child:
         yield child.wait_ready()["url"]
 

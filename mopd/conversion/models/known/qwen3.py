@@ -6,7 +6,7 @@ from mopd.conversion.models.family import Family
 from mopd.conversion.models.rows import ATTENTION, EXPERTS, MLP, PRE_MOE_NORM, ROUTER
 
 
-def _experts(keys: Keys) -> MoeDims:
+def qwen_experts(keys: Keys) -> MoeDims:
     num_layers, step = keys.count("num_hidden_layers"), keys.count("decoder_sparse_step")
     dense = [] if keys.absent("mlp_only_layers") else keys.container("mlp_only_layers", list)
     unknown = [layer for layer in dense if type(layer) is not int or not 0 <= layer < num_layers]
@@ -32,6 +32,6 @@ FAMILIES = {
         dense=ATTENTION + MLP,
         moe=ATTENTION + PRE_MOE_NORM + ROUTER + EXPERTS,
         qk_norm=True,
-        experts=_experts,
+        experts=qwen_experts,
     ),
 }
