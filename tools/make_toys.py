@@ -1,6 +1,6 @@
 """Make toys that can tell one loss or schedule from another: tiny students and teachers, prompts, and a recipe each.
 
-    python tools/make_toys.py                          # all five, within seconds; again: at once
+    python tools/make_toys.py                          # all, within seconds; again: at once
     python tools/make_toys.py stochastic long --out /tmp/toys
 
     runs/toys/TOY/recipe.yaml                          mopd train runs/toys/TOY/recipe.yaml

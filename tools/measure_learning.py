@@ -6,8 +6,9 @@
     python tools/measure_learning.py --table                      # write the tables of what is there into the pages
 
 Each run that ended is kept under a hash of its recipe and its toy, so that the tool goes on where it stopped, and
-measures anew where a recipe or a toy has changed. A run that failed, by its own line, is a result too; ``--retry``
-tries those again. After ``--minutes`` no run begins. Left out on purpose: any judgement.
+measures anew where a toy or a recipe has changed (a new key, too); with ``--missing`` it runs only what no recipe has a
+result of. A run that failed, by its own line, is a result too; ``--retry`` tries those again. After ``--minutes`` no
+run begins. Left out on purpose: any judgement.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +46,16 @@ RECORD = ROOT / "benchmarks/learning.jsonl"
 """Results behind the page's tables, a line each: they count as done in every checkout."""
 RUN_TIMEOUT_S = 1800.0
 """Deadline of one run: many times what any takes."""
-QUICKSTART = (
-    "student.parallel.tensor_model_parallel_size=1",
-    "checkpoint.every_steps=1000",
-    "validation.every_steps=50",
-    "data.domain_weights={reversal: 1, sorting: 1, next_letter: 1}",
-)
+RECIPES = {"quickstart": "quickstart.yaml", "self": "self_distillation.yaml"}
+SETTINGS = {
+    "quickstart": (
+        "student.parallel.tensor_model_parallel_size=1",
+        "checkpoint.every_steps=1000",
+        "validation.every_steps=50",
+        "data.domain_weights={reversal: 1, sorting: 1, next_letter: 1}",
+    ),
+    "self": ("checkpoint.every_steps=1000", "validation.every_steps=50"),
+}
 """One process, no checkpoint that nobody reads, and equal shares of the domains, as in the other toys; the recipe's own
 shares are a contender."""
 
@@ -68,7 +73,11 @@ class Cell:
 
     @property
     def recipe_file(self) -> Path:
-        return ROOT / "recipes/quickstart.yaml" if self.toy == "quickstart" else self.assets / "recipe.yaml"
+        return _recipe_file(self.toy, self.assets)
+
+    @property
+    def line(self) -> tuple[str, str, int]:
+        return self.contender.name, self.toy, self.seed
 
     @property
     def key(self) -> str:
@@ -100,6 +109,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs/learning", metavar="FOLDER")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override keys of every recipe")
     parser.add_argument("--retry", action="store_true", help="run again what failed")
+    parser.add_argument("--missing", action="store_true", help="only lines that no recipe, of today or before, has run")
     parser.add_argument("--list", action="store_true", help="print what would run, and whether its recipe is accepted")
     parser.add_argument("--table", action="store_true", help="only write the tables into their pages")
     args = parser.parse_args()
@@ -119,7 +129,8 @@ def main() -> int:
         return 2
     deadline = time.monotonic() + 60 * args.minutes
     done = done_keys(args.out, retry=args.retry)
-    missing = [cell for cell in cells if cell.key not in done]
+    known = _by_line(read_results(args.out)) if args.missing else {}
+    missing = [cell for cell in cells if cell.key not in done and cell.line not in known]
     print(f"{len(cells) - len(missing)} of {len(cells)} runs are done", flush=True)
     if args.list:
         print(*(f"{cell.key} {cell.contender.name}, {cell.toy}, seed {cell.seed}" for cell in missing), sep="\n")
@@ -155,19 +166,26 @@ def planned(only: Sequence[str], seeds: int, overrides: Sequence[str]) -> list[C
 
 
 def _make(toy: str) -> Path:
-    if toy == "quickstart":
-        folder = ROOT / "runs/quickstart_assets"
-        if not (folder / "manifest.json").exists():
-            raise UserError(f"{folder} is not there: run python tools/make_quickstart.py first, or name other toys")
+    if toy in RECIPES:
+        folder, needed = ROOT / "runs/quickstart_assets", "copier" if toy == "self" else "base"
+        if not (folder / needed).exists():
+            option = " --copier" if toy == "self" else ""
+            raise UserError(
+                f"{folder / needed} is not there: run python tools/make_quickstart.py{option}, or name other toys"
+            )
         return folder
     make_toys.make(toy, ROOT / "runs/toys" / toy)
     return ROOT / "runs/toys" / toy
 
 
+def _recipe_file(toy: str, assets: Path) -> Path:
+    return ROOT / "recipes" / RECIPES[toy] if toy in RECIPES else assets / "recipe.yaml"
+
+
 def _cell(contender: Contender, toy: str, seed: int, assets: Path, more: Sequence[str]) -> Cell:
     own = [override.replace("{toy}", toy).replace("{seed}", str(seed)) for override in contender.overrides]
-    overrides = (*(QUICKSTART if toy == "quickstart" else ()), *own, *more, f"seed={seed}")
-    file = ROOT / "recipes/quickstart.yaml" if toy == "quickstart" else assets / "recipe.yaml"
+    overrides = (*SETTINGS.get(toy, ()), *own, *more, f"seed={seed}")
+    file = _recipe_file(toy, assets)
     try:
         loaded = load_recipe(file, overrides)
     except UserError as error:
@@ -184,11 +202,14 @@ def read_results(out: Path) -> list[dict[str, Any]]:
     """Read the results of the record, and those of ``out``, which replace older ones of the same line, in a fixed
     order."""
     texts = RECORD.read_text().splitlines() if RECORD.exists() else []
-    known = {}
-    for text in (*texts, *(path.read_text() for path in sorted(out.glob("*.json")))):
-        one = json.loads(text)
-        known[one["contender"], one["toy"], one["seed"]] = one
+    found = [json.loads(text) for text in (*texts, *(path.read_text() for path in sorted(out.glob("*.json"))))]
+    known = _by_line(found)
     return [known[line] for line in sorted(known)]
+
+
+def _by_line(results: Iterable[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Return contender, toy and seed -> the last result of these."""
+    return {(one["contender"], one["toy"], one["seed"]): one for one in results}
 
 
 def measure(cell: Cell, out: Path) -> bool:
@@ -200,10 +221,8 @@ def measure(cell: Cell, out: Path) -> bool:
         result |= _untrained(cell, folder) if cell.contender.untrained else _train(cell, folder)
     except subprocess.CalledProcessError as error:
         result["failed"] = next(reversed(error.stderr.strip().splitlines()), f"exit code {error.returncode}")[-300:]
-    line = (cell.contender.name, cell.toy, cell.seed)
     for path in out.glob("*.json"):  # of another recipe or toy: a table shows what is measured last
-        known = json.loads(path.read_text())
-        if (known["contender"], known["toy"], known["seed"]) == line:
+        if cell.line in _by_line([json.loads(path.read_text())]):
             path.unlink()
     draft = out / f"{cell.key}.partial"
     draft.write_text(json.dumps(result, indent=1))
@@ -235,7 +254,7 @@ def _train(cell: Cell, folder: Path) -> dict[str, Any]:
         "curve": [(line["step"], line["rewards"]) for line in lines],
         "steps_s": [sum(one["timing/step_s"] for one in steps if one["step"] <= line["step"]) for line in lines],
         "validations_s": [line["wall_s"] for line in lines],
-        "distance": distances(recipe, folder / "hf"),
+        "distance": {} if cell.toy == "self" else distances(recipe, folder / "hf"),
     }
 
 
@@ -248,7 +267,7 @@ def _keep_earlier_run(cell: Cell, kept: Path) -> None:
     if (kept / "report.json").exists():
         return
     shutil.rmtree(kept, ignore_errors=True)
-    plain = [own for own in cell.overrides if own in QUICKSTART or own.startswith("seed=")]
+    plain = [own for own in cell.overrides if own in SETTINGS.get(cell.toy, ()) or own.startswith("seed=")]
     keeping = ("metrics.keep_samples=true", f"data.scores_cache={kept / 'scores'}", f"run_dir={kept}")
     _mopd("train", str(cell.recipe_file), *plain, *keeping)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 GENERAL = ("quickstart", "stochastic", "long", "conflict", "foreign")
-TOYS = (*GENERAL, "decision")
+TOYS = (*GENERAL, "decision", "shared", "half", "self")
 REFERENCE = "forward_kl"
 """The contender that tables begin with: the recipes as they are, the quickstart's with equal shares."""
 
@@ -27,10 +27,17 @@ class Contender:
 LOSSES, TAILS, BASELINES = "Which loss", "Do tails matter", "Against the cheap alternatives"
 STALE, TOKENS, CONFLICT = "What old samples and kept scores cost", "What fewer tokens cost", "Who starves"
 WARM, REWARD = "What a warm-up gives", "Distillation and reward in one loss"
+MERGE, GATE, VIEW = (
+    "A merge where teachers disagree",
+    "A teacher that is right on half of the prompts",
+    "The student itself as teacher",
+)
 PAYLOADS, DECISION = "Which ids, by loss", "A token that decides"
 KEPT = "runs/learning/kept/{toy}-{seed}"
 """Run folder of the earlier run, that of the recipe as it is: its samples and scores."""
 REVERSE = ("loss.type=topk_reverse_kl", "loss.tail=bucket")
+FULL = "teacher_defaults.payload=hidden"
+REWARDED = ("rollout.samples_per_prompt=8", "loss.task_reward_weight=1.0")
 BESIDE = ("rollout.placement.type=local", "teacher_defaults.placement.type=local")
 """Engines beside the trainer, which staleness above 0 needs."""
 
@@ -111,6 +118,10 @@ CONTENDERS = (
         for payload in payloads
     ),
     *(
+        Contender(f"{name}, hidden", PAYLOADS, (f"loss={{type: full_{name}}}", FULL), ("stochastic",))
+        for name in (REFERENCE, "reverse_kl", "jsd")
+    ),
+    *(
         Contender(f"decision: {name}, {ids}", DECISION, (*keys, own), ("decision",))
         for name, keys in (("forward_kl", ()), ("reverse_kl", REVERSE))
         for ids, own in (
@@ -120,6 +131,32 @@ CONTENDERS = (
             ("always_ids", "loss.always_ids=[<call>]"),
         )
     ),
+    *(
+        Contender(f"decision: {name}, hidden", DECISION, (f"loss={{type: full_{name}}}", FULL), ("decision",))
+        for name in (REFERENCE, "reverse_kl")
+    ),
+    Contender("shared: forward_kl", MERGE, (), ("shared",)),
+    Contender("shared: sft_on_teacher", MERGE, ("objective=sft_on_teacher",), ("shared",)),
+    Contender("shared: best single teacher", MERGE, (), ("shared",), untrained="best teacher"),
+    Contender("shared: merge", MERGE, (), ("shared",), untrained="merge"),
+    *(
+        Contender(f"half: {name}", GATE, (*REWARDED, *own), ("half",))
+        for name, own in (
+            ("distil", ("loss.task_reward_weight=0",)),
+            ("reward", ("domains={mixed: {gate: {by: student_rewards, threshold: 0}}}",)),
+            ("distil and reward, no gate", ()),
+            ("gate", ("domains={mixed: {gate: {by: teacher_answers}}}",)),
+        )
+    ),
+    Contender("self: frozen", VIEW, (), ("self",)),
+    Contender("self: refreshed every 20 steps", VIEW, ("teachers.sorting.refresh={every_steps: 20}",), ("self",)),
+    Contender("self: ema", VIEW, ("teachers.sorting.refresh={ema: 0.99}",), ("self",)),
+    Contender(
+        "self: frozen, no view",
+        VIEW,
+        ("teachers.sorting.view=null", "preflight.require_better_teacher=false"),
+        ("self",),
+    ),
 )  # fmt: skip
-FIRST = {PAYLOADS: (REFERENCE, "reverse_kl", "jsd"), DECISION: ()}
+FIRST = {PAYLOADS: (REFERENCE, "reverse_kl", "jsd"), DECISION: (), MERGE: (), GATE: (), VIEW: ()}
 """Table -> contenders of other tables that it begins with, where they are not ``REFERENCE`` alone."""

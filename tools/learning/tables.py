@@ -12,6 +12,8 @@ from tools.learning.contenders import BASELINES, CONTENDERS, FIRST, REFERENCE, T
 BEGIN, END = "<!-- tables of tools/measure_learning.py: begin -->", "<!-- end -->"
 Result = Mapping[str, Any]
 ABSENT = "–"
+BY_REWARD = ("half", "self")
+"""Toys whose teacher is no measure of the student: rewards stand in place of recovery."""
 DISTANCES = ("reverse_kl", "forward_kl", "never_drawn")
 
 
@@ -53,6 +55,9 @@ def _cell(runs: Sequence[Result], toy: str) -> str:
         return f"failed: {failed[0]['failed'][:60]}" if failed else ABSENT
     if toy == "stochastic":
         text = " / ".join(_spread([_mean_distance(one, key) for one in done]) for key in DISTANCES)
+    elif toy in BY_REWARD:
+        before, after = ([_mean_reward(one, when) for one in done] for when in ("before", "after"))
+        text = f"{statistics.mean(before):.3f} → {_spread(after)}"
     else:
         worst = statistics.mean(min(one["recovery"].values()) for one in done)
         text = f"{_spread([statistics.mean(one['recovery'].values()) for one in done])}, worst {worst:.2f}"
@@ -65,6 +70,10 @@ def _mean_distance(result: Result, key: str) -> float | None:
     """Return the mean over the domains; ``None`` for a result of before it was measured."""
     values = [by_domain.get(key) for by_domain in result["distance"].values()]
     return None if None in values else statistics.mean(values)
+
+
+def _mean_reward(result: Result, when: str) -> float:
+    return statistics.mean(one[when] for one in result["domains"].values())
 
 
 def _spread(values: Sequence[float | None]) -> str:

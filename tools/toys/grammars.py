@@ -13,6 +13,9 @@ toy             domains              what it can tell
 ``foreign``     near, far            what another origin costs: the base is mostly right about near, never about far
 ``decision``    talk                 what a token outside the top k decides: the base is its teacher, but for a call
                                      that has a part of the mass outside
+``shared``      walk, hop            what a merge gives where teachers disagree: a fifth of the words is in both domains
+``half``        mixed                what a gate gives: the teacher is right after half of the words, and answers stay
+                                     in their half
 ==============  ===================  ==================================================================================
 """
 
@@ -22,7 +25,7 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,8 @@ ROWS = {"train": 4000, "validation": 100}
 PROMPT_WORDS = 4
 CHAIN = 60
 """Words of an answer of ``long``."""
+BOTH = 9
+"""Words that both domains of ``shared`` have, each followed by words of its own choice."""
 OUTSIDE = -8.0
 """Logit of words of other domains."""
 TOP_K, CALLED = 16, 0.3
@@ -59,6 +64,8 @@ class Domain:
     """Ids of its words."""
     next_word: Mapping[int, int] | None = None
     """The word (or ``EOS``) after each word; ``None``: a random distribution, in ``logits``."""
+    mistaken: Mapping[int, int] = field(default_factory=dict)
+    """The word that the teacher takes for the next one, where it is wrong."""
     starts: Sequence[int]
     """Words that may end a prompt."""
     length: int
@@ -82,7 +89,23 @@ def domains_of(toy: str) -> list[Domain]:
             starts, mark = path[len(path) - 1 - size : len(path) - 1 - size // 2], first + number
             made.append(Domain(name=name, words=words, next_word=follows, starts=starts, length=size, mark=mark))
             continue
+        if toy == "shared":
+            words, mark = (
+                range(first + 2 + number * (size - BOTH), first + 2 + number * (size - BOTH) + size),
+                first + number,
+            )
+            follows = {word: rng.choice(words) for word in words}
+            made.append(Domain(name=name, words=words, next_word=follows, starts=words, length=12, mark=mark))
+            continue
         words = range(first, first := first + size)
+        if toy == "half":
+            halves = [words[: size // 2], words[size // 2 :]]
+            follows = {word: rng.choice(half) for half in halves for word in half}
+            mistaken = {
+                word: rng.choice([other for other in halves[1] if other != follows[word]]) for word in halves[1]
+            }
+            made.append(Domain(name=name, words=words, next_word=follows, mistaken=mistaken, starts=words, length=6))
+            continue
         table = None if name in SPREADS else {word: rng.choice(words) for word in words}
         length = {"stochastic": 16, "long": CHAIN, "foreign": 12, "decision": 32}[toy]
         call = words.stop if toy == "decision" else None
@@ -96,11 +119,13 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "conflict": {"short": 2, "middle": 10, "wide": 30},
     "foreign": {"near": 40, "far": 40},
     "decision": {"talk": 64},
+    "shared": {"walk": 45, "hop": 45},
+    "half": {"mixed": 40},
 }
 """Toy -> domain -> its words, or, of ``conflict``, those of its longest answers."""
 SPREADS = {"calm": 4.0, "plain": 3.2, "wild": 2.5, "talk": 1.5}
 """Standard deviation of the logits of a teacher without right answers: the smaller, the more words share the mass."""
-KNOWN = {"long": 0.5, "near": 0.7, "far": 0.0}
+KNOWN = {"long": 0.5, "shared": 0.5, "half": 0.5, "near": 0.7, "far": 0.0}
 """Share of the words after which the base is right."""
 
 
@@ -125,9 +150,13 @@ def make(toy: str, out: Path) -> dict[str, Any]:
         entropy = -(probs * probs.clamp(min=1e-30).log()).sum(-1).mean().item()
         top16 = probs.topk(16).values.sum(-1).mean().item()
         facts[domain.name] = {"entropy": round(entropy, 2), "top16": round(top16, 3)}
+    for domain in domains:
+        if domain.mistaken:  # the base has no part in the teacher's mistakes
+            tables[domain.name] = _table(replace(domain, mistaken={}), embeddings_VH, rng)
     known = torch.stack([_base_table(toy, domain, tables[domain.name], rng) for domain in domains])
-    # Each word has one table, its domain's; but for `conflict`, whose words have three, and the base knows their mean.
-    known = known.mean(0) if toy == "conflict" else sum(known * _rows_of(domains, size)[:, :, None])
+    # The base knows the mean of the tables of the domains that have a word.
+    rows = _rows_of(domains, size)
+    known = known.mean(0) if toy == "conflict" else sum(known * (rows / rows.sum(0).clamp(min=1))[:, :, None])
     seed = None if toy == "decision" else 0  # without a layer that draws it away from its teacher
     _save(_model(embeddings_VH, _head(embeddings_VH, known), seed), tokenizer, out / "base")
     _write_prompts(toy, domains, out)
@@ -163,8 +192,8 @@ def _table(domain: Domain, embeddings_VH: Tensor, rng: torch.Generator) -> Tenso
             table[domain.call, EOS] = SURE
         return table
     table[:, own] = 0.0
-    for word in domain.words:
-        table[word, domain.next_word[word]] = SURE
+    for word, follows in (dict(domain.next_word) | dict(domain.mistaken)).items():
+        table[word, follows] = SURE
     return table
 
 

@@ -15,7 +15,7 @@ import torch
 
 from mopd.base.types import UserError
 from tools import measure_learning
-from tools.learning.contenders import CONTENDERS, DECISION, PAYLOADS, REFERENCE, TOYS, Contender
+from tools.learning.contenders import CONTENDERS, DECISION, GATE, PAYLOADS, REFERENCE, TOYS, Contender
 from tools.learning.distance import _along_own_text
 from tools.learning.tables import BEGIN, END, fill
 from tools.toys.grammars import _model
@@ -53,16 +53,19 @@ def test_what_cannot_run_is_named_before_anything_runs(
 def test_what_is_done_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The first line's run has failed; the second's result is of another recipe."""
     first, second = measure_learning.planned(ONLY, 1, [])
-    line = {"contender": first.contender.name, "toy": first.toy, "seed": first.seed}
-    (tmp_path / f"{first.key}.json").write_text(json.dumps({"key": first.key, **line, "failed": "loss is nan"}))
+    keys = {first.key, second.key}
+    for cell, key in ((first, first.key), (second, "of another recipe")):
+        line = {"contender": cell.contender.name, "toy": cell.toy, "seed": cell.seed}
+        (tmp_path / f"{key}.json").write_text(json.dumps({"key": key, **line, "failed": "loss is nan"}))
     monkeypatch.setattr(measure_learning, "RECORD", tmp_path / "record.jsonl")
     listing = ["measure_learning", "--only", *ONLY, "--seeds", "1", "--out", str(tmp_path), "--list"]
-    for options, told in (([], "1 of 2 runs are done"), (["--retry"], "0 of 2 runs are done")):
+    for options, listed in (([], {second.key}), (["--retry"], keys), (["--missing"], set())):
         monkeypatch.setattr(sys, "argv", [*listing, *options])
         assert measure_learning.main() == 0
         out = capsys.readouterr().out
-        assert told in out and second.key in out and (first.key in out) == bool(options)
+        assert f"{2 - len(listed)} of 2 runs are done" in out and {key for key in keys if key in out} == listed
 
 
 def test_contenders_have_names_of_their_own_and_known_toys() -> None:
@@ -125,6 +128,9 @@ def test_tables_hold_mean_spread_worst_domain_and_failures() -> None:
     assert "| k3 | – | – | failed: the loss is not finite | – | – |" in page
     assert "| k2 | – | 0.500 / 0.250 / – (1 × 20 s) | – | – | – |" in page
     assert "| jsd | – | 1.000 / 1.000 / 0.125 (1 × 20 s) | – | – | – |" in page
+    domains = {"mixed": {"before": 0.25, "after": 0.75}}
+    page = fill(f"{BEGIN}{END}", [result("half: gate", "half", 0, recovery={"mixed": 2.0}, domains=domains)], [GATE])
+    assert "| half: gate | 0.250 → 0.750 (1 × 20 s) |" in page
     by_payload = [*results[:1], result("reverse_kl", "stochastic", 0, distance=results[3]["distance"])]
     by_payload += [result("decision: reverse_kl, union", "decision", 0, recovery={"talk": 0.75})]
     page = fill(f"{BEGIN}{END}", by_payload, [PAYLOADS, DECISION])

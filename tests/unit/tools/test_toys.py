@@ -12,7 +12,7 @@ import torch
 from mopd.conversion.hf.pretrained import load_weights
 from mopd.data.tokenizer import load_tokenizer
 from tools import make_toys
-from tools.toys.grammars import EOS, TOP_K, domains_of
+from tools.toys.grammars import BOTH, EOS, SPECIAL, TOP_K, domains_of
 from tools.toys.recipes import SETTINGS
 from tools.toys.rewards import no_call, prefix_share
 
@@ -65,7 +65,7 @@ def test_a_call_that_the_teacher_never_makes_decides(toys: Path) -> None:
     assert [no_call(said) for said in ("w1 <call>", "w1 w2", "")] == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("toy", ["long", "conflict", "foreign"])
+@pytest.mark.parametrize("toy", ["long", "conflict", "foreign", "shared"])
 def test_each_teacher_and_no_base_gives_the_right_answers(toys: Path, toy: str) -> None:
     base = right(toys / toy, "base")
     for domain in domains_of(toy):
@@ -73,6 +73,23 @@ def test_each_teacher_and_no_base_gives_the_right_answers(toys: Path, toy: str) 
         assert base[domain.name] < 0.5
     asked = {row["prompt"] for row in rows(toys / toy, "validation")}
     assert not asked & {row["prompt"] for row in rows(toys / toy, "train")}
+
+
+def test_words_of_two_domains_are_followed_by_other_words_in_each() -> None:
+    walk, hop = domains_of("shared")
+    both = set(walk.words) & set(hop.words)
+    assert len(both) == BOTH and sum(walk.next_word[word] == hop.next_word[word] for word in both) < BOTH / 2
+
+
+def test_a_teacher_that_is_right_on_half_of_the_prompts(toys: Path) -> None:
+    """Its answers are right from the first word on, or wrong in it."""
+    (domain,) = domains_of("half")
+    share = right(toys / "half", "teachers/mixed", first=100)["mixed"]
+    wrong = [
+        row for row in rows(toys / "half", "validation") if number_of(row["prompt"].split()[-1]) in domain.mistaken
+    ]
+    assert 0.4 < share < 0.6 and share == 1 - len(wrong) / 100
+    assert right(toys / "half", "base")["mixed"] < share
 
 
 def test_what_is_made_twice_is_equal(toys: Path, tmp_path: Path) -> None:
@@ -88,12 +105,16 @@ def test_a_chain_counts_up_to_its_first_mistake(said: str, share: float) -> None
     assert prefix_share(said, "w1 w2 w3 w4", domain="x") == share
 
 
-def right(root: Path, name: str) -> dict[str, float]:
-    """Share of right greedy answers to the first 16 held-out prompts of each domain."""
+def number_of(word: str) -> int:
+    return int(word[1:]) + len(SPECIAL)
+
+
+def right(root: Path, name: str, first: int = 16) -> dict[str, float]:
+    """Share of right greedy answers to the first held-out prompts of each domain."""
     model, tokenizer = load(root / "models" / name)
     shares = {}
     for domain in domains_of(root.name):
-        own = [row for row in rows(root, "validation") if row["data_source"] == domain.name][:16]
+        own = [row for row in rows(root, "validation") if row["data_source"] == domain.name][:first]
         tokens_BS = torch.tensor(tokenizer([row["prompt"] for row in own])["input_ids"])
         answers_BS = model.generate(tokens_BS, do_sample=False, max_new_tokens=SETTINGS[root.name][2])
         texts = tokenizer.batch_decode(answers_BS[:, tokens_BS.shape[1] :], skip_special_tokens=True)
