@@ -16,9 +16,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(more: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token per character, plus pad, bos, eos, unk, two roles of the chat template and ``more`` special ones."""
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, " ", *string.ascii_lowercase, *more))}
+def build_tokenizer(
+    more: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE, characters: str = ""
+) -> PreTrainedTokenizerFast:
+    """One token per letter and for each of ``characters``, plus pad, bos, eos, unk, two roles of the chat template and
+    ``more`` special ones."""
+    tokens = (*SPECIAL, " ", *string.ascii_lowercase, *more, *characters)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
