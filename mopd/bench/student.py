@@ -237,12 +237,15 @@ class PlainStep:
     def __init__(
         self, folder: Path, samples: Samples, device: torch.device, dtype: Dtype = "float32", per_forward: int = 10_000
     ) -> None:
-        cfg = make_recipe(folder, longest=2).student.optimizer
+        student = make_recipe(folder, longest=2).student
+        cfg = student.optimizer
         self.model, _ = load_weights(folder, getattr(torch, dtype))
         self.model.train().to(device)
         self._samples, self._device, self._per_forward, self._clip_grad = samples, device, per_forward, cfg.clip_grad
         adam: dict[str, Any] = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_eps}
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, **adam)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), student.peak_lr, weight_decay=cfg.weight_decay, **adam
+        )
 
     def __call__(self) -> tuple[float, float]:
         """Take one optimizer step. Return the loss, and the gradient's norm before clipping."""

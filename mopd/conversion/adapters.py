@@ -23,6 +23,7 @@ from mopd.config.student import LoraConfig
 from mopd.conversion.hf.header import TensorInfo, read_header
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.mapped import TORCH_DTYPES, map_tensor
+from mopd.conversion.models.mapping import merged
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -163,11 +164,9 @@ def _check_base(folder: Path, base: Path, modules: tuple[str, ...], infos: Mappi
 
 def merge_adapter(base: Mapping[str, Tensor], adapter: Adapter) -> dict[str, Tensor]:
     """Return the changed weights by name, each computed in float64 and rounded once to its own dtype."""
-    tensors, merged = adapter.tensors(), {}
+    tensors, changed = adapter.tensors(), {}
     for module in adapter.modules:
-        a, b = (tensors[name].double() for name in peft_names(module))
         weight = base[f"{module}.weight"]
-        merged[f"{module}.weight"] = (weight.double() + adapter.scale * (b.to(weight.device) @ a.to(weight.device))).to(
-            weight.dtype
-        )
-    return merged
+        a, b = (tensors[name].to(weight.device) for name in peft_names(module))
+        changed[f"{module}.weight"] = merged(weight, a, b, adapter.scale)
+    return changed

@@ -260,7 +260,8 @@ class _Export:
         for number, name in enumerate(placed.hf_names):
             factors = self._gathered_factors(name.removesuffix(".weight"), group)
             if is_first and factors:
-                tensors[number] = merged(tensors[number], *factors, self._scale)
+                a, b = factors
+                tensors[number] = merged(tensors[number], a, b, self._scale)
         return tensors
 
     def _gathered_factors(self, module: str, group: ProcessGroup) -> list[Tensor]:

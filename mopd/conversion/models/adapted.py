@@ -10,7 +10,8 @@ from mopd.base.types import UserError
 from mopd.config.student import StudentConfig
 from mopd.conversion.models import families
 from mopd.conversion.models.dims import ModelDims
-from mopd.conversion.models.families import Param, Placed
+from mopd.conversion.models.families import Placed
+from mopd.conversion.models.rows import Param
 
 Targets = Literal["all_linear"] | Sequence[str]
 """What gets adapters: all linear layers, or those with these last names (``q_proj``)."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from mopd.base.files.reading import read_bytes, shown_path
 from mopd.base.files.temporary import TemporaryFolder
@@ -28,7 +27,7 @@ from mopd.data.prompts import PromptRow, encode_prompts
 from mopd.data.tokenizer import load_tokenizer, read_texts, stops_of
 from mopd.data.turns import TurnFrame
 from mopd.data.vision_prompts import MARK, VisionPrompts, read_vision
-from mopd.engines.interface import Images, SamplingParams
+from mopd.engines.interface import Generation, Images, SamplingParams
 from mopd.engines.torch.engine import TorchEngine
 from mopd.environments.process import Environments
 from mopd.orchestrator.rollout import derive_seed, play_turns
@@ -134,10 +133,11 @@ def generate(
     """
     with model_folder(model) as (folder, recipe):
         tokenizer = load_tokenizer(folder)
-        if in_environment and (recipe is None or recipe.rollout.environment is None):
-            raise UserError(f"generate: {model!r} is of no run with rollout.environment: remove --environment")
         cfg = DataConfig(train=("-",)) if recipe is None else recipe.data  # its files are not read
         rollout = RolloutConfig() if recipe is None else recipe.rollout
+        environment = rollout.environment if in_environment else None
+        if in_environment and environment is None:
+            raise UserError(f"generate: {model!r} is of no run with rollout.environment: remove --environment")
         if not is_raw and cfg.chat_template is None and tokenizer.chat_template is None:
             raise UserError(f"generate: the tokenizer of {shown_path(folder)!r} has no chat template: add --raw")
         vision = read_vision(folder, cfg.max_pixels, tokenizer)
@@ -150,10 +150,7 @@ def generate(
             vision,
             [[ref for ref, _ in own] for own in shown],
         )
-        is_cuda = torch.cuda.is_available()
-        device = torch.device("cuda" if is_cuda else "cpu")
-        engine_cfg = TorchEngineConfig(dtype="bfloat16" if is_cuda else "float32")
-        engine = TorchEngine.from_pretrained(folder, engine_cfg, device, max_pixels=cfg.max_pixels)
+        engine = _engine(folder, cfg.max_pixels)
         longest = max(map(len, encoded))
         room = engine.max_positions - longest
         if room < (max_new_tokens or 1):
@@ -169,26 +166,23 @@ def generate(
         places = [(row, number) for row in range(len(prompts)) for number in range(num_samples)]
         seeds = [derive_seed(seed, row * SAMPLES_OF_A_PROMPT + number, "generate") for row, number in places]
         seen = [[image for _, image in shown[row]] for row, _ in places] if images else None
-        starts = [encoded[row] for row, _ in places]
-        if in_environment:
-            rows = [_as_row(prompts[row], encoded[row], number) for row, number in places]
-            made = asyncio.run(_play(engine, rollout, cfg, tokenizer, rows, sampling, seeds, seen))
-        else:
-            made = asyncio.run(engine.generate(starts, sampling, seeds, images=seen))
+        rows = [_as_row(prompts[row], encoded[row], number) for row, number in places]
+        player = None
+        if environment is not None:
+            frame = TurnFrame(tokenizer, cfg, environment)
+            player = Player(Environments(environment), frame, max_prompt_length=cfg.max_prompt_length)
+        made = asyncio.run(_draw(engine, player, rows, sampling, seeds, seen))
         texts = read_texts([one.tokens.tolist() for one in made], tokenizer, rollout.cut_texts)
-        segments = [segments_of(tokenizer, one) for one in made]
-    return [
-        Answer(
-            prompt=prompts[row],
-            response=text,
-            num_tokens=len(one.tokens),
-            finish_reason=one.finish_reason,
-            mean_logprob=(one.logprobs[one.loss_mask] if isinstance(one, Trajectory) else one.logprobs).mean().item(),
-            segments=own,
-            environment_reward=one.reward if isinstance(one, Trajectory) else None,
-        )
-        for (row, _), one, text, own in zip(places, made, texts, segments, strict=True)
-    ]
+        return [
+            _answer(row.text, one, text, segments_of(tokenizer, one))
+            for row, one, text in zip(rows, made, texts, strict=True)
+        ]
+
+
+def _engine(folder: Path, max_pixels: int | None) -> TorchEngine:
+    is_cuda = torch.cuda.is_available()
+    cfg = TorchEngineConfig(dtype="bfloat16" if is_cuda else "float32")
+    return TorchEngine.from_pretrained(folder, cfg, torch.device("cuda" if is_cuda else "cpu"), max_pixels=max_pixels)
 
 
 def _as_row(prompt: str, tokens: Sequence[int], number: int) -> PromptRow:
@@ -202,26 +196,34 @@ def _as_row(prompt: str, tokens: Sequence[int], number: int) -> PromptRow:
     )
 
 
-async def _play(
+async def _draw(
     engine: TorchEngine,
-    rollout: RolloutConfig,
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    player: Player | None,
     rows: Sequence[PromptRow],
     sampling: SamplingParams,
     seeds: Sequence[int],
     images: Images,
-) -> list[Trajectory]:
-    """Return a trajectory of each row in the recipe's environment, with at most ``sampling.max_new_tokens`` tokens."""
-    assert rollout.environment is not None
-    environments = Environments(rollout.environment)
-    frame = TurnFrame(tokenizer, data, rollout.environment)
-
+) -> Sequence[Generation]:
+    """Return a response to each row; with a ``player`` a trajectory."""
+    if player is None:
+        return await engine.generate([row.tokens for row in rows], sampling, seeds, images=images)
     try:
-        player = Player(environments, frame, max_prompt_length=data.max_prompt_length)
         return await play_turns(player, engine, rows, sampling, seeds, images)
     finally:
-        environments.close()
+        player.environments.close()
+
+
+def _answer(prompt: str, made: Generation, text: str, segments: Sequence[Segment]) -> Answer:
+    played = made if isinstance(made, Trajectory) else None
+    return Answer(
+        prompt=prompt,
+        response=text,
+        num_tokens=len(made.tokens),
+        finish_reason=made.finish_reason,
+        mean_logprob=(made.logprobs if played is None else made.logprobs[played.loss_mask]).mean().item(),
+        segments=segments,
+        environment_reward=None if played is None else played.reward,
+    )
 
 
 def _images_of(
