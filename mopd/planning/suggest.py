@@ -392,7 +392,7 @@ def _layouts(given: PlanInput, at_most: int) -> Iterator[ParallelConfig]:
                 num_layers_in_last_pipeline_stage=last,
                 virtual_pipeline_model_parallel_size=chunks,
             )
-            problem = layout_problem(dims, stages, tp=tp, ep=ep, etp=1 if dims.moe is not None else None)
+            problem = layout_problem(dims, stages, tp=tp, ep=ep, cp=cp, etp=1 if dims.moe is not None else None)
             if problem or tp > given.cluster.gpus_per_node:
                 continue
             for dp in range(1, at_most // (tp * cp * pp) + 1):

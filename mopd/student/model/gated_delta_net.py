@@ -67,8 +67,7 @@ class GatedDeltaNet(MegatronModule):
         )  # fmt: skip
 
     def _shard(self, *shape: int) -> nn.Parameter:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        parameter = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
+        parameter = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))  # the model moves as a whole
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         return parameter
 

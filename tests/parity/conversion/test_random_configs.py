@@ -36,9 +36,16 @@ SCALINGS: list[dict[str, Any]] = [
     },
     {"rope_type": "dynamic", "factor": 2.0},
 ]  # fmt: skip
+DELTA = {
+    "linear_num_value_heads": [2, 4, 6], "linear_key_head_dim": [8, 20], "linear_value_head_dim": [12, 16],
+    "linear_conv_kernel_dim": [2, 4], "full_attention_interval": [1, 2, 3],
+}  # fmt: skip
 EXPERTS = {"num_experts": [2, 6], "num_experts_per_tok": [1, 2], "moe_intermediate_size": [16, 40]}
 CHOICES: dict[str, dict[str, list[Any]]] = {
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": [True, False], "decoder_sparse_step": [1, 2]},
+    "qwen3_next": {**DELTA, **EXPERTS, "norm_topk_prob": [True, False], "decoder_sparse_step": [1, 2]},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS},
     "mixtral": {"num_local_experts": [2, 5], "num_experts_per_tok": [1, 2]},
     "deepseek_v2": {"q_lora_rank": [None, 24], "v_head_dim": [16, 40], "norm_topk_prob": [True, False]},
     "deepseek_v3": {
@@ -61,6 +68,7 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
 }  # fmt: skip
 """Keys of a family beside those of all, and their values."""
 ROPES = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), SCALINGS[:2]),
     "phi3": SCALINGS[:1],
     "deepseek_v2": [SCALINGS[0], *SCALINGS[2:5]],
     "deepseek_v3": [SCALINGS[0], *SCALINGS[2:5]],

@@ -9,9 +9,12 @@ few of the layouts, ``make families`` all.
 from __future__ import annotations
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from mopd.conversion.models.families import hf_tensors
 from mopd.conversion.models.reading import dims_from_config, read_dims
 from mopd.planning.memory import shards
 from mopd.planning.memory.replicas import state_bytes
+from mopd.student.model import gated_delta_net
 from mopd.student.model.config import uses_transformer_engine
 from mopd.student.model.gated_delta_net import delta_rule
 from tests.fixtures.tiny_models import make_hf_model
@@ -148,6 +152,28 @@ def test_the_rule_by_chunks_is_the_one_token_by_token(length: int) -> None:
         results += [out.detach().float(), *(x.grad for x in own)]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_the_kernels_of_fla_are_asked_on_a_gpu_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in that has their signature: no GPU is here."""
+    on_gpu = torch.device("cuda")
+    assert gated_delta_net._rule(on_gpu) is delta_rule
+
+    def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor) -> tuple[Tensor, None]:
+        return delta_rule(q, k, v, g, beta), None
+
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(
+        sys.modules["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule", chunk_gated_delta_rule, False
+    )
+    rule = gated_delta_net._rule(on_gpu)
+    assert rule is not delta_rule
+    inputs = [torch.randn(2, 5, 3, 4) for _ in range(3)] + [-torch.rand(2, 5, 3) for _ in range(2)]
+    assert torch.equal(rule(*inputs), delta_rule(*inputs))
+    assert gated_delta_net._rule(torch.device("cpu")) is delta_rule
 
 
 @pytest.mark.parametrize(
