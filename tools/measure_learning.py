@@ -54,7 +54,7 @@ SETTINGS = {
         "validation.every_steps=50",
         "data.domain_weights={reversal: 1, sorting: 1, next_letter: 1}",
     ),
-    "self": ("checkpoint.every_steps=1000", "validation.every_steps=50"),
+    "self": ("checkpoint.every_steps=1000", "validation.every_steps=50", "schedule.steps=100"),
 }
 """One process, no checkpoint that nobody reads, and equal shares of the domains, as in the other toys; the recipe's own
 shares are a contender."""

@@ -37,7 +37,7 @@ KEPT = "runs/learning/kept/{toy}-{seed}"
 """Run folder of the earlier run, that of the recipe as it is: its samples and scores."""
 REVERSE = ("loss.type=topk_reverse_kl", "loss.tail=bucket")
 FULL = "teacher_defaults.payload=hidden"
-REWARDED = ("rollout.samples_per_prompt=8", "loss.task_reward_weight=1.0")
+REWARDED = ("rollout.samples_per_prompt=8", "loss.task_reward_weight=1.0", "loss.task_advantage=grpo")
 BESIDE = ("rollout.placement.type=local", "teacher_defaults.placement.type=local")
 """Engines beside the trainer, which staleness above 0 needs."""
 
@@ -58,6 +58,7 @@ CONTENDERS = (
         )
         for tail in tails
     ),
+    Contender("forward_kl, capped at 4 nats", TAILS, ("loss.loss_max_clamp=4",), ("stochastic",)),
     Contender("sft_on_teacher", BASELINES, ("objective=sft_on_teacher",)),
     Contender("off_policy_scores", BASELINES, ("objective=off_policy_scores",)),
     Contender("best single teacher", BASELINES, untrained="best teacher"),

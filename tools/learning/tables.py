@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mopd.report.build import headroom_recovery
-from tools.learning.contenders import BASELINES, CONTENDERS, FIRST, REFERENCE, TOYS, Contender
+from tools.learning.contenders import BASELINES, CONFLICT, CONTENDERS, FIRST, REFERENCE, TOYS, Contender
 
 BEGIN, END = "<!-- tables of tools/measure_learning.py: begin -->", "<!-- end -->"
 Result = Mapping[str, Any]
@@ -40,6 +40,8 @@ def tables(results: Sequence[Result], questions: Sequence[str]) -> str:
             parts += [f"### {question}", "", *_table(["", *toys], rows), ""]
         if question == BASELINES and (table := _at_equal_seconds(results, own)):
             parts += [f"### {question}, at equal processor seconds", "", *table, ""]
+        if question == CONFLICT and (table := _by_seed(results, "quickstart", [one.name for one in own])):
+            parts += ["### The quickstart, by domain and seed", "", *table, ""]
     return "\n".join(parts)
 
 
@@ -82,6 +84,18 @@ def _spread(values: Sequence[float | None]) -> str:
         return ABSENT
     spread = f" ± {statistics.stdev(known):.3f}" if len(known) > 1 else ""
     return f"{statistics.mean(known):.3f}{spread}"
+
+
+def _by_seed(results: Sequence[Result], toy: str, names: Sequence[str]) -> list[str]:
+    """Return the table of a toy's recovery in each domain, seed after seed; empty without results."""
+    runs = {name: [one["recovery"] for one in _of(results, name, toy) if "failed" not in one] for name in names}
+    domains = sorted({domain for own in runs.values() for one in own for domain in one})
+    rows = [
+        [name, *(", ".join(f"{one[domain]:.3f}" for one in own) for domain in domains)]
+        for name, own in runs.items()
+        if own
+    ]
+    return _table(["", *domains], rows) if rows else []
 
 
 def _at_equal_seconds(results: Sequence[Result], contenders: Sequence[Contender]) -> list[str]:

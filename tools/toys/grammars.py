@@ -125,7 +125,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 """Toy -> domain -> its words, or, of ``conflict``, those of its longest answers."""
 SPREADS = {"calm": 4.0, "plain": 3.2, "wild": 2.5, "talk": 1.5}
 """Standard deviation of the logits of a teacher without right answers: the smaller, the more words share the mass."""
-KNOWN = {"long": 0.5, "shared": 0.5, "half": 0.5, "near": 0.7, "far": 0.0}
+KNOWN = {"long": 0.5, "shared": 0.5, "near": 0.7, "far": 0.0}
 """Share of the words after which the base is right."""
 
 
@@ -211,6 +211,8 @@ def _base_table(toy: str, domain: Domain, table: Tensor, rng: torch.Generator) -
     size, blurred = len(table), table * (1.0 if toy == "foreign" else UNSURE / SURE)
     is_known = torch.rand(size, generator=rng) < KNOWN.get(domain.name, KNOWN.get(toy, 1.0))
     others = torch.randint(domain.words.start, domain.words.stop, (size,), generator=rng)
+    if toy == "half":  # the right word comes second, 0.06 of the mass, so that rewards can find it in a while
+        return (blurred / 2).scatter(1, others[:, None], UNSURE + 0.5)
     return torch.where(is_known[:, None], blurred, blurred[others])  # it takes the word for another
 
 

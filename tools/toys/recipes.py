@@ -21,8 +21,8 @@ SETTINGS: dict[str, tuple[int, int, int, dict[str, Any], dict[str, float]]] = {
     "conflict": (120, 40, 36, {"type": "exact_match"}, {"short": 1.0, "middle": 2.0, "wide": 2.0}),
     "foreign": (80, 24, 12, CHAIN_REWARD, {}),
     "decision": (80, 16, 32, NO_CALL, {}),
-    "shared": (120, 24, 12, CHAIN_REWARD, {}),
-    "half": (120, 24, 6, CHAIN_REWARD, {}),
+    "shared": (80, 24, 12, CHAIN_REWARD, {}),
+    "half": (40, 24, 6, CHAIN_REWARD, {}),
 }
 """Toy -> steps, prompts a step, longest response, reward (none: no answer is right), shares of the prompts."""
 

@@ -15,7 +15,7 @@ import torch
 
 from mopd.base.types import UserError
 from tools import measure_learning
-from tools.learning.contenders import CONTENDERS, DECISION, GATE, PAYLOADS, REFERENCE, TOYS, Contender
+from tools.learning.contenders import CONFLICT, CONTENDERS, DECISION, GATE, PAYLOADS, REFERENCE, TOYS, Contender
 from tools.learning.distance import _along_own_text
 from tools.learning.tables import BEGIN, END, fill
 from tools.toys.grammars import _model
@@ -128,6 +128,10 @@ def test_tables_hold_mean_spread_worst_domain_and_failures() -> None:
     assert "| k3 | – | – | failed: the loss is not finite | – | – |" in page
     assert "| k2 | – | 0.500 / 0.250 / – (1 × 20 s) | – | – | – |" in page
     assert "| jsd | – | 1.000 / 1.000 / 0.125 (1 × 20 s) | – | – | – |" in page
+    quick = [
+        result(REFERENCE, "quickstart", seed, recovery={"sorting": 0.75 + seed, "reversal": 1.0}) for seed in (0, 1)
+    ]
+    assert f"| {REFERENCE} | 1.000, 1.000 | 0.750, 1.750 |" in fill(f"{BEGIN}{END}", quick, [CONFLICT])
     domains = {"mixed": {"before": 0.25, "after": 0.75}}
     page = fill(f"{BEGIN}{END}", [result("half: gate", "half", 0, recovery={"mixed": 2.0}, domains=domains)], [GATE])
     assert "| half: gate | 0.250 → 0.750 (1 × 20 s) |" in page
