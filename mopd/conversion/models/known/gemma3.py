@@ -7,7 +7,7 @@ from typing import Any
 from mopd.conversion.models.config_keys import Keys
 from mopd.conversion.models.dims import WindowDims
 from mopd.conversion.models.family import Family
-from mopd.conversion.models.rows import ATTENTION, gate_up, one
+from mopd.conversion.models.rows import ATTENTION, Param, gate_up, one
 
 _DEFAULT_PATTERN = 6
 """Of so many layers the last sees all tokens, if the config names neither layers nor another number."""
@@ -50,7 +50,7 @@ def _more(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _norm(megatron: str, hf: str, *, also: str = "") -> Any:
+def _norm(megatron: str, hf: str, *, also: str = "") -> Param:
     return one(f"{megatron}.weight", "replicated", f"{hf}.weight", "hidden", also=also)
 
 

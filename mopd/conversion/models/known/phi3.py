@@ -5,8 +5,7 @@ from mopd.conversion.models.rows import ATTENTION, HF_LAYER, LAYER, MLP, Param, 
 
 _QKV = weight(HF_LAYER + "self_attn.qkv_proj", "qkv", "hidden")
 _GATE_UP = weight(HF_LAYER + "mlp.gate_up_proj", "gate_up", "hidden")
-_INPUT_NORM, _, _PROJECTION, *_ = ATTENTION
-_MLP_NORM, _, _DOWN = MLP
+_INPUT_NORM, _PROJECTION, _MLP_NORM, _DOWN = ATTENTION[0], ATTENTION[2], MLP[0], MLP[2]
 
 FAMILIES = {
     "phi3": Family(
