@@ -258,8 +258,7 @@ class _Export:
         if not self._factors:
             return tensors
         for number, name in enumerate(placed.hf_names):
-            factors = self._gathered_factors(name.removesuffix(".weight"), group)
-            if is_first and factors:
+            if factors := self._gathered_factors(name.removesuffix(".weight"), group):
                 a, b = factors
                 tensors[number] = merged(tensors[number], a, b, self._scale)
         return tensors
