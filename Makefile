@@ -116,7 +116,7 @@ lint: $(STAMP)  ## ruff, spelling, mypy, import contracts, Dockerfiles, scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.gpu
-	$(BIN)/shellcheck .ci/* docker/*.sh tests/unit/launch/slurm/scripts/*.sh tests/fixtures/pyxis/srun
+	$(BIN)/shellcheck .ci/* docker/*.sh tools/sglang_cpu/*.sh tests/unit/launch/slurm/scripts/*.sh tests/fixtures/pyxis/srun
 
 clean:  ## the environments; runs are left alone
 	rm -rf $(VENV) $(VENV)-sglang
