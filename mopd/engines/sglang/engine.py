@@ -57,9 +57,17 @@ class SglangEngine:
     sight = None
 
     def __init__(
-        self, process: SglangProcess, cfg: SglangEngineConfig, *, can_sleep: bool, cache_tokens: int | None, fixed: bool
+        self,
+        process: SglangProcess,
+        cfg: SglangEngineConfig,
+        *,
+        max_sequence: int,
+        can_sleep: bool,
+        cache_tokens: int | None,
+        fixed: bool,
     ) -> None:
         """Wrap a server that is ready; use ``start``. With ``fixed`` the checkpoint's weights stay."""
+        self.max_positions = min(max_sequence, process.client.max_positions)
         self.name, self.can_sleep, self.weight_version = process.name, can_sleep, -1
         self._process, self._client, self._cfg, self._fixed = process, process.client, cfg, fixed
         self._cache_tokens, self._has_weights = cache_tokens, fixed
@@ -98,7 +106,14 @@ class SglangEngine:
             said = await process.client.control("GET", "/server_info")
             tokens = said.get("max_total_num_tokens")
             cache_tokens = tokens if type(tokens) is int and tokens > 0 else None
-            return cls(process, cfg, can_sleep=enable_sleep_mode, cache_tokens=cache_tokens, fixed=fixed)
+            return cls(
+                process,
+                cfg,
+                max_sequence=max_sequence,
+                can_sleep=enable_sleep_mode,
+                cache_tokens=cache_tokens,
+                fixed=fixed,
+            )
         except BaseException:
             await process.close()
             raise
@@ -110,7 +125,7 @@ class SglangEngine:
             model=self.name,
             kind="sglang",
             vocab_size=self._client.vocab_size,
-            max_positions=self._client.max_positions,
+            max_positions=self.max_positions,
             dtype=self._cfg.dtype,
             weight_version=self.weight_version,
             limits=EngineLimits(max_sequences=self._cfg.max_running_requests, max_running_tokens=self._cache_tokens),

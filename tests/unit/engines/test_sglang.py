@@ -267,11 +267,13 @@ def test_new_weights_are_files_between_a_pause_and_its_end(folder: Path, monkeyp
     async def run() -> None:
         async with serving(answer) as url:
             cfg = SglangEngineConfig(type="sglang", dtype="float32")
-            engine = SglangEngine(cast(Any, Started(folder, url)), cfg, can_sleep=False, cache_tokens=None, fixed=False)
+            engine = SglangEngine(
+                cast(Any, Started(folder, url)), cfg, max_sequence=99, can_sleep=False, cache_tokens=None, fixed=False
+            )
             with pytest.raises(RuntimeError, match="no weights"):
                 await engine.generate([[5]], SamplingParams(max_new_tokens=1), [0])
             await load_staged(engine, stage_updates(weights.items(), 3))
-            assert engine.weight_version == 3
+            assert (await engine.info()).max_positions == 99 and engine.weight_version == 3
             assert routes == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
             assert loaded.keys() == weights.keys()
             assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
