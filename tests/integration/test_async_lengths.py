@@ -23,11 +23,15 @@ from tests.integration.under_fire import LOCAL, Run, trained
 from tests.integration.world import World
 from tests.unit.orchestrator.async_world import ks_distance, ks_noise
 
-pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 IS_LONG = "MOPD_KILLS" in os.environ
-STEPS = 40 if IS_LONG else 6
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.multirank,
+    pytest.mark.skipif(not IS_LONG, reason="takes long: make kills"),
+]
+STEPS = 40
 WAYS = (("hold", "finish"), ("hold", "continue"), ("redraw", "finish"))
-SCHEDULES = [(n, *way) for n in (1, 2, 4) for way in WAYS] if IS_LONG else [(1, "hold", "finish")]
+SCHEDULES = [(n, *way) for n in (1, 2, 4) for way in WAYS]
 PER_STEP = 8
 
 

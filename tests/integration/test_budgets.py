@@ -51,7 +51,10 @@ def write_recipe(world: World, run_dir: Path, *, lr: float, **sections: Any) -> 
     return path
 
 
-@pytest.mark.parametrize("loss", [{}, {"type": "policy_gradient", "baseline": "domain", "temperature": 0.2}])
+SAMPLED = {"type": "policy_gradient", "baseline": "domain", "temperature": 0.2}
+
+
+@pytest.mark.parametrize("loss", [{}, pytest.param(SAMPLED, marks=pytest.mark.long)])
 def test_a_domain_of_few_tokens_gets_its_budget(uneven: World, tmp_path: Path, loss: dict[str, Any]) -> None:
     recipe = write_recipe(
         uneven,

@@ -96,6 +96,7 @@ def check_rewards(run: Path) -> None:
         assert numbers["after"] is not None
 
 
+@pytest.mark.long
 def test_the_readmes_recipe(newcomer: Newcomer) -> None:
     """As it stands there, but for the student's folder (the experts have the README's names) and the steps."""
     (recipe,) = re.findall(r"^```yaml\n(run_dir:.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)

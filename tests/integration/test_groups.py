@@ -139,7 +139,7 @@ def prompt_length(world: World, text: str) -> int:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("placement", ["local", "in_process"])
+@pytest.mark.parametrize("placement", ["local", pytest.param("in_process", marks=pytest.mark.long)])
 def test_the_vllm_recipe(world: World, tmp_path: Path, placement: str) -> None:
     """``recipes/two_teachers_vllm_cpu.yaml`` with smaller models and fewer steps; its teachers' scores are those of a
     transformers forward wherever they run, or in one place of their own continuations."""

@@ -126,6 +126,7 @@ def test_eval_takes_a_name(shelf: Shelf, trained: Path) -> None:
     assert json.loads(done.stdout)["rewards"]["right"] == 1.0
 
 
+@pytest.mark.long
 @pytest.mark.multirank
 def test_under_torchrun_one_rank_fetches(shelf: Shelf, world: World, tmp_path: Path) -> None:
     names = NAMES | {"student__parallel": {"tensor_model_parallel_size": 2}}

@@ -77,7 +77,7 @@ def test_an_error_is_told_where_it_happened(start: Start, behaviour: str, code: 
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_node_that_is_gone(start: Start, tmp_path: Path, lost: int) -> None:
     """Its launcher is killed, and the kernel kills its ranks: the other node ends soon, and says which one it was."""
     # torch, which would tell of it too, reads how much it is to tell when it is imported
