@@ -23,6 +23,7 @@ from mopd.conversion.mapped import DTYPE_NAMES, as_bytes
 from mopd.conversion.models import families
 from mopd.conversion.models.config_keys import CONFIG_FILE
 from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.known import FAMILIES
 
 MANIFEST_FILE = "conversion.json"
 """File written last into a Hugging Face folder: what was converted, and the SHA-256 of every other file."""
@@ -48,7 +49,8 @@ class Group:
 def mtp_groups(dims: ModelDims, *folders: Path, dtype: torch.dtype | None = None) -> list[Group]:
     """Return the tensors of multi-token prediction, which no conversion changes but by its ``dtype``, from the first of
     the folders that has weights; none if it has none of these."""
-    found = next((folder for folder in folders if dims.num_mtp_layers and any(folder.glob("*.safetensors"))), None)
+    may_have = dims.num_mtp_layers > 0 or bool(FAMILIES[dims.family].mtp_prefix)
+    found = next((folder for folder in folders if may_have and any(folder.glob("*.safetensors"))), None)
     if found is None:
         return []
     reader = HfReader(found)

@@ -120,6 +120,8 @@ def place(param: Param, dims: ModelDims, layer: int | None = None, expert: int |
 
 def mtp_names(names: Iterable[str], dims: ModelDims) -> list[str]:
     """Return those of the names, sorted, that belong to layers of multi-token prediction."""
+    if prefix := FAMILIES[dims.family].mtp_prefix:
+        return sorted(name for name in names if name.startswith(prefix))
     layers = range(dims.num_layers, dims.num_layers + dims.num_mtp_layers)
     numbered = ((name, _OF_LAYER.fullmatch(name)) for name in names)
     return sorted(name for name, found in numbered if found and int(found[1]) in layers)

@@ -52,6 +52,9 @@ class Family:
     """Reader of latent attention; None for grouped-query attention."""
     experts: Callable[[Keys], MoeDims] | None = None
     """Reader of experts and router; None for a dense model."""
+    mtp_prefix: str = ""
+    """Beginning of the names of layers of multi-token prediction, which a checkpoint may have whatever its config says;
+    empty if they are numbered as layers past the last, as many as the config says."""
     is_text_of_vision: bool = False
     """Whether the rope may have the keys of one of three axes, whose positions are equal for text."""
     more: Callable[[Keys], dict[str, Any]] | None = None

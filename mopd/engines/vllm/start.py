@@ -149,23 +149,14 @@ def engine_args(
 
     ``options`` depend on the engine's purpose; with ``fixed`` it keeps the weights of the folder.
     """
-    if cfg.pipeline_parallel_size > 1 and current_platform.is_cpu():  # its runner makes no room for what stages pass on
-        raise UserError(
-            f"engine.pipeline_parallel_size is {cfg.pipeline_parallel_size}, and vLLM on a CPU has no stages: remove "
-            "it, and set tensor_parallel_size"
-        )
     options = {**options, **({} if node is None else _node_args(cfg, node))}
     if options.get("enable_sleep_mode") and not current_platform.is_sleep_mode_available():
         raise UserError(
             f"{folder}: vLLM cannot sleep on this machine, and GPUs are shared by turns (placement.share_gpus_with, "
             "placement.shared_pool): set engine: {type: torch}, or give the group GPUs of its own"
         )
-    config = read_config(folder).get_text_config()
-    if not fixed and current_platform.is_cpu() and getattr(config, "kv_lora_rank", None) is not None:
-        raise UserError(
-            f"{folder}: vLLM on a CPU gives up weights of latent attention once it has packed them, so that no update "
-            "reaches them: set rollout.engine: {type: torch}"
-        )
+    if current_platform.is_cpu():
+        options |= _cpu_options(folder, cfg, fixed=fixed)
     own = dict(
         model=str(folder),
         generation_config="vllm",
@@ -191,6 +182,29 @@ def engine_args(
         return AsyncEngineArgs(trust_remote_code=False, **own, **cfg.extra)
     except (TypeError, ValueError) as error:  # sections among the arguments are checked here, the rest at the start
         raise UserError(f"engine.extra {dict(cfg.extra)}: vLLM refuses: {one_line(error):.400}") from error
+
+
+def _cpu_options(folder: Path, cfg: VllmEngineConfig, *, fixed: bool) -> dict[str, Any]:
+    """Return the arguments that the model needs on a CPU; ``UserError`` for what vLLM cannot do there."""
+    if cfg.pipeline_parallel_size > 1:  # its runner makes no room for what stages pass on
+        raise UserError(
+            f"engine.pipeline_parallel_size is {cfg.pipeline_parallel_size}, and vLLM on a CPU has no stages: remove "
+            "it, and set tensor_parallel_size"
+        )
+    config = read_config(folder).get_text_config()
+    if not fixed and getattr(config, "kv_lora_rank", None) is not None:
+        raise UserError(
+            f"{folder}: vLLM on a CPU gives up weights of latent attention once it has packed them, so that no update "
+            "reaches them: set rollout.engine: {type: torch}"
+        )
+    if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
+        return {}
+    if cfg.dtype != "bfloat16":
+        raise UserError(
+            f"{folder}: vLLM on a CPU computes gated delta nets in bf16 alone, and engine.dtype is {cfg.dtype}: set it "
+            "to bfloat16, or engine: {type: torch}"
+        )
+    return {"enable_prefix_caching": False}  # which takes prompts in chunks where layers have states
 
 
 def _node_args(cfg: VllmEngineConfig, node: EngineNode) -> dict[str, Any]:

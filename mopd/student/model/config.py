@@ -285,8 +285,8 @@ def _softmax_scale(dims: ModelDims) -> float | None:
     attention has its own rope, and makes its own."""
     rope, divisor = dims.rope_scaling, dims.score_divisor
     if isinstance(rope, YarnRope) and dims.mla is None:
-        return rope.scale**2 * (divisor or dims.head_dim) ** -0.5
-    return None if divisor is None else divisor**-0.5
+        return float(rope.scale**2 * (divisor or dims.head_dim) ** -0.5)
+    return None if divisor is None else float(divisor**-0.5)
 
 
 def _moe_fields(moe: MoeConfig, dims: ModelDims) -> dict[str, Any]:

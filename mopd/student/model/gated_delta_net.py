@@ -122,7 +122,7 @@ class GatedDeltaNet(MegatronModule):
         """Return Megatron's description of the weights for a checkpoint, with the cut of those it does not know."""
         found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         own = {name: getattr(self, name) for name in _SHARDS}
-        return found | make_sharded_tensors_for_checkpoint(
+        cut: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             own,
             prefix,
             dict.fromkeys(_SHARDS, 0),
@@ -130,6 +130,7 @@ class GatedDeltaNet(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
+        return found | cut
 
 
 class GatedAttention(SelfAttention):
@@ -185,7 +186,7 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
         change = new[:, :, c] - old[:, :, c] @ state
         outs.append(asked[:, :, c] @ state + scores[:, :, c] @ change)
         state = kept[:, :, c] * state + written[:, :, c].mT @ change
-    out = torch.stack(outs, dim=2).movedim(1, 3).flatten(1, 2)  # [N, H, chunks, T, V] -> [N, L, H, V]
+    out: Tensor = torch.stack(outs, dim=2).movedim(1, 3).flatten(1, 2)  # [N, H, chunks, T, V] -> [N, L, H, V]
     return out[:, :length].to(value.dtype)
 
 

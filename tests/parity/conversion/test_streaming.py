@@ -92,6 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_hf_model(folder / name, family, seed, vocab_size=ODD_VOCAB, tie_word_embeddings=tied, **more)
         make_tokenizer(folder / name)
     add_mtp(folder / "glm4_moe-untied")
+    add_mtp(folder / "qwen3_next-untied", "mtp.")
     path = folder / "qwen3-bf16" / "model.safetensors"
     weights = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
     save_file(weights, path, metadata={"format": "pt"})

@@ -116,6 +116,7 @@ _family = partial(
     rotary_fraction=0.25,
     qk_norm=True,
     layer_types=("full_attention", "linear_attention"),
+    mtp_prefix="mtp.",
     more=_more,
 )
 FAMILIES = {
