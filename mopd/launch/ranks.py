@@ -74,11 +74,9 @@ class Rank:
     def __init__(self, worker: StudentWorker, link: RankLink | None = None) -> None:
         """``link`` is that of rank 0, which answers."""
         self._worker, self._link = worker, link
-        self._sender = WeightSender(
-            worker,
-            longest_s=worker.recipe.schedule.wait_timeout_s,
-            adapters=sends_adapters(worker.recipe, worker.dims),
-        )
+        recipe = worker.recipe
+        adapters = recipe.student.lora is not None and sends_adapters(recipe, worker.dims)
+        self._sender = WeightSender(worker, longest_s=recipe.schedule.wait_timeout_s, adapters=adapters)
 
     def execute(self, name: str, kwargs: dict[str, Any]) -> tuple[Any, Frames]:
         """Run one command on this rank. Returns its value, as JSON, and frames beside it, for rank 0's answer."""

@@ -166,16 +166,15 @@ def test_refusals_are_one_line(tiny: World, tmp_path: Path, capsys: pytest.Captu
     assert "--adapter right: write NAME=PATH" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("way", ["collective", "http"])
-def test_updates_bring_the_students_adapters_alone(tiny: World, world: World, tmp_path: Path, way: str) -> None:
-    """After each update the rollout, whose base is that of its folder, draws as the student says."""
+def test_updates_bring_the_students_adapters_alone(world: World, tmp_path: Path) -> None:
+    """After each update of a student on two ranks the rollout, whose base is that of its folder, draws as it says."""
     run_dir = tmp_path / "run"
     recipe = world.write_recipe(
         run_dir,
         student__lora={"rank": 4, "alpha": 32},
         student__optimizer={"lr": 2e-2, "lr_warmup_steps": 1},
         rollout={"max_response_length": 4, "placement": LOCAL},
-        weight_sync={"type": way},
+        weight_sync={"type": "collective"},
         loss={"type": "policy_gradient", "top_k": 8, "correction": {"type": "tis"}},
         schedule__steps=4,
         preflight={"require_better_teacher": False},
@@ -184,7 +183,7 @@ def test_updates_bring_the_students_adapters_alone(tiny: World, world: World, tm
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
-    assert all(abs(step[f"rollout_kl/{domain}"]) < 1e-5 for step in steps for domain in ANSWERS)
+    assert all(abs(step[f"rollout_kl/{domain}"]) < 1e-4 for step in steps for domain in ANSWERS)
     changes = [steps[i + 1]["kl_k3/left"] / steps[i]["kl_k3/left"] for i in range(3)]
     assert all(not 0.99 < change < 1.01 for change in changes), changes  # each update is another student's
     config = json.loads((run_dir / "hf" / "adapter" / "adapter_config.json").read_text())
