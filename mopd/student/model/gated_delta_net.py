@@ -186,12 +186,12 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
         change = new[:, :, c] - old[:, :, c] @ state
         outs.append(asked[:, :, c] @ state + scores[:, :, c] @ change)
         state = kept[:, :, c] * state + written[:, :, c].mT @ change
-    out: Tensor = torch.stack(outs, dim=2).movedim(1, 3).flatten(1, 2)  # [N, H, chunks, T, V] -> [N, L, H, V]
+    out = torch.stack(outs, dim=2).movedim(1, 3).flatten(1, 2)  # [N, H, chunks, T, V] -> [N, L, H, V]
     return out[:, :length].to(value.dtype)
 
 
 def _in_chunks(x: Tensor, size: int) -> Tensor:
     """Return [N, L, H, …] as [N, H, chunks, size, …] in fp32, with zeros behind it: no decay, and nothing written."""
     missing = -x.shape[1] % size
-    padded = pad(x.float(), (0, 0) * (x.dim() - 2) + (0, missing))
+    padded: Tensor = pad(x.float(), (0, 0) * (x.dim() - 2) + (0, missing))
     return padded.unflatten(1, (-1, size)).movedim(3, 1)
