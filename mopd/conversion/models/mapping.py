@@ -93,7 +93,7 @@ def _parts(placed: Placed, dims: ModelDims) -> list[tuple[str, int, int]]:
 
 def _delta_parts(placed: Placed, dims: ModelDims) -> list[tuple[str, int, int]]:
     """Return Hugging Face name, first row and number of rows of each kind of rows of a gated delta net."""
-    size, found = sizes(dims), []
+    size, found = sizes(dims), list[tuple[str, int, int]]()
     for name, tensor in zip(placed.hf_names, placed.param.hf, strict=True):
         counts = [size[part] for part in tensor.parts or tensor.shape[:1]]
         found += [(name, sum(counts[:i]), count) for i, count in enumerate(counts)]

@@ -116,7 +116,7 @@ def test_engines_follow_the_student(ranks: Results) -> None:
 @pytest.mark.skipif(not IS_WHOLE or find_spec("vllm") is None, reason="make families, with vLLM")
 def test_vllm_follows_the_student(tmp_path: Path) -> None:
     """In bf16, in which alone vLLM computes these layers on a CPU, before and after updates by each way."""
-    wide = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    wide: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     model = str(make_hf_model(tmp_path / "model", "qwen3_5_text", scale=0.1, **wide))
     with vllm_server(model, tmp_path, 1, dtype="bfloat16") as url:
         case = weight_cases.case_of(model, "tp2", student="bfloat16", dtype="bfloat16", urls=[url])
@@ -144,7 +144,7 @@ def test_the_rule_by_chunks_is_the_one_token_by_token(length: int) -> None:
     query, key = (torch.nn.functional.normalize(x, dim=-1) for x in drawn[:2])
     inputs = [query, key, drawn[2], -drawn[3][..., 0].exp(), drawn[4][..., 0].sigmoid()]
     weight = torch.randn(2, length, 3, 24, generator=generator)
-    found, expected = [], []
+    found, expected = list[Tensor](), list[Tensor]()
     for rule, results in ((delta_rule, found), (_token_by_token, expected)):
         own = [x.clone().requires_grad_() for x in inputs]
         out = rule(*own)
