@@ -26,6 +26,9 @@ from mopd.config.student import ParallelConfig, StudentConfig
 from mopd.conversion.models.dims import check_layout
 from mopd.conversion.models.families import hf_tensors
 from mopd.conversion.models.reading import dims_from_config, read_dims
+from mopd.engines.interface import SamplingParams
+from mopd.engines.torch.decoding import decode, uniforms
+from mopd.engines.torch.loading import load_model
 from mopd.planning.memory import shards
 from mopd.planning.memory.replicas import state_bytes
 from mopd.student.model import gated_delta_net
@@ -109,6 +112,24 @@ def test_a_checkpoint_goes_on(ranks: Results, layout: str) -> None:
 
 def test_engines_follow_the_student(ranks: Results) -> None:
     check(ranks["sends"])
+
+
+@torch.no_grad()
+def test_the_torch_engine_draws_from_what_it_scores(models: dict[str, Path]) -> None:
+    """With prompts of unequal lengths, and rows that end before others and leave the cache."""
+    model = load_model(models["qwen3_5_text"], "float32", torch.device("cpu"))
+    prompts, drawn = [[3, 4, 5, 6, 7], [9, 10], [5] * 12, [7, 8, 9]], dict[int, tuple[Tensor, Tensor]]()
+
+    def note(row: int, tokens: Tensor, logprobs: Tensor, *unread: Any) -> None:
+        drawn[row] = tokens, logprobs
+
+    stop_ids = torch.tensor([2, 10, 11, 12, 13])
+    decode(model, prompts, SamplingParams(max_new_tokens=20), uniforms([1, 2, 3, 4], 20), stop_ids, note)
+    assert len({len(tokens) for tokens, _ in drawn.values()}) > 2
+    for row, (tokens, logprobs) in drawn.items():
+        logits = model(torch.tensor([prompts[row] + tokens.tolist()]), use_cache=False).logits[0]
+        expected = logits.log_softmax(-1)[len(prompts[row]) - 1 : -1].gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.vllm
