@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from mopd.base.files.json_text import read_json_object
 from mopd.base.types import UserError
 from mopd.conversion.adapter_writer import adapter_job
+from mopd.conversion.adapters import peft_names
 from mopd.conversion.hf.reader import HfReader, hash_side_files, identity, named_as_in, open_model, require_finite
 from mopd.conversion.hf.writer import Group, copy_side_files, hf_job, mtp_file, mtp_groups
 from mopd.conversion.job import MAX_FILE_BYTES, CheckInputs, Job, Written, sha256_of
@@ -26,7 +27,7 @@ from mopd.conversion.models import families
 from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
 from mopd.conversion.models.dims import ModelDims, Naming
 from mopd.conversion.models.families import Placed
-from mopd.conversion.models.mapping import pad_rows, read_box, split_whole, whole_shape
+from mopd.conversion.models.mapping import merged, pad_rows, read_box, split_whole, whole_shape
 from mopd.conversion.models.reading import read_dims
 from mopd.conversion.models.towers import with_naming
 from mopd.conversion.torch_dist.plan import Piece, TargetLayout, files, one_dtype_per_key, pieces, sharded_key
@@ -85,7 +86,8 @@ def megatron_to_hf(
     """Return the job of converting a distributed checkpoint into a Hugging Face folder, bit for bit.
 
     Args:
-        source: a folder of ``hf_to_megatron`` or a checkpoint of a run; optimizer states are left out.
+        source: a folder of ``hf_to_megatron`` or a checkpoint of a run; optimizer states are left out. Adapters are
+            merged into the model that the run began with.
         side_files: folder of config, tokenizer and so on; None takes those inside the checkpoint, or of the folder that
             the run began with.
 
@@ -93,18 +95,17 @@ def megatron_to_hf(
         UserError: the checkpoint is incomplete, changed or lacks a tensor, or there is no config.
     """
     reader, origin, dims = open_distributed(source, side_files, allow_pickle=allow_pickle)
-    if adapter_keys(reader):
-        raise UserError(
-            f"{source}: holds adapters alone: mopd convert megatron-to-peft writes their folder, and merge-lora merges "
-            "that into the model"
-        )
-    check_keys(reader, dims)
+    base = _MergedReader(source, reader, open_model(origin)[0]) if adapter_keys(reader) else None
+    if base is None:
+        check_keys(reader, dims)
 
     def group(row: Placed) -> Group:
-        wanted = _wanted(row, reader.dtype(sharded_key(row, dims).key), dtype)
+        own = reader.dtype(sharded_key(row, dims).key) if base is None else base.dtype(row.hf_names[0])
+        wanted = _wanted(row, own, dtype)
 
         def read() -> list[Tensor]:
-            tensors = zip(row.hf_names, read_row(reader, row, dims), strict=True)
+            found = read_row(reader, row, dims) if base is None else map(base.read, row.hf_names)
+            tensors = zip(row.hf_names, found, strict=True)
             return [require_finite(name, tensor, reader.folder).to(wanted) for name, tensor in tensors]
 
         return Group(row.hf_names, row.hf_shapes, (wanted,) * len(row.hf_names), read)
@@ -118,8 +119,40 @@ def megatron_to_hf(
             *mtp_groups(dims, source, origin, dtype=WEIGHT_DTYPES[dtype] if dtype else None),
         ],
         side_files=origin, description=description, config=config_with_dtype(origin, dtype),
-        max_file_bytes=max_file_bytes, check_inputs=_checks_hashes(reader, dims),
+        max_file_bytes=max_file_bytes,
+        check_inputs=_checks_hashes(reader, dims) if base is None else _checks_files(reader, adapter_keys(reader)),
     )  # fmt: skip
+
+
+class _MergedReader:
+    """Reader of a model whose checkpoint holds adapters, by Hugging Face names."""
+
+    def __init__(self, source: Path, reader: TorchDistReader, base: HfReader) -> None:
+        config = _adapter_config(source)
+        self._reader, self._base, self._scale = reader, base, config["lora_alpha"] / config["r"]
+        self.dtype = base.dtype
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor of the base, with its adapter merged if it has one."""
+        weight, keys = self._base.read_finite(name), peft_names(name.removesuffix(".weight"))
+        if keys[0] not in self._reader.keys:
+            return weight
+        a, b = (_read_whole(self._reader, key) for key in keys)
+        return merged(weight, a, b, self._scale)
+
+
+def _read_whole(reader: TorchDistReader, key: str) -> Tensor:
+    shape = reader.shape(key)
+    return require_finite(key, reader.read(key, (0,) * len(shape), shape), reader.folder)
+
+
+def _adapter_config(source: Path) -> dict[str, Any]:
+    """Return PEFT's description of the adapters in a run's checkpoint."""
+    config = read_json_object(source / STATE_FILE, cure="restore the folder").get("adapter")
+    numbers = [config.get(key) for key in ("r", "lora_alpha")] if isinstance(config, dict) else []
+    if not isinstance(config, dict) or not all(isinstance(n, int | float) and n > 0 for n in numbers):
+        raise UserError(f"{source}: holds no adapters: name a step folder of a run with student.lora")
+    return config
 
 
 def adapter_keys(reader: TorchDistReader) -> list[str]:
@@ -134,24 +167,15 @@ def megatron_to_peft(source: Path, target: Path, *, max_file_bytes: int = MAX_FI
         UserError: the checkpoint is incomplete, changed, or holds no adapters.
     """
     reader = TorchDistReader(source)
-    config = read_json_object(source / STATE_FILE, cure="restore the folder").get("adapter")
-    names = adapter_keys(reader)
-    if not isinstance(config, dict) or not names:
-        raise UserError(f"{source}: holds no adapters: name a step folder of a run with student.lora")
+    config, names = _adapter_config(source), adapter_keys(reader)
 
     def group(name: str) -> Group:
-        shape, dtype = reader.shape(name), reader.dtype(name)
-
-        def read() -> list[Tensor]:
-            return [require_finite(name, reader.read(name, (0,) * len(shape), shape), reader.folder)]
-
-        return Group((name,), (shape,), (dtype,), read)
+        return Group((name,), (reader.shape(name),), (reader.dtype(name),), lambda: [_read_whole(reader, name)])
 
     description = {"command": "megatron-to-peft", "source": {"manifest": sha256_of(source / MANIFEST_FILE)}}
-    files = reader.files_of(names)
     return adapter_job(
         target, [group(name) for name in names], config=config, description=description,
-        check_inputs=lambda rank, size, is_over: reader.check_hashes(files[rank::size], is_over),
+        check_inputs=_checks_files(reader, names),
     )  # fmt: skip
 
 
@@ -339,7 +363,11 @@ def _megatron_job(
 
 
 def _checks_hashes(reader: TorchDistReader, dims: ModelDims) -> CheckInputs:
-    names = reader.files_of({sharded_key(row, dims).key for row in families.all_params(dims)})
+    return _checks_files(reader, {sharded_key(row, dims).key for row in families.all_params(dims)})
+
+
+def _checks_files(reader: TorchDistReader, keys: Collection[str]) -> CheckInputs:
+    names = reader.files_of(keys)
     return lambda rank, size, is_over: reader.check_hashes(names[rank::size], is_over)
 
 

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mopd.base.types import UserError
 from mopd.conversion.adapters import merge_adapter, read_adapter
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.jobs import rewriting, streaming
@@ -203,8 +202,8 @@ def test_checkpoints_become_folders_that_a_student_begins_with(
     run_job(rewriting.merge_lora(models[DENSE], folder / "peft", folder / "merged"))
     merged = load_file(folder / "merged" / "model.safetensors")
     assert hash_of(merged.items()) == two_ranks["run/tp2"]["saved_hash"]
-    with pytest.raises(UserError, match="holds adapters alone: mopd convert megatron-to-peft"):
-        streaming.megatron_to_hf(folder / "saved_tp2", folder / "no")
+    run_job(streaming.megatron_to_hf(folder / "saved_tp2", folder / "at_once"))
+    assert hash_of(load_file(folder / "at_once" / "model.safetensors").items()) == hash_of(merged.items())
 
 
 def test_exports_are_merged_exactly(two_ranks: Results, folder: Path, models: dict[str, Path]) -> None:

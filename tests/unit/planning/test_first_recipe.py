@@ -16,6 +16,7 @@ import pytest
 from mopd.base.types import UserError
 from mopd.cli import main as cli
 from mopd.config.load import load_recipe
+from mopd.config.student import LORA_LR, LoraConfig
 from mopd.planning.first_recipe import Layout, first_recipe, read_names
 
 GSM8K = {"question": "1 + 1?", "answer": "They are two.\n#### 2"}
@@ -70,6 +71,12 @@ def test_the_recipe_loads_and_names_what_the_data_have() -> None:
     files = [(file.columns, file.domain) for file in recipe.data.files(recipe.data.train)]
     assert files == [("gsm8k", "gsm8k"), ("mbpp", "mbpp")]
     assert recipe.validation is not None
+
+
+def test_a_student_with_adapters() -> None:
+    assert cli.main(["init", *ARGUMENTS, "--lora", "--output", "lora.yaml"]) == 0
+    student = load_recipe("lora.yaml").recipe.student
+    assert student.lora == LoraConfig(rank=32) and student.optimizer.lr == LORA_LR
 
 
 def test_init_into_check_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
