@@ -82,6 +82,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
     cases = {f"{name}/{layout}": {**LAYOUTS[layout], **STEPS, "model": str(models[name])} for name, layout in CASES}
+    folder = models["shared_head"]
+    cases["shared_head/tp2/untrained"] = {
+        **LAYOUTS["tp2"], "model": str(folder), "save_hf": str(folder.with_name("untrained"))
+    }  # fmt: skip
     cases["glm4_moe/tp2_sp"]["save_hf"] = str(models["glm4_moe"].with_name("exported"))
     cases |= {
         f"{name}/{layout}/padded": {**LAYOUTS[layout], **STEPS, "model": str(models[name]), "packing": False}
@@ -139,6 +143,12 @@ def test_packed_sequences_equal_padded_ones(ranks: Results, name: str, layout: s
     assert packed["is_packed"] == [True] and padded["is_packed"] == [False]
     for step, expected in zip(packed["steps"], padded["steps"], strict=True):
         assert_same_step(step, expected)
+
+
+def test_a_shared_head_comes_back_bit_by_bit(ranks: Results, models: dict[str, Path]) -> None:
+    before, after = (load_file(models["shared_head"].with_name(n) / WEIGHTS_FILE) for n in ("shared_head", "untrained"))
+    assert ranks["shared_head/tp2/untrained"]["steps"] == [] and before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_an_export_has_what_predicts_further_tokens(ranks: Results, models: dict[str, Path]) -> None:
