@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,9 +100,7 @@ def decode(
             return
         input_ids, positions = drawn[:, None], _next(positions)
         if 2 * len(running) <= len(rows):  # `rows` maps a row of the rest to its row of the result
-            cache.reorder_cache(
-                cast(torch.LongTensor, running)
-            )  # the one selection that layers with states know as well
+            cache.reorder_cache(running)  # type: ignore[arg-type]  # the one selection that layers with states know
             rows, visible = rows[running], visible[running]
             input_ids, positions = input_ids[running], positions[..., running, :]
     rest: FinishReason = "length" if num_done == num_steps else "handed_back"
