@@ -194,4 +194,5 @@ def _in_chunks(x: Tensor, size: int) -> Tensor:
     """Return [N, L, H, …] as [N, H, chunks, size, …] in fp32, with zeros behind it: no decay, and nothing written."""
     missing = -x.shape[1] % size
     padded: Tensor = pad(x.float(), (0, 0) * (x.dim() - 2) + (0, missing))
-    return padded.unflatten(1, (-1, size)).movedim(3, 1)
+    chunked: Tensor = padded.unflatten(1, (-1, size)).movedim(3, 1)
+    return chunked
