@@ -37,7 +37,7 @@ KEPT = "runs/learning/kept/{toy}-{seed}"
 """Run folder of the earlier run, that of the recipe as it is: its samples and scores."""
 REVERSE = ("loss.type=topk_reverse_kl", "loss.tail=bucket")
 FULL = "teacher_defaults.payload=hidden"
-REWARDED = ("rollout.samples_per_prompt=8", "loss.task_reward_weight=1.0", "loss.task_advantage=grpo")
+REWARDED = ("rollout.samples_per_prompt=8", "loss.task_reward_weight=3", "loss.task_advantage=grpo")
 BESIDE = ("rollout.placement.type=local", "teacher_defaults.placement.type=local")
 """Engines beside the trainer, which staleness above 0 needs."""
 

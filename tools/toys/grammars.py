@@ -104,7 +104,7 @@ def domains_of(toy: str) -> list[Domain]:
             mistaken = {
                 word: rng.choice([other for other in halves[1] if other != follows[word]]) for word in halves[1]
             }
-            made.append(Domain(name=name, words=words, next_word=follows, mistaken=mistaken, starts=words, length=6))
+            made.append(Domain(name=name, words=words, next_word=follows, mistaken=mistaken, starts=words, length=4))
             continue
         table = None if name in SPREADS else {word: rng.choice(words) for word in words}
         length = {"stochastic": 16, "long": CHAIN, "foreign": 12, "decision": 32}[toy]
@@ -156,7 +156,8 @@ def make(toy: str, out: Path) -> dict[str, Any]:
     known = torch.stack([_base_table(toy, domain, tables[domain.name], rng) for domain in domains])
     # The base knows the mean of the tables of the domains that have a word.
     rows = _rows_of(domains, size)
-    known = known.mean(0) if toy == "conflict" else sum(known * (rows / rows.sum(0).clamp(min=1))[:, :, None])
+    shares = (rows / rows.sum(0).clamp(min=1))[:, :, None]
+    known = known.mean(0) if toy == "conflict" else (known * shares).sum(0)
     seed = None if toy == "decision" else 0  # without a layer that draws it away from its teacher
     _save(_model(embeddings_VH, _head(embeddings_VH, known), seed), tokenizer, out / "base")
     _write_prompts(toy, domains, out)
@@ -211,8 +212,9 @@ def _base_table(toy: str, domain: Domain, table: Tensor, rng: torch.Generator) -
     size, blurred = len(table), table * (1.0 if toy == "foreign" else UNSURE / SURE)
     is_known = torch.rand(size, generator=rng) < KNOWN.get(domain.name, KNOWN.get(toy, 1.0))
     others = torch.randint(domain.words.start, domain.words.stop, (size,), generator=rng)
-    if toy == "half":  # the right word comes second, 0.06 of the mass, so that rewards can find it in a while
-        return (blurred / 2).scatter(1, others[:, None], UNSURE + 0.5)
+    if toy == "half":  # rewards find the right word, as the second one, where the teacher is wrong
+        can_find = torch.tensor([word in domain.mistaken for word in range(size)])
+        return torch.where(can_find[:, None], blurred, blurred.clamp(max=0)).scatter(1, others[:, None], UNSURE + 0.5)
     return torch.where(is_known[:, None], blurred, blurred[others])  # it takes the word for another
 
 

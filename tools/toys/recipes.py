@@ -22,7 +22,7 @@ SETTINGS: dict[str, tuple[int, int, int, dict[str, Any], dict[str, float]]] = {
     "foreign": (80, 24, 12, CHAIN_REWARD, {}),
     "decision": (80, 16, 32, NO_CALL, {}),
     "shared": (80, 24, 12, CHAIN_REWARD, {}),
-    "half": (40, 24, 6, CHAIN_REWARD, {}),
+    "half": (80, 24, 4, CHAIN_REWARD, {}),
 }
 """Toy -> steps, prompts a step, longest response, reward (none: no answer is right), shares of the prompts."""
 

@@ -78,6 +78,7 @@ def test_each_teacher_and_no_base_gives_the_right_answers(toys: Path, toy: str) 
 def test_words_of_two_domains_are_followed_by_other_words_in_each() -> None:
     walk, hop = domains_of("shared")
     both = set(walk.words) & set(hop.words)
+    assert walk.next_word is not None and hop.next_word is not None
     assert len(both) == BOTH and sum(walk.next_word[word] == hop.next_word[word] for word in both) < BOTH / 2
 
 
