@@ -104,7 +104,7 @@ def megatron_to_hf(
         wanted = _wanted(row, own, dtype)
 
         def read() -> list[Tensor]:
-            found = read_row(reader, row, dims) if base is None else map(base.read, row.hf_names)
+            found = read_row(reader, row, dims) if base is None else [base.read(name) for name in row.hf_names]
             tensors = zip(row.hf_names, found, strict=True)
             return [require_finite(name, tensor, reader.folder).to(wanted) for name, tensor in tensors]
 
