@@ -3,6 +3,7 @@ teachers' own)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -52,6 +53,39 @@ class HorizonConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixConfig(Checked):
+    """The first part of a training response, which the student is given and goes on from: its own tokens alone are
+    trained on. Validation draws whole responses."""
+
+    source: Literal["teacher", "data"]
+    """Where it comes from. teacher: the answer of the domain's teacher, drawn once and kept (``answers``); data: the
+    row's reference answer, a text."""
+    share: Share
+    """Share of that answer's tokens that are given in the first step, rounded down."""
+    steps: Count | None = None
+    """Steps over which the share falls to 0, by equal parts; absent: it stays."""
+    reference: Lines | None = None
+    """With ``source: data``, the entry of the row's ``extra_info`` that holds the text; absent: the ground truth."""
+
+    def check(self) -> None:
+        if self.reference is not None and self.source != "data":
+            raise ValueError(
+                f"reference is {self.reference!r} and source {self.source!r}, which reads no row: set source: data, or "
+                "remove reference"
+            )
+
+    def at(self, step: int) -> float:
+        """Return the share of a step, counted from 0."""
+        return self.share if self.steps is None else self.share * max(0.0, 1 - step / self.steps)
+
+
+def require_prefix(prefix: PrefixConfig | None, elsewhere: Mapping[str, bool]) -> None:
+    """``ValueError`` where no response can begin with what is given. ``elsewhere``: reasons, and whether each holds."""
+    for reason in [reason for reason, is_so in elsewhere.items() if is_so and prefix is not None]:
+        raise ValueError(f"rollout.prefix is set, but {reason}: remove one of them")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig(EngineGroupConfig):
     """How the student samples its own responses, and the replicas that run its weights."""
 
@@ -60,6 +94,8 @@ class RolloutConfig(EngineGroupConfig):
     horizon: HorizonConfig | None = None
     """Tokens after which responses stop in training, so that the rest is not even drawn; absent:
     ``max_response_length``."""
+    prefix: PrefixConfig | None = None
+    """First part of training responses that is given; absent: the student draws all of them."""
     temperature: Positive = 1.0
     """Sampling temperature."""
     top_p: Share = 1.0

@@ -41,7 +41,7 @@ from mopd.config.payloads import (
 )
 from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.rewards import EnvironmentRewardConfig, RewardConfig
-from mopd.config.rollout import AnswersConfig, RolloutConfig
+from mopd.config.rollout import AnswersConfig, RolloutConfig, require_prefix
 from mopd.config.schedule import MAX_SAMPLES, PreflightConfig, ScheduleConfig
 from mopd.config.slurm import SlurmConfig
 from mopd.config.student import StudentConfig
@@ -126,6 +126,7 @@ class Recipe(Checked):
         self._check_staleness()
         self._check_stored()
         self._check_environment()
+        self._check_prefix()
         check_weight_sync(self.weight_sync, self.rollout.placement)
         require_turns(
             self.rollout,
@@ -351,6 +352,21 @@ class Recipe(Checked):
                 "'own', and a chunk may hold the student's tokens beside given ones: remove one of them"
             )
 
+    def _check_prefix(self) -> None:
+        elsewhere = {
+            "objective trains on no response of the student": "on_policy" not in self.objectives,
+            "rollout.environment has turns, of which none is given": self.rollout.environment is not None,
+            "rollout.horizon cuts responses after a number of tokens": self.rollout.horizon is not None,
+            "domains has a gate, which would judge what is given": bool(self.gates),
+        }
+        for name, teacher in self.teachers.items():
+            if name in self.own_tokenizers:
+                elsewhere[f"teachers.{name}.tokenizer is 'own', and a chunk may hold given and drawn tokens"] = True
+            if self.takes_prefixes:
+                elsewhere[f"teachers.{name} is behind an openai server, which only scores"] = teacher.is_openai
+                elsewhere[f"teachers.{name} has refresh, and its answers are kept"] = name in self.refreshed
+        require_prefix(self.rollout.prefix, elsewhere)
+
     def _check_objective(self) -> None:
         warm_up = self.schedule.warm_up
         if warm_up is not None and self.objective != "on_policy":
@@ -446,6 +462,11 @@ class Recipe(Checked):
     def draws_answers(self) -> bool:
         """Some steps train on the teachers' own answers."""
         return self.objectives != {"on_policy"}
+
+    @property
+    def takes_prefixes(self) -> bool:
+        """Responses of the student begin with the teachers' own answers."""
+        return self.rollout.prefix is not None and self.rollout.prefix.source == "teacher"
 
     @property
     def needs_rollout(self) -> bool:

@@ -41,12 +41,13 @@ class PlainText:
     """Encoder of text in which nothing is a control token: ``<|im_end|>`` is the ten characters that it is written
     with."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise ``UserError`` for a tokenizer that is not of the tokenizers library."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str = "rollout.environment") -> None:
+        """Raise ``UserError`` with the ``key`` that asks for it, for a tokenizer that is not of the tokenizers
+        library."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise UserError(
-                f"rollout.environment: the tokenizer of {tokenizer.name_or_path!r} has no tokenizer.json, without "
+                f"{key}: the tokenizer of {tokenizer.name_or_path!r} has no tokenizer.json, without "
                 "which text cannot be kept apart from control tokens: convert it to the tokenizers library's form"
             )
         settings = json.loads(backend.to_str())

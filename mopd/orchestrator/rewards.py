@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mopd.base.types import Prompt, SampleMeta
 from mopd.data.prompts import PromptDataset
+from mopd.data.tokenizer import read_texts
 from mopd.data_plane.interface import Storage
 from mopd.orchestrator.rollout import reward_item
 from mopd.orchestrator.trajectories import last_turns
@@ -50,7 +51,10 @@ class RewardWorker:
         names = ["tokens", "loss_mask", *(["environment_reward"] if self.has_environment else [])]
         fields = await self.plane.get([sample.sample_id for sample in samples], names)
         responses = [own[s.prompt_length :] for own, s in zip(fields["tokens"], samples, strict=True)]
-        texts = last_turns(self.tokenizer, responses, fields["loss_mask"], self.cut_texts)
+        if self.has_environment:
+            texts = last_turns(self.tokenizer, responses, fields["loss_mask"], self.cut_texts)
+        else:
+            texts = read_texts([own.tolist() for own in responses], self.tokenizer, self.cut_texts)
         given = [own.item() for own in fields["environment_reward"]] if self.has_environment else [None] * len(texts)
         per_prompt = len(samples) // len(prompts)
         values = await self.graded([prompt for prompt in prompts for _ in range(per_prompt)], texts, given)

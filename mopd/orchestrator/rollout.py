@@ -20,7 +20,8 @@ from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import Generation, Generator, Images, SamplingParams
 from mopd.engines.replicas.interface import SampleFailed
-from mopd.orchestrator.trajectories import Player, Trajectory, draw_turns, join_parts
+from mopd.orchestrator.prefixes import Prefixes, behind
+from mopd.orchestrator.trajectories import Player, Segmented, Trajectory, draw_turns, join_parts
 from mopd.rewards.interface import RewardItem
 
 HASH_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
@@ -44,6 +45,8 @@ class RolloutWorker:
     """Most tokens of a response by its prompt's number (``Recipe.response_limit``); ``None``: those of ``sampling``."""
     player: Player | None = None
     """Player of responses of several turns, where the recipe has an environment."""
+    prefixes: Prefixes | None = None
+    """First parts of responses that are given, where the recipe has them."""
 
     async def generate(
         self, prompts: Sequence[Prompt], *, ended: Callable[[Prompt, int], None] | None = None
@@ -62,7 +65,8 @@ class RolloutWorker:
         repeated = [prompt for prompt in prompts for _ in range(num)]
         sample_ids = [prompt.sample_id * num + j for prompt in prompts for j in range(num)]
         try:
-            responses = await self._responses(repeated, sample_ids, ended)
+            given = None if self.prefixes is None else await self.prefixes.of(prompts)
+            responses = await self._responses(repeated, sample_ids, given or [()] * len(repeated), ended)
         except SampleFailed as error:
             named = named_samples(
                 [sample_ids[i] for i in error.positions], {repeated[i].domain for i in error.positions}
@@ -81,9 +85,13 @@ class RolloutWorker:
         )
 
     async def _responses(
-        self, prompts: Sequence[Prompt], sample_ids: Sequence[int], ended: Callable[[Prompt, int], None] | None
+        self,
+        prompts: Sequence[Prompt],
+        sample_ids: Sequence[int],
+        given: Sequence[Sequence[int]],
+        ended: Callable[[Prompt, int], None] | None,
     ) -> list[Generation]:
-        """Return one complete response per sample."""
+        """Return one complete response per sample, each behind what is ``given`` of it."""
         waiting = set(range(len(prompts)))
         segments: Counter[int] = Counter()
 
@@ -116,9 +124,11 @@ class RolloutWorker:
 
             return await all_or_none(complete(place) for place in range(len(numbers)))
 
-        limits = [self._sampling(prompt).max_new_tokens for prompt in prompts]
+        limits = [self._sampling(prompt).max_new_tokens - len(own) for prompt, own in zip(prompts, given, strict=True)]
         if self.player is None:
-            return await draw(range(len(prompts)), [self._tokens(prompt) for prompt in prompts], limits, note_end)
+            starts = [(*self._tokens(prompt), *own) for prompt, own in zip(prompts, given, strict=True)]
+            drawn = await draw(range(len(prompts)), starts, limits, note_end)
+            return [behind(own, response) for own, response in zip(given, drawn, strict=True)]
         rows = [self.dataset.row(prompt.row) for prompt in prompts]
         seeds = [self._seed(prompt, number, 0) for prompt, number in zip(prompts, sample_ids, strict=True)]
         return [*await self.player.play(rows, seeds, limits, draw, ended=note_end)]
@@ -139,8 +149,9 @@ class RolloutWorker:
         return part if len(parts) == 1 else join_parts(parts, parts[-1].finish_reason)
 
     def take_numbers(self) -> dict[str, float]:
-        """Return the player's numbers since the last call."""
-        return {} if self.player is None else self.player.take_numbers()
+        """Return the numbers of player and prefixes since the last call."""
+        sources = [source for source in (self.player, self.prefixes) if source is not None]
+        return {name: value for source in sources for name, value in source.take_numbers().items()}
 
     def _sampling(self, prompt: Prompt) -> SamplingParams:
         if self.limit is None:
@@ -266,9 +277,9 @@ def repeated_share(tokens: Tensor) -> float:
 
 
 def _loss_mask(response: Generation, masked_tail: int) -> Tensor:
-    """Return [R] bool: all tokens of a response but those that an environment gave, and of one that was cut its last
+    """Return [R] bool: all tokens of a response but those that were given, and of one that was cut its last
     ``masked_tail``."""
-    own = response.loss_mask if isinstance(response, Trajectory) else torch.ones(len(response.tokens)).bool()
+    own = response.loss_mask if isinstance(response, Segmented) else torch.ones(len(response.tokens)).bool()
     is_kept = torch.arange(len(own)) < len(own) - masked_tail
     return own & is_kept if response.finish_reason == "length" else own
 

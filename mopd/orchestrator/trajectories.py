@@ -35,13 +35,19 @@ and the most tokens of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trajectory(Generation):
-    """A response of several turns. Given tokens have log-prob 0 and the version of the token before them."""
+class Segmented(Generation):
+    """A response of drawn and given tokens. Given ones have log-prob 0 and the version of a drawn one beside them."""
+
+    loss_mask: Tensor
+    """[R] bool: the student drew the token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory(Segmented):
+    """A response of several turns."""
 
     prompt: tuple[int, ...]
     """Ids of the prompt: the row's, or of the messages that the environment began with."""
-    loss_mask: Tensor
-    """[R] bool: the student drew the token."""
     reward: float
     """Sum of the environment's rewards."""
 
@@ -81,16 +87,7 @@ class _Playing:
 
     def give(self, ids: Sequence[int]) -> None:
         """Append tokens that the student did not draw."""
-        last = self.parts[-1]
-        tops = None if last.top_ids is None else last.top_ids.new_zeros(len(ids), last.top_ids.shape[1])
-        given = Generation(
-            tokens=torch.tensor(ids, dtype=torch.int64),
-            logprobs=torch.zeros(len(ids)),
-            finish_reason="stop",
-            token_versions=last.token_versions[-1:].expand(len(ids)),
-            top_ids=tops,
-        )
-        self.parts.append(given)
+        self.parts.append(given_part(ids, self.parts[-1], -1))
         self.drawn.append(False)
 
     def whole(self) -> Trajectory:
@@ -103,6 +100,18 @@ class _Playing:
             loss_mask=torch.cat(masks),
             reward=self.reward,
         )
+
+
+def given_part(ids: Sequence[int], neighbour: Generation, place: int) -> Generation:
+    """Return tokens that the student did not draw, beside token ``place`` of what it drew."""
+    tops = neighbour.top_ids
+    return Generation(
+        tokens=torch.tensor(ids, dtype=torch.int64),
+        logprobs=torch.zeros(len(ids)),
+        finish_reason="stop",
+        token_versions=neighbour.token_versions[place].expand(len(ids)),
+        top_ids=None if tops is None else tops.new_zeros(len(ids), tops.shape[1]),
+    )
 
 
 def join_parts(parts: Sequence[Generation], reason: FinishReason) -> Generation:

@@ -40,6 +40,7 @@ from mopd.engines.replicas.statistics import group_metrics
 from mopd.environments.process import Environments
 from mopd.orchestrator.answers import AnswerWorker
 from mopd.orchestrator.gate import Gate
+from mopd.orchestrator.prefixes import build_prefixes, check_references
 from mopd.orchestrator.rewards import RewardWorker
 from mopd.orchestrator.rollout import RolloutWorker, reward_item
 from mopd.orchestrator.teachers import TeacherGroup, TeacherWorker
@@ -102,7 +103,7 @@ class Workers:
     rollout: RolloutWorker | None
     """Present where some steps are on-policy, or the student is validated."""
     answers: AnswerWorker | None
-    """Present where some steps train on the teachers' own answers."""
+    """Present where some steps train on the teachers' own answers, or responses begin with them."""
     teacher_groups: dict[str, TeacherGroup]
     """Teacher -> its group."""
     teachers: TeacherWorker
@@ -182,6 +183,8 @@ def read_inputs(recipe: Recipe) -> Inputs:
                 _check_ground_truths(dataset, rewards)
         for name in rewards.unused(list(train.domain_counts)):
             logger.warning("rewards names %r, but the data has no row of it", name)
+    if recipe.rollout.prefix is not None:
+        check_references(recipe.rollout.prefix, train, tokenizer)
     environment = recipe.rollout.environment
     frame = None if environment is None else TurnFrame(tokenizer, recipe.data, environment)
     if frame is not None:
@@ -222,9 +225,16 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     if ROLLOUT in routers:
         routers[ROLLOUT].vocab_size = vocab_size
         weights = GroupWeightSync(routers[ROLLOUT], on_running=recipe.on_new_weights)
-        rollout = _rollout_worker(recipe, inputs, plane, groups, routers[ROLLOUT])
     teachers = {name: await teacher_group(name, routers, groups) for name in recipe.teachers}
-    answers = await _answer_worker(recipe, inputs, plane, teachers, vocab_size) if recipe.draws_answers else None
+    answers = draw = None
+    if recipe.draws_answers or recipe.takes_prefixes:
+        answers = await _answer_worker(recipe, inputs, plane, teachers, vocab_size)
+        draw = answers.draw if recipe.takes_prefixes else None
+    if ROLLOUT in routers:
+        rollout = replace(
+            _rollout_worker(recipe, inputs, plane, groups, routers[ROLLOUT]),
+            prefixes=build_prefixes(recipe, inputs.train, inputs.tokenizer, draw),
+        )
     rewards = None
     loss, judges = recipe.loss, inputs.rewards if recipe.needs_task_advantage or recipe.gates else None
     if isinstance(loss, (TopKLossConfig, PolicyGradientConfig)) and judges is not None:

@@ -72,6 +72,7 @@ PANELS = {
     "response_length": Panel("Response length", "Tokens, mean over the step's responses."),
     "turns": Panel("Turns of a response", "Of the student, mean."),
     "given_share": Panel("Given tokens", "Share of the responses' tokens that template and environment wrote."),
+    "prefix_length": Panel("Given prefix", "Tokens, mean over responses.", is_noisy=False),
     "environment_errors": Panel("Failures of the environment", "Responses that they ended.", is_noisy=False),
     "truncated_share": Panel("Truncated responses", "Share cut at the length limit."),
     "repeated_share": Panel("Repetition", "Share of a response's 4-grams that stand earlier in it."),

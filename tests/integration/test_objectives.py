@@ -66,3 +66,22 @@ def test_a_baseline_learns_without_a_rollout_and_a_second_run_draws_nothing(
     assert losses[0] == losses[1] and losses[0][-1] < 0.5 * losses[0][0]
     report = json.loads((tmp_path / "second" / "report.json").read_text())
     assert set(report["pipeline"]["stages"]) >= {"answers", "trainer"} and "rollout" not in report["pipeline"]["stages"]
+
+
+def test_responses_begin_with_a_share_of_the_teachers_answers_that_falls_to_none(world: World, tmp_path: Path) -> None:
+    """Only what the student drew counts as loss tokens; a second run finds the answers on disk."""
+    prefix = {"source": "teacher", "share": 1.0, "steps": 4}
+    options = {"rollout__prefix": prefix, "answers__folder": str(tmp_path / "answers"), "schedule__steps": 6}
+    runs = []
+    for name in ("first", "second"):
+        done = mopd("train", world.write_recipe(tmp_path / name, **options, **NOT_VALIDATED))
+        assert done.returncode == 0, done.stderr
+        runs.append(read_metrics(tmp_path / name))
+    for domain in ANSWERS:
+        given = [line.get(f"prefix_length/{domain}", 0.0) for line in runs[0]]
+        assert given[0] > given[2] > 0 == given[4] == given[5]
+        for line, own in zip(runs[0], given, strict=True):
+            drawn = line[f"num_tokens/{domain}"] / line[f"num_samples/{domain}"]
+            assert drawn + own == pytest.approx(line[f"response_length/{domain}"])
+        assert [line[f"loss/{domain}"] for line in runs[1]] == [line[f"loss/{domain}"] for line in runs[0]]
+    assert [line.get("stored_answers_share") for line in runs[1]] == [1.0] * 4 + [None] * 2

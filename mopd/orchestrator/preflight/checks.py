@@ -337,7 +337,7 @@ class Preflight:
         prompts = [Prompt(sample_id=start + i, domain=domain, row=row) for i, (domain, row) in enumerate(places)]
         rows = {prompt.sample_id * num + j: prompt.row for prompt in prompts for j in range(num)}
         if self.workers.rollout is not None:
-            return await self.workers.rollout.generate(prompts), rows
+            return await replace(self.workers.rollout, prefixes=None).generate(prompts), rows
         assert self.workers.answers is not None
         return await replace(self.workers.answers, store=None).generate(prompts), rows  # the checks write nothing
 

@@ -138,3 +138,32 @@ def test_what_cannot_be_trained_on_is_refused(write: Write, overrides: list[str]
     with pytest.raises(UserError) as caught:
         load_recipe(write(), overrides)
     assert str(caught.value).endswith(line), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["objective=sft_on_teacher"], "objective trains on no response of the student"),
+        (["rollout.environment={type: python_tool}"], "rollout.environment has turns, of which none is given"),
+        (["rollout.horizon={start: 4}"], "rollout.horizon cuts responses after a number of tokens"),
+        ([OPENAI], "teachers.math is behind an openai server, which only scores"),
+        (["teachers.math.tokenizer=own"], "teachers.math.tokenizer is 'own', and a chunk may hold given and drawn"),
+    ],
+)
+def test_prefixes_are_refused_where_none_can_be_given(write: Write, overrides: list[str], reason: str) -> None:
+    given = "rollout.prefix={source: teacher, share: 0.5}"
+    with pytest.raises(UserError) as refused:
+        recipe_of(write(), given, *overrides)
+    assert f"rollout.prefix is set, but {reason}" in str(refused.value)
+
+
+def test_a_teachers_prefix_names_no_entry_of_a_row(write: Write) -> None:
+    line = "rollout.prefix.reference is 'way' and source 'teacher', which reads no row: set source: data"
+    with pytest.raises(UserError, match=line):
+        recipe_of(write(), "rollout.prefix={source: teacher, share: 0.5, reference: way}")
+
+
+def test_a_prefix_falls_by_equal_parts_and_asks_teachers_for_answers(write: Write) -> None:
+    recipe = recipe_of(write(), "rollout.prefix={source: teacher, share: 0.8, steps: 4}")
+    assert recipe.rollout.prefix is not None and recipe.takes_prefixes and not recipe.draws_answers
+    assert [round(recipe.rollout.prefix.at(step), 3) for step in range(6)] == [0.8, 0.6, 0.4, 0.2, 0, 0]
