@@ -92,7 +92,7 @@ def build_prefixes(
         prompts_per_step=recipe.schedule.prompts_per_step,
         samples_per_prompt=recipe.rollout.samples_per_prompt,
         longest=recipe.rollout.max_response_length,
-        answers=answers,
+        answers=answers if cfg.source == "teacher" else None,
         plain=PlainText(tokenizer, KEY) if cfg.source == "data" else None,
     )
 

@@ -221,20 +221,14 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     """Construct and wire, on the event loop that ``groups`` was started on. The rollout has no weights until the
     student publishes. ``vocab_size`` is the student's, without padding."""
     routers = build_routers(groups)
-    weights = rollout = None
+    teachers = {name: await teacher_group(name, routers, groups) for name in recipe.teachers}
+    answers = weights = rollout = None
+    if recipe.draws_answers or recipe.takes_prefixes:
+        answers = await _answer_worker(recipe, inputs, plane, teachers, vocab_size)
     if ROLLOUT in routers:
         routers[ROLLOUT].vocab_size = vocab_size
         weights = GroupWeightSync(routers[ROLLOUT], on_running=recipe.on_new_weights)
-    teachers = {name: await teacher_group(name, routers, groups) for name in recipe.teachers}
-    answers = draw = None
-    if recipe.draws_answers or recipe.takes_prefixes:
-        answers = await _answer_worker(recipe, inputs, plane, teachers, vocab_size)
-        draw = answers.draw if recipe.takes_prefixes else None
-    if ROLLOUT in routers:
-        rollout = replace(
-            _rollout_worker(recipe, inputs, plane, groups, routers[ROLLOUT]),
-            prefixes=build_prefixes(recipe, inputs.train, inputs.tokenizer, draw),
-        )
+        rollout = _rollout_worker(recipe, inputs, plane, groups, routers[ROLLOUT], answers)
     rewards = None
     loss, judges = recipe.loss, inputs.rewards if recipe.needs_task_advantage or recipe.gates else None
     if isinstance(loss, (TopKLossConfig, PolicyGradientConfig)) and judges is not None:
@@ -285,7 +279,9 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
     )
 
 
-def _rollout_worker(recipe: Recipe, inputs: Inputs, plane: Storage, groups: Groups, router: Router) -> RolloutWorker:
+def _rollout_worker(
+    recipe: Recipe, inputs: Inputs, plane: Storage, groups: Groups, router: Router, answers: AnswerWorker | None
+) -> RolloutWorker:
     cfg = recipe.rollout
     sampling = SamplingParams(
         max_new_tokens=cfg.max_response_length,
@@ -311,6 +307,7 @@ def _rollout_worker(recipe: Recipe, inputs: Inputs, plane: Storage, groups: Grou
         masked_tail=cfg.masked_tail or 0,
         limit=recipe.response_limit,
         player=inputs.player(recipe),
+        prefixes=build_prefixes(recipe, inputs.train, inputs.tokenizer, None if answers is None else answers.draw),
     )
 
 

@@ -69,19 +69,16 @@ def test_a_baseline_learns_without_a_rollout_and_a_second_run_draws_nothing(
 
 
 def test_responses_begin_with_a_share_of_the_teachers_answers_that_falls_to_none(world: World, tmp_path: Path) -> None:
-    """Only what the student drew counts as loss tokens; a second run finds the answers on disk."""
+    """Only what the student drew counts as loss tokens; a prompt of two samples asks for one greedy answer."""
     prefix = {"source": "teacher", "share": 1.0, "steps": 4}
-    options = {"rollout__prefix": prefix, "answers__folder": str(tmp_path / "answers"), "schedule__steps": 6}
-    runs = []
-    for name in ("first", "second"):
-        done = mopd("train", world.write_recipe(tmp_path / name, **options, **NOT_VALIDATED))
-        assert done.returncode == 0, done.stderr
-        runs.append(read_metrics(tmp_path / name))
+    options = {"rollout__prefix": prefix, "rollout__samples_per_prompt": 2}
+    done = mopd("train", world.write_recipe(tmp_path / "run", **options, **NOT_VALIDATED))
+    assert done.returncode == 0, done.stderr
+    metrics = read_metrics(tmp_path / "run")
     for domain in ANSWERS:
-        given = [line.get(f"prefix_length/{domain}", 0.0) for line in runs[0]]
+        given = [line.get(f"prefix_length/{domain}", 0.0) for line in metrics]
         assert given[0] > given[2] > 0 == given[4] == given[5]
-        for line, own in zip(runs[0], given, strict=True):
+        for line, own in zip(metrics, given, strict=True):
             drawn = line[f"num_tokens/{domain}"] / line[f"num_samples/{domain}"]
             assert drawn + own == pytest.approx(line[f"response_length/{domain}"])
-        assert [line[f"loss/{domain}"] for line in runs[1]] == [line[f"loss/{domain}"] for line in runs[0]]
-    assert [line.get("stored_answers_share") for line in runs[1]] == [1.0] * 4 + [None] * 2
+    assert ["stored_answers_share" in line for line in metrics] == [True] * 4 + [False] * 2
