@@ -13,7 +13,7 @@ TORCHVISION_CPU := $(BIN)/python -c 'import shutil, sysconfig, torch; \
 	torch.version.cuda or shutil.copy("tools/torchvision_cpu.pth", sysconfig.get_path("purelib"))'
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test long fuzz parity disk-full kills kills-weights soak scale weights slurm sglang mutations docs dist screenshot image-cpu image-jobs lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test long fuzz parity disk-full kills kills-weights soak scale weights slurm sglang openenv mutations docs dist screenshot image-cpu image-jobs lint clean
 
 $(STAMP): pyproject.toml constraints.txt tools/torchvision_cpu.pth
 	$(PYTHON) -m venv $(VENV)
@@ -89,6 +89,12 @@ $(VENV)-sglang/.installed: $(ENGINES_STAMP) $(wildcard tools/sglang_cpu/*.*)
 
 sglang: $(VENV)-sglang/.installed  ## real SGLang on a CPU, in an environment of its own: teachers, rollout, deaths, a run beside vLLM
 	MOPD_SGLANG=$(CURDIR)/$(VENV)-sglang/bin/python $(BIN)/python -m pytest tests/integration/test_sglang.py --timeout=1200 -rs -s
+
+openenv: $(STAMP)  ## sessions of a real OpenEnv server, which has an environment of its own (make test: none)
+	$(PIP) -e '.[openenv]'
+	$(PYTHON) -m venv $(VENV)/openenv
+	$(VENV)/openenv/bin/pip install --quiet openenv-core==0.3.0
+	MOPD_OPENENV_PYTHON=$(abspath $(VENV))/openenv/bin/python $(BIN)/python -m pytest tests/unit/environments/test_openenv.py -rs
 
 mutations: $(STAMP)  ## 200 small changes of mopd/, one at a time, each against the fast unit tests near it: 90 % are seen
 	$(BIN)/python -m tests.mutations.run

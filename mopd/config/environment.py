@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mopd.config.values import MAX_TOKENS, Checked, Seconds, at_least
+from mopd.config.values import MAX_TOKENS, Checked, Lines, Seconds, at_least, check_server_url
 
 MAX_TURNS = 1000
 
@@ -55,3 +55,30 @@ class CustomEnvironmentConfig(TurnsConfig):
     """An answer that fails, is late or is none: end the run, or end that response with what was drawn, and count it."""
     max_memory_gib: Annotated[float, at_least(0.25, 1024.0)] = 8.0
     """Memory of the process that holds all objects of the class, in GiB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenEnvConfig(TurnsConfig):
+    """A server of the OpenEnv library, with a session for each response. Needs mopd's extra ``openenv``."""
+
+    type: Literal["openenv"]
+    """Environment type."""
+    url: str
+    """Address of the server, ``http(s)://HOST:PORT``."""
+    action: Lines
+    """Field of the server's action that takes the text of a turn."""
+    observation: Lines | None = None
+    """Field of its observation that is given to the student, a text; absent: all fields, as JSON."""
+    begins_with: Literal["row", "reset"] = "row"
+    """A response's prompt: the row's, or what the server's first observation says."""
+    on_error: Literal["stop", "end"] = "stop"
+    """As for ``type: custom``."""
+
+    def check(self) -> None:
+        try:
+            check_server_url(self.url)
+        except ValueError as error:
+            raise ValueError(f"url has {error}") from error
+
+
+EnvironmentConfig = PythonToolConfig | CustomEnvironmentConfig | OpenEnvConfig

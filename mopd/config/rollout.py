@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mopd.config.environment import CustomEnvironmentConfig, PythonToolConfig
+from mopd.config.environment import EnvironmentConfig
 from mopd.config.groups import EngineGroupConfig, SglangEngineConfig, VllmEngineConfig
 from mopd.config.placements import ExternalConfig, RayConfig
 from mopd.config.schedule import MAX_SAMPLES
@@ -128,7 +128,7 @@ class RolloutConfig(EngineGroupConfig):
     """Tokens at the end of a cut response that carry no loss, with ``on_truncated: mask_tail``."""
     samples_per_prompt: Annotated[int, at_least(1, MAX_SAMPLES)] = 1
     """Responses drawn per prompt."""
-    environment: PythonToolConfig | CustomEnvironmentConfig | None = None
+    environment: EnvironmentConfig | None = None
     """What answers the student's turns, in training and in validation; absent: a response is one turn."""
     on_new_weights: Literal["auto", "finish", "continue"] = "auto"
     """Responses under way when new weights arrive: they end under the old ones while the new ones wait (``finish``), or

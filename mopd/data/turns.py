@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from mopd.base.types import UserError
 from mopd.config.data import DataConfig
-from mopd.config.environment import CustomEnvironmentConfig, PythonToolConfig
+from mopd.config.environment import EnvironmentConfig
 from mopd.data.prompts import PromptRow
 from mopd.data.templates.rendering import Renderer
 
@@ -76,9 +76,7 @@ class PlainText:
 class TurnFrame:
     """What the chat template writes between two turns, and how a trajectory goes on behind one."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, cfg: PythonToolConfig | CustomEnvironmentConfig
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, cfg: EnvironmentConfig) -> None:
         """Ask the template. ``UserError`` if it has no place for an observation."""
         self._tokenizer, self._data, self._cfg = tokenizer, data, cfg
         self._plain = PlainText(tokenizer)

@@ -144,6 +144,10 @@ def main(kind: str, settings: dict[str, Any], parent_pid: int, link_fd: int, max
         if kind == "python_tool":
             tools = PythonTool(settings)
             return Episodes(lambda: tools, path, timeout_s)
+        if kind == "openenv":
+            from mopd.environments.openenv import OpenEnv  # its package is an extra
+
+            return Episodes(lambda: OpenEnv(settings), path, timeout_s)
         return Episodes(load_named(path, settings["class_name"]), path, timeout_s)
 
     asyncio.run(serve(link_fd, episodes, path))

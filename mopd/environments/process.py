@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -18,7 +19,8 @@ from mopd.base.files.json_text import parse_json
 from mopd.base.files.reading import shown_path
 from mopd.base.text import one_line
 from mopd.base.types import CutOffError, UserError
-from mopd.config.environment import CustomEnvironmentConfig, PythonToolConfig
+from mopd.config.environment import CustomEnvironmentConfig, EnvironmentConfig, OpenEnvConfig, PythonToolConfig
+from mopd.config.values import shown_url
 from mopd.rewards.graders.system_calls import architecture_named
 from mopd.rewards.process import GIB, MAX_READ, RewardProcess
 
@@ -32,7 +34,7 @@ GRACE_S = 5.0
 LATE_S = 1.0
 """Seconds after a deadline in which an answer still counts: an event loop that an engine has held up finds both."""
 MAX_TOOL_BYTES = 2 * GIB
-"""Memory of the process of ``python_tool``; its programs have a limit of their own."""
+"""Memory of a built-in environment's process; programs of ``python_tool`` have a limit of their own."""
 RESETS = 3
 """Tries of a ``reset`` with ``on_error: end``, where another response's object has ended the process."""
 
@@ -149,8 +151,8 @@ class EnvironmentProcess(RewardProcess):
 class Environments:
     """The environment of a recipe: the process, started at the first response and again where it may fail."""
 
-    def __init__(self, cfg: PythonToolConfig | CustomEnvironmentConfig) -> None:
-        """Find the file. ``UserError`` if it does not exist, or this machine cannot confine programs."""
+    def __init__(self, cfg: EnvironmentConfig) -> None:
+        """Find file and package. ``UserError`` if one does not exist, or this machine cannot confine programs."""
         self.cfg, self._called = cfg, f"rollout.environment ({cfg.type})"
         self.around_calls: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Entered around each call."""
@@ -161,6 +163,10 @@ class Environments:
             path = _file_of(cfg.module)
             self._settings["path"], self._folder = str(path), path.parent
             self._max_bytes = int(cfg.max_memory_gib * GIB)
+        elif isinstance(cfg, OpenEnvConfig):
+            self._called = f"rollout.environment ({shown_url(cfg.url)})"
+            if importlib.util.find_spec("websockets") is None:
+                raise UserError(f"{self._called} needs the package websockets: pip install 'mopd[openenv]'")
         elif architecture_named(os.uname().machine) is None:
             raise UserError(
                 f"rollout.environment: python_tool knows no way to confine programs on {os.uname().machine}: run on "
@@ -173,14 +179,15 @@ class Environments:
     @property
     def goes_on(self) -> bool:
         """A failure ends one response, not the run."""
-        return isinstance(self.cfg, CustomEnvironmentConfig) and self.cfg.on_error == "end"
+        return not isinstance(self.cfg, PythonToolConfig) and self.cfg.on_error == "end"
 
     def error(self, failed: EnvironmentFailed) -> UserError:
         """Return what ends the run."""
         if isinstance(self.cfg, PythonToolConfig):
             cure = "see that the machine has memory and processes left, and a kernel with seccomp"
             return CutOffError(f"{self._called} {one_line(failed)}: {cure}")
-        cure = "correct it" if self.goes_on else "correct it, or set rollout.environment.on_error: end"
+        cure = "see its server" if isinstance(self.cfg, OpenEnvConfig) else "correct it"
+        cure = cure if self.goes_on else f"{cure}, or set rollout.environment.on_error: end"
         return UserError(f"{self._called} {one_line(failed)}: {cure}")
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Episode:
