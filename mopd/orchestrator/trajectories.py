@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -75,6 +75,8 @@ class _Playing:
     drawn: list[bool] = field(default_factory=list)
     """Whether each of them was drawn."""
     reward: float = 0.0
+    num_bad_calls: int = 0
+    """Turns that were answered with a line of an error."""
     reason: FinishReason = "length"
 
     @property
@@ -162,7 +164,10 @@ class Player:
         """``max_prompt_length``: limit of a prompt that the environment makes of its own."""
         self.environments, self._frame, self._cfg = environments, frame, environments.cfg
         self._max_prompt_length = max_prompt_length
-        self._numbers: dict[str, Counter[str]] = {name: Counter() for name in ("responses", "turns", "tokens", "given")}
+        self._numbers: dict[str, Counter[str]] = {
+            name: Counter() for name in ("responses", "turns", "tokens", "given", "bad_calls")
+        }
+        self._rewards: defaultdict[str, float] = defaultdict(float)
         self._errors: Counter[str] = Counter()
 
     async def play(
@@ -200,15 +205,20 @@ class Player:
         return [one.whole() for one in playing]
 
     def take_numbers(self) -> dict[str, float]:
-        """Return metrics by domain since the last call: turns of a response, the share of its tokens that were given,
-        and responses whose environment failed."""
+        """Return metrics by domain since the last call: turns of a response, tokens and reward of a turn, the share of
+        a response's tokens that were given, the share of turns that were answered with an error, and responses whose
+        environment failed."""
         values: dict[str, float] = {}
         counts = self._numbers
         for domain, number in sorted(counts["responses"].items()):
-            values[f"turns/{domain}"] = counts["turns"][domain] / number
-            values[f"given_share/{domain}"] = counts["given"][domain] / counts["tokens"][domain]
+            turns, given = counts["turns"][domain], counts["given"][domain]
+            values[f"turns/{domain}"] = turns / number
+            values[f"turn_length/{domain}"] = (counts["tokens"][domain] - given) / turns
+            values[f"turn_reward/{domain}"] = self._rewards[domain] / turns
+            values[f"tool_errors/{domain}"] = counts["bad_calls"][domain] / turns
+            values[f"given_share/{domain}"] = given / counts["tokens"][domain]
             values[f"environment_errors/{domain}"] = float(self._errors[domain])
-        for counter in (*counts.values(), self._errors):
+        for counter in (*counts.values(), self._errors, self._rewards):
             counter.clear()
         return values
 
@@ -241,6 +251,7 @@ class Player:
                 ids = part.tokens.tolist()
                 observation, reward = await one.episode.step(self._frame.said(ids))
                 one.reward += reward
+                one.num_bad_calls += any(line.startswith("error: ") for line in (observation or "").splitlines())
                 if observation is None:
                     one.reason = "stop"
                 elif turn < self._cfg.max_turns:
@@ -257,8 +268,9 @@ class Player:
         return False
 
     def _count(self, domain: str, one: _Playing) -> None:
+        self._rewards[domain] += one.reward
         for name, number in (
-            ("responses", 1), ("turns", sum(one.drawn)), ("tokens", one.length),
+            ("responses", 1), ("turns", sum(one.drawn)), ("tokens", one.length), ("bad_calls", one.num_bad_calls),
             ("given", sum(len(p.tokens) for p, own in zip(one.parts, one.drawn, strict=True) if not own)),
         ):  # fmt: skip
             self._numbers[name][domain] += number

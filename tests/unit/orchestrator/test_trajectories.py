@@ -154,6 +154,9 @@ def test_what_was_drawn_is_what_one_pass_over_the_trajectory_says(
     numbers = player.take_numbers()
     assert numbers["turns/sums"] == pytest.approx(sum(turns) / len(turns))
     assert 0 < numbers["given_share/sums"] < 1 and numbers["environment_errors/sums"] == 0
+    drawn, rewards = (sum(float(one.sum()) for one in fields[name]) for name in ("loss_mask", "environment_reward"))
+    assert numbers["turn_length/sums"] == pytest.approx(drawn / sum(turns))
+    assert numbers["turn_reward/sums"] == pytest.approx(rewards / sum(turns)) and numbers["tool_errors/sums"] == 0
 
 
 def test_given_tokens_that_count_are_seen(
@@ -323,3 +326,15 @@ def test_rewards_judge_the_last_turn_or_take_the_environments(
     asyncio.run(run(ExactMatchConfig(type="exact_match")))
     assert all("tool:" not in text and "assistant:" not in text for text, _ in seen[1])
     assert sum(value for _, value in seen[1]) > 0
+
+
+def test_turns_that_are_answered_with_an_error_are_counted(
+    engine: TorchEngine, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    source = COUNTING.replace('f"{self.left}: {text[:3]}"', "'error: no' if self.left else 'no error: 1'")
+    player = player_of(tokenizer, tmp_path, source, "Counting")
+    _, fields = play(engine, tokenizer, player)
+    given = [tokens[-len(mask) :][~mask] for tokens, mask in zip(fields["tokens"], fields["loss_mask"], strict=True)]
+    errors = sum(tokenizer.decode(ids).count("tool:error: no") for ids in given)
+    turns = sum(map(num_turns, fields["loss_mask"]))
+    assert player.take_numbers()["tool_errors/sums"] == pytest.approx(errors / turns) and 0 < errors < turns
