@@ -16,14 +16,16 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mopd.launch.failure import STOPPED_CODE
 from mopd.run.checkpointing import complete_steps
 from tests.fixtures.chance import seed_of
+from tests.fixtures.environments import COUNTING
 from tests.integration.groups import is_alive
-from tests.integration.under_fire import LOCAL, MAX_STALENESS, PER_PROMPT, Run, check_accounts, recipe_of, trained
+from tests.integration.under_fire import LOCAL, MAX_STALENESS, PER_PROMPT, TOY, Run, check_accounts, recipe_of, trained
 from tests.integration.world import World, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
@@ -58,17 +60,22 @@ def make_run() -> Iterator[Callable[..., Run]]:
         shutil.rmtree(run.temporary)
 
 
+@pytest.mark.parametrize(
+    "has_turns", [False, pytest.param(True, marks=pytest.mark.skipif(not IS_LONG, reason="takes long: make kills"))]
+)
 def test_random_kills_lose_nothing_and_repeat_nothing(
-    world: World, tmp_path: Path, make_run: Callable[..., Run]
+    world: World, tmp_path: Path, make_run: Callable[..., Run], has_turns: bool
 ) -> None:
-    """A run is killed again and again, in places and at moments by chance, then goes on to its end."""
+    """A run is killed again and again, in places and at moments by chance, then goes on to its end; also one whose
+    responses have several turns in an environment."""
+    changes = playing(tmp_path) if has_turns else {}
     num_kills = int(os.environ.get("MOPD_KILLS", SHORT_FORM))
     chance = random.Random(seed_of("MOPD_KILLS_SEED", is_new=IS_LONG))
     victims = [chance.choice(VICTIMS) for _ in range(num_kills)]
     if num_kills >= len(VICTIMS):
         victims[: len(VICTIMS)] = VICTIMS  # each at least once
         chance.shuffle(victims)
-    run = make_run(recipe_of(world, tmp_path / "run", steps=ENDLESS))
+    run = make_run(recipe_of(world, tmp_path / "run", steps=ENDLESS, **changes))
     for victim in victims:
         if not run.is_alive:
             run.start(*run.flags)
@@ -99,6 +106,17 @@ def test_random_kills_lose_nothing_and_repeat_nothing(
     assert run.end() == 0, run.stderr
     check_accounts(run, steps=steps)
     check_metrics(run, steps=steps)
+
+
+def playing(folder: Path) -> dict[str, Any]:
+    """Keys of a recipe whose responses have up to 4 turns."""
+    module = folder / "counting.py"
+    module.write_text(COUNTING, encoding="utf-8")
+    environment = {"type": "custom", "module": str(module), "class_name": "Counting", "max_turns": 4}
+    return {
+        "rollout": {**TOY["rollout"], "environment": environment, "max_response_length": 64},
+        "preflight__require_better_teacher": False,
+    }
 
 
 @pytest.mark.skipif(not IS_LONG, reason="takes long: make kills")
