@@ -69,10 +69,9 @@ def test_a_baseline_learns_without_a_rollout_and_a_second_run_draws_nothing(
 
 
 def test_responses_begin_with_a_share_of_the_teachers_answers_that_falls_to_none(world: World, tmp_path: Path) -> None:
-    """Only what the student drew counts as loss tokens; a prompt of two samples asks for one greedy answer."""
+    """Only what the student drew counts as loss tokens, and answers are asked for in steps with a share alone."""
     prefix = {"source": "teacher", "share": 1.0, "steps": 4}
-    options = {"rollout__prefix": prefix, "rollout__samples_per_prompt": 2}
-    done = mopd("train", world.write_recipe(tmp_path / "run", **options, **NOT_VALIDATED))
+    done = mopd("train", world.write_recipe(tmp_path / "run", rollout__prefix=prefix, **NOT_VALIDATED))
     assert done.returncode == 0, done.stderr
     metrics = read_metrics(tmp_path / "run")
     for domain in ANSWERS:
