@@ -189,6 +189,25 @@ class RolloutConfig(EngineGroupConfig):
                 "them, or set engine: {type: torch}"
             )
 
+    def check_vllm(self, validation_temperature: float | None) -> None:
+        """vLLM reports log-probs of the logits as they are, or after temperature and cuts, nothing between. Raises
+        ``ValueError``."""
+        if not isinstance(self.engine, VllmEngineConfig) or isinstance(self.placement, ExternalConfig):
+            return
+        if self.is_exact:
+            return
+        if self.temperature != 1.0:
+            raise ValueError(
+                f"rollout.temperature is {self.temperature} and {self.biased}, but rollout.engine vllm "
+                "reports log-probs before cuts and penalties at temperature 1 only: set temperature: 1.0, or remove "
+                "them"
+            )
+        if validation_temperature not in (None, 0.0, 1.0):
+            raise ValueError(
+                f"validation.temperature is {validation_temperature}, but rollout.engine vllm with cuts or "
+                f"penalties ({self.biased}) draws at temperature 0 or 1 only: set one of these"
+            )
+
     @property
     def is_exact(self) -> bool:
         """Responses follow softmax(logits / temperature) without a cut or a penalty."""

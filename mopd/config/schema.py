@@ -17,7 +17,6 @@ from mopd.config.groups import (
     Assignment,
     TeacherConfig,
     TeacherDefaultsConfig,
-    VllmEngineConfig,
     hosts_of,
     require_turns,
 )
@@ -39,7 +38,7 @@ from mopd.config.payloads import (
     require_own_tokenizers,
     require_payloads,
 )
-from mopd.config.placements import ExternalConfig, InProcessConfig
+from mopd.config.placements import InProcessConfig
 from mopd.config.rewards import EnvironmentRewardConfig, RewardConfig
 from mopd.config.rollout import AnswersConfig, RolloutConfig, require_prefix
 from mopd.config.schedule import MAX_SAMPLES, PreflightConfig, ScheduleConfig
@@ -122,7 +121,7 @@ class Recipe(Checked):
         self._check_combine()
         self._check_gates()
         self._check_objective()
-        self._check_vllm_rollout()
+        self.rollout.check_vllm(None if self.validation is None else self.validation.temperature)
         self._check_staleness()
         self._check_stored()
         self._check_environment()
@@ -363,7 +362,7 @@ class Recipe(Checked):
             if name in self.own_tokenizers:
                 elsewhere[f"teachers.{name}.tokenizer is 'own', and a chunk may hold given and drawn tokens"] = True
             if self.takes_prefixes:
-                elsewhere[f"teachers.{name} is behind an openai server, which only scores"] = teacher.is_openai
+                elsewhere[f"teachers.{name} is behind a stock server, which only scores"] = bool(teacher.stock)
                 elsewhere[f"teachers.{name} has refresh, and its answers are kept"] = name in self.refreshed
         require_prefix(self.rollout.prefix, elsewhere)
 
@@ -416,24 +415,6 @@ class Recipe(Checked):
                     f"schedule.max_staleness is {most}, but {key}.placement is in_process, on rank 0 between training "
                     f"steps: set {key}.placement.type: local, or max_staleness: 0"
                 )
-
-    def _check_vllm_rollout(self) -> None:
-        """vLLM reports log-probs of the logits as they are, or after temperature and cuts, nothing between."""
-        if not isinstance(self.rollout.engine, VllmEngineConfig) or isinstance(self.rollout.placement, ExternalConfig):
-            return
-        if self.rollout.is_exact:
-            return
-        if self.rollout.temperature != 1.0:
-            raise ValueError(
-                f"rollout.temperature is {self.rollout.temperature} and {self.rollout.biased}, but rollout.engine vllm "
-                "reports log-probs before cuts and penalties at temperature 1 only: set temperature: 1.0, or remove "
-                "them"
-            )
-        if self.validation is not None and self.validation.temperature not in (0.0, 1.0):
-            raise ValueError(
-                f"validation.temperature is {self.validation.temperature}, but rollout.engine vllm with cuts or "
-                f"penalties ({self.rollout.biased}) draws at temperature 0 or 1 only: set one of these"
-            )
 
     @property
     def on_new_weights(self) -> Literal["finish", "continue"]:

@@ -218,8 +218,9 @@ class Player:
             values[f"tool_errors/{domain}"] = counts["bad_calls"][domain] / turns
             values[f"given_share/{domain}"] = given / counts["tokens"][domain]
             values[f"environment_errors/{domain}"] = float(self._errors[domain])
-        for counter in (*counts.values(), self._errors, self._rewards):
+        for counter in (*counts.values(), self._errors):
             counter.clear()
+        self._rewards.clear()
         return values
 
     async def _begun(self, row: PromptRow, seed: int, limit: int) -> _Playing:
