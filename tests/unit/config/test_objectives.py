@@ -146,7 +146,7 @@ def test_what_cannot_be_trained_on_is_refused(write: Write, overrides: list[str]
         (["objective=sft_on_teacher"], "objective trains on no response of the student"),
         (["rollout.environment={type: python_tool}"], "rollout.environment has turns, of which none is given"),
         (["rollout.horizon={start: 4}"], "rollout.horizon cuts responses after a number of tokens"),
-        ([OPENAI], "teachers.math is behind an openai server, which only scores"),
+        ([OPENAI], "teachers.math is behind a stock server, which only scores"),
         (["teachers.math.tokenizer=own"], "teachers.math.tokenizer is 'own', and a chunk may hold given and drawn"),
     ],
 )
