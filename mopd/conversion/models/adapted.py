@@ -95,12 +95,34 @@ def check_lora(dims: ModelDims, student: StudentConfig) -> None:
             f"student.lora trains adapters alone, but student.vision.freeze {student.vision.freeze!r} trains a part of "
             "the vision tower: set student.vision.freeze: tower_and_merger"
         )
+    problem = _cannot_be_adapted(dims)
+    if problem:
+        raise UserError(f"student.lora: the layers of model_type {dims.family} {problem}: remove student.lora")
     tp, etp = student.parallel.tensor_model_parallel_size, student.parallel.resolved_expert_tensor_parallel_size
+    if tp > dims.num_query_groups and dims.mla is None:
+        raise UserError(
+            f"student.parallel.tensor_model_parallel_size is {tp} beside student.lora, and the model has "
+            f"{dims.num_query_groups} key/value heads: set it to {dims.num_query_groups} or less"
+        )
     if dims.moe is not None and etp not in (1, tp):
         raise UserError(
             f"student.parallel.expert_tensor_parallel_size is {etp} beside student.lora and "
             f"tensor_model_parallel_size {tp}: set it to 1 or {tp}"
         )
+
+
+def _cannot_be_adapted(dims: ModelDims) -> str:
+    """Return what of the model's layers an adapter beside Megatron's would not stand beside in the Hugging Face model;
+    empty if there is nothing."""
+    if dims.post_norms:
+        return "norm what attention and MLP return, an adapter's part too"
+    if dims.delta is not None:
+        return "have gated delta nets, which take no adapters yet"
+    parts = {"qkv": 3, "gate_up": 2}
+    params = [param for layer in range(dims.num_layers) for param in families.layer_params(dims, layer)]
+    if any(len(param.hf) != parts.get(param.merge, len(param.hf)) for param in params):
+        return "are merged in its checkpoints (qkv_proj, gate_up_proj), which take no adapters yet"
+    return ""
 
 
 def _last(name: str) -> str:

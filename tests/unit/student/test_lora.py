@@ -12,7 +12,7 @@ import pytest
 
 from mopd.base.types import UserError
 from mopd.config.student import LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig, StudentConfig
-from mopd.conversion.models.adapted import adapted_modules, target_names
+from mopd.conversion.models.adapted import adapted_modules, check_lora, target_names
 from mopd.conversion.models.reading import read_dims
 from mopd.planning.memory import shards
 from mopd.student import cpu_shim
@@ -116,3 +116,28 @@ def test_routers_have_none(tmp_path: Path, family: str) -> None:
     dims = read_dims(make_hf_model(tmp_path, family))
     assert not {"gate", "lm_head", "embed_tokens"} & {*target_names(dims, "all_linear")}
     assert all(json.dumps(own.module).count("norm") == 0 for own in adapted_modules(dims, "all_linear"))
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "line"),
+    [
+        ("gemma3_text", 1, "model_type gemma3_text norm what attention and MLP return"),
+        ("qwen3_next", 1, "model_type qwen3_next have gated delta nets"),
+        ("phi3", 1, "model_type phi3 are merged in its checkpoints"),
+        ("qwen3", 4, "tensor_model_parallel_size is 4 beside student.lora, and the model has 2 key/value heads"),
+    ],
+)
+def test_layers_that_adapters_would_not_stand_beside_are_refused(
+    tmp_path: Path, family: str, tp: int, line: str
+) -> None:
+    dims = read_dims(make_hf_model(tmp_path / family, family))
+    parallel = ParallelConfig(tensor_model_parallel_size=tp)
+    student = StudentConfig(model=str(tmp_path / family), parallel=parallel, lora=LoraConfig(rank=RANK))
+    with pytest.raises(UserError, match=line):
+        check_lora(dims, student)
+
+
+@pytest.mark.parametrize("family", ["seed_oss", "glm4_moe", "deepseek_v3", "mixtral"])
+def test_layers_like_others_are_taken(tmp_path: Path, family: str) -> None:
+    dims = read_dims(make_hf_model(tmp_path / family, family))
+    check_lora(dims, StudentConfig(model=str(tmp_path / family), lora=LoraConfig(rank=RANK)))
