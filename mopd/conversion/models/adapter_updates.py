@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mopd.config.groups import TorchEngineConfig
+from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.models.adapted import adapted_modules
 from mopd.conversion.models.dims import ModelDims
@@ -19,6 +19,8 @@ def sends_adapters(recipe: Recipe, dims: ModelDims) -> bool:
         *(recipe.teachers[name] for name in recipe.refreshed),
     ]
     if any(group.shares_gpus for group in groups):  # where they sleep, torch engines lose the base
+        return False
+    if not all(isinstance(group.engine, (TorchEngineConfig, VllmEngineConfig)) for group in groups):
         return False
     if dims.mla is not None and not all(isinstance(group.engine, TorchEngineConfig) for group in groups):
         return False

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mopd.config.data import DataConfig
-from mopd.config.groups import TeacherConfig, TorchEngineConfig
+from mopd.config.groups import SglangEngineConfig, TeacherConfig, TorchEngineConfig
 from mopd.config.losses import TopKLossConfig
 from mopd.config.placements import LocalConfig
 from mopd.config.rollout import RolloutConfig
@@ -98,3 +98,5 @@ def test_where_engines_cannot_follow_adapters_are_merged(tmp_path: Path) -> None
     assert sends_adapters(attention, read_dims(tmp_path / "moe"))
     shared = LocalConfig(type="local", share_gpus_with="student")
     assert not sends_adapters(replace(recipe, rollout=replace(recipe.rollout, placement=shared)), dims)
+    sglang = replace(recipe.rollout, engine=SglangEngineConfig(type="sglang"), placement=LocalConfig(type="local"))
+    assert not sends_adapters(replace(recipe, rollout=sglang), dims)
