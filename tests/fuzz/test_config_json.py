@@ -13,7 +13,7 @@ from mopd.conversion.hf.pretrained import load_config, load_tokenizer, read_stop
 from mopd.conversion.jobs import rewriting
 from mopd.conversion.models import families
 from mopd.conversion.models.reading import read_dims
-from tests.fixtures.tiny_models import FAMILIES, FAMILY_KEYS, make_tokenizer
+from tests.fixtures.tiny_models import CONFIGS, FAMILIES, FAMILY_KEYS, make_tokenizer
 from tests.fuzz.harness import fuzz
 from tests.unit.conversion.test_vision_dims import QWEN2_5_VL_3B, QWEN3_VL_4B, changed
 
@@ -28,7 +28,7 @@ def config_of(family: str) -> bytes:
     keys = {"architectures": [architecture], "num_key_value_heads": 2, "head_dim": 32}
     if family.startswith("deepseek"):
         del keys["head_dim"]
-    config = getattr(transformers, f"{FAMILIES[family]}Config")(**COMMON | keys | FAMILY_KEYS.get(family, {}))
+    config = getattr(transformers, f"{CONFIGS.get(family, FAMILIES[family])}Config")(**COMMON | keys | FAMILY_KEYS.get(family, {}))
     return json.dumps(config.to_dict() | {"architectures": keys["architectures"]}).encode()
 
 

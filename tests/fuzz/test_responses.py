@@ -128,7 +128,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def show(run_dir: Path, items: list[RewardItem], graded: list[Graded]) -> None:
     """As validation and preflight do."""
-    examples = {"math": [_example(one, given, [], None) for one, given in zip(items, graded, strict=True)]}
+    examples = {"math": [_example(one, given, [], None, []) for one, given in zip(items, graded, strict=True)]}
     count, share = {"math": len(items)}, {"math": 1.0}
     result = ValidationResult(
         rewards={"math": 0.0}, num_samples=count, truncated_share=share, extracted_share=share, examples=examples

@@ -183,6 +183,6 @@ UNREADABLE = {"deep": DEEP, "NaN": float("nan"), "huge": 10**30, "halves": "\ud8
 
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_what_could_not_be_read_again_is_left_out(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    example = _example(item("2", UNREADABLE[name]), Graded(1.0, "2"), [], None)
+    example = _example(item("2", UNREADABLE[name]), Graded(1.0, "2"), [], None, [])
     assert plain_examples({"math": [example]}, "validation.jsonl", MAX_LINE_BYTES) == {}
     assert "validation.jsonl: the examples are left out (" in caplog.text
