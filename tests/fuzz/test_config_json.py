@@ -28,7 +28,9 @@ def config_of(family: str) -> bytes:
     keys = {"architectures": [architecture], "num_key_value_heads": 2, "head_dim": 32}
     if family.startswith("deepseek"):
         del keys["head_dim"]
-    config = getattr(transformers, f"{CONFIGS.get(family, FAMILIES[family])}Config")(**COMMON | keys | FAMILY_KEYS.get(family, {}))
+    config = getattr(transformers, f"{CONFIGS.get(family, FAMILIES[family])}Config")(
+        **COMMON | keys | FAMILY_KEYS.get(family, {})
+    )
     return json.dumps(config.to_dict() | {"architectures": keys["architectures"]}).encode()
 
 

@@ -86,3 +86,15 @@ def test_an_average_is_the_teacher_and_in_checkpoints(
     done = mopd("train", tmp_path / "run.yaml", "--resume", "--from", "step_2")
     assert done.returncode == 0, done.stderr
     assert read_metrics(tmp_path / "run") == own
+
+
+@pytest.mark.long
+def test_an_average_of_adapters_teaches_and_goes_on(world: World, tmp_path: Path) -> None:
+    """What is averaged are the factors, which the engines get alone."""
+    adapters = {"student__lora": {"rank": 4}, "student__optimizer": {"lr": 0.05}}
+    own = trained(world, tmp_path / "run", {"ema": 0.5}, **adapters)
+    every = trained(world, tmp_path / "every", {"every_steps": 2}, **adapters)
+    assert own[0] == every[0] and own[2]["loss"] != every[2]["loss"]
+    done = mopd("train", tmp_path / "run.yaml", "--resume", "--from", "step_2")
+    assert done.returncode == 0, done.stderr
+    assert read_metrics(tmp_path / "run") == own
