@@ -134,6 +134,7 @@ def test_checks_and_plans_are_the_commands(world: World, folder: Path, capfd: py
         mopd.plan(recipe, gpu="h100", nodes=0)
 
 
+@pytest.mark.long
 def test_the_notebook_runs(tmp_path: Path) -> None:
     """Its cells as one program, in a process of its own; what it says of the result holds."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]

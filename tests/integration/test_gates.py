@@ -67,6 +67,7 @@ def test_what_the_teacher_gets_wrong_is_left_out(world: World, tmp_path: Path) -
         assert {name: again[name] for name in own} == own
 
 
+@pytest.mark.long
 def test_the_others_learn_from_rewards(world: World, tmp_path: Path) -> None:
     """A student that has never been right is distilled; with a threshold of 0 its rewards alone decide, and where all
     of its responses are wrong no prompt is left."""

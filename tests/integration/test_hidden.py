@@ -77,7 +77,7 @@ def refused(*arguments: str | Path) -> str:
         ("bias", {}, "tensor 'lm_head.bias' adds to the logits"),
         ("missing", {}, "tensor 'lm_head.weight' is missing"),
         ("int8", {}, "tensor 'lm_head.weight' is quantised (torch.int8)"),
-        ("gemma", {}, "'model_type': 'gemma2' is not a model family with a name table"),
+        ("gemma", {}, "'model_type': 'gemma2' is not supported; the nearest name that is: 'gemma3_text'"),
     ],
 )
 def test_an_output_matrix_that_makes_no_logits_of_the_student(

@@ -51,7 +51,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
 ]
 
-RAY = {"type": "ray", "startup_timeout_s": 120.0}
+RAY = {"type": "ray", "startup_timeout_s": 300.0}
 
 
 @pytest.mark.long
@@ -175,6 +175,7 @@ def test_a_stop_before_agents_have_begun(models: World, two_nodes: TwoNodes, tmp
     run(work(), timeout_s=200.0)
 
 
+@pytest.mark.long
 def test_a_node_that_falls_silent_is_named_and_costs_seconds(
     models: World,
     two_nodes: TwoNodes,
@@ -218,6 +219,7 @@ def ray() -> Any:
     return package
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_before_its_first_step(models: World, tmp_path: Path) -> None:
     """While servers of Ray's agents are there and one that nobody has registered is waited for: a line, no traceback
     of anybody, and nothing left behind."""

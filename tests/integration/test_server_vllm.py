@@ -300,6 +300,7 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path], core: p
     assert mixed and error < 1e-3
 
 
+@pytest.mark.long
 def test_a_rollout_server_on_vllm_that_sees_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: Path
 ) -> None:

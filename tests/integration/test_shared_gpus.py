@@ -52,6 +52,7 @@ def runs(world: World, tmp_path: Path) -> Iterator[dict[str, Run]]:
             run.process.wait()
 
 
+@pytest.mark.long
 def test_a_run_that_shares_equals_one_that_does_not(runs: dict[str, Run]) -> None:
     for name, run in runs.items():
         run.start()

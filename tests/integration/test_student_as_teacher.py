@@ -64,6 +64,7 @@ def test_a_resumed_run_is_the_same_run(refreshed: tuple[Path, list[dict[str, flo
     assert read_metrics(run_dir) == own
 
 
+@pytest.mark.long
 def test_servers_are_given_the_weights_too(
     world: World, refreshed: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:

@@ -183,6 +183,7 @@ def test_checkpoint_converts_to_hugging_face(run_dir: Path, world: World, tmp_pa
     assert any(not torch.equal(a, b) for a, b in zip(exported.parameters(), source.parameters(), strict=True))
 
 
+@pytest.mark.long
 def test_validation_consumes_no_training_randomness(run_dir: Path, world: World, tmp_path: Path) -> None:
     other = tmp_path / "run"
     recipe = world.write_recipe(

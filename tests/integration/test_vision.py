@@ -135,6 +135,7 @@ def test_the_report_shows_what_was_seen(trained: Path) -> None:
     assert not any("images" in row for record in records for row in record["examples"]["sort"])
 
 
+@pytest.mark.long
 def test_killed_run_resumes_bit_for_bit(assets: Path, trained: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     layout = {"tensor_model_parallel_size": 2}

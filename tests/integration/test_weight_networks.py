@@ -40,6 +40,7 @@ if IS_WHOLE:
         ENGINES = (TORCH, CFG, dataclasses.replace(CFG, tensor_parallel_size=2))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_student_answers_in_another_network(tmp_path: Path) -> None:
     """Two ranks to engines of every kind at once, which then score as the student does, and as after HTTP: by layers

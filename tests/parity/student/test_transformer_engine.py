@@ -95,6 +95,7 @@ def test_a_checkpoint_goes_on_under_the_other_layers(one_rank: Results, family: 
     assert_same_step(after["steps_after"][0], before["steps_after"][0])
 
 
+@pytest.mark.long
 def test_experts_over_two_ranks(one_rank: Results, models: dict[str, str], tmp_path: Path) -> None:
     families = ("qwen3_moe", "deepseek_v3")
     cases = {family: {**EP2, "model": models[family], **GROUPED} for family in families}

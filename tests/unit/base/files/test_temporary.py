@@ -136,6 +136,7 @@ def test_every_temporary_folder_is_one_of_these() -> None:
     assert found == {
         "base/files/writing.py",
         "base/files/temporary.py",
+        "conversion/adapter_writer.py",
         "conversion/hf/writer.py",
         "environments/python_tool.py",
         "rewards/graders/programs.py",
