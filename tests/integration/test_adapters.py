@@ -97,7 +97,7 @@ async def ask(world: World, recipe: Recipe, log_dir: Path, add: Any = None) -> N
                 await require_right_answers(world, found)
 
 
-@pytest.mark.parametrize("where", ["in_process", "external", "registered"])
+@pytest.mark.parametrize("where", ["in_process", pytest.param("external", marks=pytest.mark.long), "registered"])
 def test_one_group_answers_for_both(tiny: World, tmp_path: Path, stack: ExitStack, where: str) -> None:
     add = None
     placement: dict[str, Any] = {"in_process": {"type": where}, "local": LOCAL}.get(

@@ -12,7 +12,7 @@ import pytest
 from tests.fixtures.mounts import private_mounts
 from tests.integration.world import REPOSITORY, World, environment, write_prompts
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.multirank, pytest.mark.long]
 TIMEOUT_S = 400.0
 SECONDS_OF_A_FAULT = 30.0
 NAMED = {

@@ -27,6 +27,7 @@ TIMEOUT_S = 180.0
 """For each moment, and once for the start: for a busy machine."""
 
 
+@pytest.mark.long
 def test_a_full_disk_costs_one_line_and_nothing_more(world: World, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -114,6 +114,7 @@ def test_another_run_on_another_node_does_not_start(models: World, tmp_path: Pat
     assert not (tmp_path / "run").exists() and not list(tmp_path.glob(PARTIALS))
 
 
+@pytest.mark.long
 def test_under_torchrun_too(world: World, tmp_path: Path) -> None:
     recipe = world.write_recipe(tmp_path / "run", schedule__steps=3)
     one, other = "1e-05 on node {} (node-1)", "0.002 on node {} (node-0)"  # c10d numbers nodes as it likes

@@ -62,6 +62,7 @@ def test_a_replay_is_the_run_again(run_dir: Path) -> None:
     assert compared.returncode == 0 and "run-replay-topk_forward_kl" in compared.stdout
 
 
+@pytest.mark.long
 def test_stored_and_fresh_samples_are_mixed_and_a_resumed_run_goes_on_alike(run_dir: Path, world: World) -> None:
     folder = run_dir.with_name("mixed")
     recipe = world.write_recipe(

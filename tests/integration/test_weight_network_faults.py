@@ -176,6 +176,7 @@ def test_a_run_that_asks_for_the_collective_ends_in_one_line(walled: Site, world
 
 
 @ONLY_WHOLE
+@pytest.mark.long
 def test_a_run_by_http_trains_as_one_by_a_group(site: Site, world: World, tmp_path: Path) -> None:
     """Without a firewall the weights go by a group; behind one, in a run that leaves the way to mopd, by HTTP from the
     first update on. Losses and rewards are the same to the last bit."""
