@@ -30,9 +30,11 @@ _PREFIX = "base_model.model."
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 _REFUSED = (
     "bias", "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
-    "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_bdlora", "use_qalora",
+    "layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "use_bdlora",
+    "use_qalora",
 )  # fmt: skip
 """Keys of the config that change what the tensors mean, unless they are empty."""
+_DTYPES = ("F16", "BF16", "F32", "F64")
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Initial values that leave the base as it is."""
 
@@ -134,6 +136,11 @@ def _modules_of(folder: Path, infos: Mapping[str, TensorInfo], rank: int) -> tup
         match = _NAME.fullmatch(name)
         if match is None:
             raise UserError(f"{folder}: tensor {name!r} is no lora_A or lora_B of a linear module: merge the adapter")
+        if infos[name].dtype not in _DTYPES:
+            raise UserError(
+                f"{folder}: {name!r} has dtype {infos[name].dtype}, adapters have one of {', '.join(_DTYPES)}: save "
+                "the adapter again"
+            )
         modules.setdefault(match[1], set()).add(match[2])
     for module, halves in modules.items():
         if module.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens"):

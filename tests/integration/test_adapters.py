@@ -147,10 +147,12 @@ def test_refusals_are_one_line(tiny: World, tmp_path: Path, capsys: pytest.Captu
     name = "base_model.model.lm_head.lora_"
     head = {f"{name}A.weight": torch.ones(8, 4), f"{name}B.weight": torch.ones(4, 8)}
     other = {key: own[..., :-1].contiguous() if "lora_A" in key else own for key, own in tensors.items()}
+    whole = {key: own.to(torch.int8) for key, own in tensors.items()}
     bad = {
         "nowhere": (tmp_path / "nowhere", "no adapter_config.json with adapter_model.safetensors"),
         "head": (write_adapter(tmp_path / "head", tensors | head), "adapts 'lm_head', and engines keep that matrix"),
         "shape": (write_adapter(tmp_path / "shape", other), "name the adapter's own base"),
+        "dtype": (write_adapter(tmp_path / "dtype", whole), "has dtype I8, adapters have one of F16, BF16, F32, F64"),
         "rank": (write_adapter(tmp_path / "rank", tensors, r=0), "r is 0: an adapter's rank is 1 or more"),
         "dora": (write_adapter(tmp_path / "dora", tensors, use_dora=True), "use_dora is True, which is not supported"),
     }

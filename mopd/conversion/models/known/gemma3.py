@@ -10,7 +10,7 @@ from mopd.conversion.models.family import Family
 from mopd.conversion.models.rows import ATTENTION, Param, gate_up, one
 
 _DEFAULT_PATTERN = 6
-"""Of so many layers the last sees all tokens, if the config names neither layers nor another number."""
+"""Number of layers of which the last sees all tokens, if the config names neither layers nor another number."""
 
 
 def _spelled(keys: Keys) -> Keys:
