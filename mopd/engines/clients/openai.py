@@ -18,8 +18,8 @@ from torch import Tensor
 from mopd.base.files.json_text import parse_json
 from mopd.base.metrics import is_counted
 from mopd.base.types import UserError
-from mopd.engines.checks import check_scoring
 from mopd.engines.clients.http import HttpClient
+from mopd.engines.clients.stock import check_stock_scoring, to_scores
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import (
     EngineInfo,
@@ -111,17 +111,17 @@ class OpenAIScorer:
     ) -> list[Scores]:
         """Score each sequence with one HTTP request. ``UserError`` for a temperature other than 1."""
         refuse_images(images, self.name, because=NO_IMAGES)
-        if given is not None or hidden_size:
-            what = "log-probs of ids that it is asked for" if given is not None else "hidden states"
-            raise EngineRejected(f"{self.name}: an openai server gives no {what}")
-        if temperature != 1:
-            raise UserError(
-                f"{self.name}: vLLM scores prompts at temperature 1 only, loss.temperature is {temperature}: "
-                "set loss.temperature: 1.0"
-            )
-        if not 0 <= top_k <= self.vocab_size:
-            raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
-        check_scoring(tokens, prompt_lengths)
+        check_stock_scoring(
+            tokens,
+            prompt_lengths,
+            top_k=top_k,
+            temperature=temperature,
+            given=given,
+            hidden_size=hidden_size,
+            vocab_size=self.vocab_size,
+            name=self.name,
+            server="an openai server",
+        )
         if not self._warned:
             self._warned = True
             _log.warning(
@@ -134,7 +134,7 @@ class OpenAIScorer:
         async def score_one(sequence: Tensor, start: int) -> Scores:
             ids = sequence.tolist()
             if start == len(ids):
-                return _to_scores([], [], [], top_k)
+                return to_scores([], [], [], top_k)
             fields = {"model": model, "prompt": ids, "prompt_logprobs": top_k, "return_token_ids": True}
             body = json.dumps({**fields, "max_tokens": 1, "temperature": 0}).encode()
             longest = ANSWER_HEAD_BYTES + len(ids) * (16 + (top_k + 1) * MAX_BYTES_PER_ENTRY)
@@ -250,7 +250,7 @@ class OpenAIScorer:
             ranked = sorted(row.items(), key=lambda item: -item[1])
             ids.append([key for key, _ in ranked])
             logprobs.append([value for _, value in ranked])
-        return _to_scores(ids, logprobs, own_logprobs, top_k)
+        return to_scores(ids, logprobs, own_logprobs, top_k)
 
     def _read_generation(self, body: bytes) -> Generation:
         try:
@@ -287,11 +287,3 @@ def _logprob(value: object) -> float:
     if type(value) not in (int, float):
         raise ValueError(f"{value!r:.40} is no number")
     return float(cast(float, value))
-
-
-def _to_scores(ids: list[list[int]], logprobs: list[list[float]], own: list[float], top_k: int) -> Scores:
-    return Scores(
-        ids=torch.tensor(ids, dtype=torch.int32).view(len(ids), top_k),
-        logprobs=torch.tensor(logprobs, dtype=torch.float32).view(len(ids), top_k),
-        token_logprobs=torch.tensor(own, dtype=torch.float32),
-    )

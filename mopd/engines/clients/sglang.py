@@ -17,12 +17,12 @@ from torch import Tensor
 from mopd.base.files.json_text import parse_json
 from mopd.base.metrics import is_counted
 from mopd.base.types import UserError
-from mopd.engines.checks import check_length, check_sampling, check_scoring
+from mopd.engines.checks import check_length, check_sampling
 from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient
+from mopd.engines.clients.stock import check_stock_scoring, to_scores
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import (
     EngineInfo,
-    EngineRejected,
     EngineUnavailable,
     Generation,
     Given,
@@ -92,17 +92,17 @@ class SglangClient:
     ) -> list[Scores]:
         """Score each sequence with one HTTP request. ``UserError`` for a temperature other than 1."""
         refuse_images(images, self.name, because=NO_IMAGES)
-        if given is not None or hidden_size:
-            what = "log-probs of ids that it is asked for" if given is not None else "hidden states"
-            raise EngineRejected(f"{self.name}: SGLang gives no {what}")
-        if temperature != 1:
-            raise UserError(
-                f"{self.name}: SGLang scores prompts at temperature 1 only, loss.temperature is {temperature}: "
-                "set loss.temperature: 1.0"
-            )
-        if not 0 <= top_k <= self.vocab_size:
-            raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
-        check_scoring(tokens, prompt_lengths)
+        check_stock_scoring(
+            tokens,
+            prompt_lengths,
+            top_k=top_k,
+            temperature=temperature,
+            given=given,
+            hidden_size=hidden_size,
+            vocab_size=self.vocab_size,
+            name=self.name,
+            server="SGLang",
+        )
         for i, sequence in enumerate(tokens):
             self._check_ids("sequence", i, int(sequence.min()), int(sequence.max()))
         check_length(max(map(len, tokens), default=0), None, self.max_positions, LENGTH_KEY, name=self.name)
@@ -110,7 +110,7 @@ class SglangClient:
         async def score_one(sequence: Tensor, start: int) -> Scores:
             ids = sequence.tolist()
             if start == len(ids):
-                return _to_scores([], [], [], top_k)
+                return to_scores([], [], [], top_k)
             count = (len(ids) - start + 1) * (top_k + 1)
             answer = await self._ask(score_request(ids, start, top_k), count, num_tokens=1)
             try:  # in a thread: the event loop reads other answers meanwhile
@@ -268,7 +268,7 @@ def read_scores(
     ranked: list[list[tuple[float, int]]] = [[] for _ in own]
     if top_k:
         ranked = _rows(meta, "input_top_logprobs", len(own), top_k, first_is_empty=True)
-    return _to_scores(
+    return to_scores(
         [[token for _, token in row] for row in ranked[1:]],
         [[value for value, _ in row] for row in ranked[1:]],
         [value for value, _ in own[1:]],
@@ -379,11 +379,3 @@ def _versions(spans: object, num_tokens: int) -> Tensor:
     if len(versions) != num_tokens:
         raise ValueError(f"it does not tell which weights drew its {num_tokens} tokens: {spans!r:.200}")
     return torch.tensor(versions, dtype=torch.int32)
-
-
-def _to_scores(ids: list[list[int]], logprobs: list[list[float]], own: list[float], top_k: int) -> Scores:
-    return Scores(
-        ids=torch.tensor(ids, dtype=torch.int32).view(len(own), top_k),
-        logprobs=torch.tensor(logprobs, dtype=torch.float32).view(len(own), top_k),
-        token_logprobs=torch.tensor(own, dtype=torch.float32),
-    )
