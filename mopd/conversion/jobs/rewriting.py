@@ -22,6 +22,8 @@ from torch import Tensor
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import shown_path
 from mopd.base.types import UserError
+from mopd.conversion.adapters import CONFIG_FILE as ADAPTER_CONFIG
+from mopd.conversion.adapters import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from mopd.conversion.hf.header import TensorInfo, read_header
 from mopd.conversion.hf.reader import (
     HfReader,
@@ -253,8 +255,6 @@ def _vocabulary(folder: Path) -> Any:
     return model["vocab"]
 
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _MAX_PATTERN = 200
