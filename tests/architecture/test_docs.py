@@ -210,7 +210,7 @@ SETTINGS = {
     "losses.md": {"30 %", "32 %"},
     "performance.md": {"2 %", "0.5 %", "3 x"},
     "pipeline.md": {"1 s", "3 s", "8 s"},
-    "planning.md": {"5 %", "19.3 s"},
+    "planning.md": {"5 %"},
     "recipes.md": {"2,000,000 seconds"},
     "rewards.md": {"20 ms"},
     "teachers.md": {"20 times"},
