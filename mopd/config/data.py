@@ -72,7 +72,7 @@ DEFAULT_COLUMNS: ShippedColumns = "verl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReaderConfig(Checked):
-    """A function of yours that yields the rows of a file of any kind, without images (``docs/extending.md``)."""
+    """A function of yours that yields the rows of a file (``docs/extending.md``)."""
 
     module: str
     """The function: ``file.py:name``, ``package.module:name``, or the name of an entry point ``mopd.readers`` of an
@@ -128,26 +128,22 @@ class DataConfig(Checked):
     """Prompt files and how to read their rows."""
 
     train: tuple[str | DataFileConfig, ...]
-    """Training prompts: parquet or JSONL files, or splits of data sets of the Hub (``openai/gsm8k:main/train``), each a
-    text or a section."""
+    """Training prompts: parquet or JSONL files, or splits of data sets of the Hub, each a text or a section
+    (docs/data.md)."""
     validation: tuple[str | DataFileConfig, ...] = ()
     """Validation prompts, as ``train``."""
     columns: ShippedColumns | ColumnsConfig = DEFAULT_COLUMNS
-    """Which columns hold what: a mapping that comes with mopd, by its name, or a section ``{prompt: COLUMN,
-    ground_truth: COLUMN, domain: COLUMN, extra_info: COLUMN}``."""
+    """Which columns hold what: a mapping that comes with mopd, by its name, or a section (docs/data.md)."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's own chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template (for example ``enable_thinking: false``)."""
     system_prompt: Lines | Mapping[str, Lines] | None = None
-    """System message before each conversation that begins without one; or one for each domain, by its name, with
-    ``default`` for the others."""
+    """System message before each conversation that begins without one, for all or by domain (docs/data.md)."""
     prompt_suffix: Lines | Mapping[str, Lines] | None = None
-    """Text behind each prompt, of a conversation behind its last user message, for all or by domain as
-    ``system_prompt``."""
+    """Text behind each prompt, or the last user message, for all or by domain."""
     image_key: str = "images"
-    """Column that holds a row's images, a list of ``{bytes: …}`` or ``{path: …}``; ``<image>`` in the prompt marks the
-    place of each."""
+    """Column that holds a row's images (docs/vision.md)."""
     max_pixels: Annotated[int, at_least(1, MAX_IMAGE_PIXELS)] | None = None
     """Larger images are scaled down to so many pixels; absent: what the processor of ``student.model`` says."""
     max_prompt_length: Annotated[int, at_least(1, MAX_TOKENS)] = 1024
@@ -155,19 +151,17 @@ class DataConfig(Checked):
     overlong_prompts: Literal["filter", "error", "truncate"] = "error"
     """What happens to a longer prompt: dropped with a count, refused, or cut from the left."""
     domain_weights: Mapping[str, float] | Literal["adaptive"] = field(default_factory=dict)
-    """Share of each domain in the prompt stream, for every domain or none; empty: by row count. ``adaptive``: after
-    each validation, in proportion to how far the student's reward is below its teacher's."""
+    """Share of each domain in the prompt stream, for every domain or none; empty: by row count. ``adaptive``: by
+    head-room (docs/data.md)."""
     adaptive_floor: Share = 0.3
-    """With ``domain_weights: adaptive``: share of prompts that all domains get equally, whatever their head-room."""
+    """With ``domain_weights: adaptive``: share of prompts that all domains get equally."""
 
     scores_cache: str | None = None
-    """Folder where the teachers' scores are kept and read again for the same tokens, also by other runs. Absent:
-    nothing is kept."""
+    """Folder where the teachers' scores are kept and read again, also by other runs (docs/pipeline.md)."""
     scores_cache_max_gib: Positive = 100.0
     """Size of ``scores_cache`` from which nothing more is added."""
     scored: tuple[str, ...] = ()
-    """Folders of samples that a run has kept (``metrics.keep_samples``) or ``mopd score`` has made, to train on beside
-    the student's own (``schedule.on_policy_fraction``)."""
+    """Folders of kept samples to train on beside the student's own (docs/pipeline.md)."""
 
     def check(self) -> None:
         if not self.image_key:
@@ -215,13 +209,12 @@ class ValidationConfig(Checked):
     temperature: NotNegative = 0.0
     """Sampling temperature; 0 is greedy."""
     samples_per_prompt: Count = 1
-    """Responses drawn per prompt, k: the reward is the mean over all (avg@k), beside the mean of each prompt's best
-    (pass@k). Above 1 needs ``temperature`` above 0."""
+    """Responses drawn per prompt, k, for avg@k and pass@k. Above 1 needs ``temperature`` above 0."""
     max_samples_per_domain: Count | None = None
     """Only the first rows of each domain; absent means all."""
     watch: tuple[str, ...] = ()
-    """Domains of ``data.validation`` that no teacher teaches, to report what the student forgets. They need a reward,
-    and have no say in which step is best."""
+    """Domains of ``data.validation`` that no teacher teaches, to report what the student forgets; they need a
+    reward."""
 
     def check(self) -> None:
         if self.samples_per_prompt > 1 and self.temperature == 0:
@@ -246,8 +239,7 @@ class TransferQueueConfig(Checked):
     type: Literal["transfer_queue"]
     """Data plane type."""
     address: str | None = None
-    """Address of the Ray cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster of this machine
-    that lives as long as the run."""
+    """As in ``placement: {type: ray}``."""
     num_storage_units: Annotated[int, at_least(1, MAX_STORAGE_UNITS)] = 2
     """Actors that hold the tensors."""
 

@@ -21,23 +21,17 @@ from mopd.config.values import Lines
 INTRODUCTION = """\
 # Recipes: every key
 
-A recipe is one YAML file (JSON is YAML too) that says everything about a run. This page is written from the schema
-in `mopd/config/` by `python -m mopd.config.document`; `mopd config RECIPE` prints a recipe with every value resolved
-and the place that it comes from.
+A recipe is one YAML file (JSON is YAML too) that says everything about a run. `mopd config RECIPE` prints a recipe with
+every value resolved and the place that it comes from; `python -m mopd.config.document` writes this page.
 
 - **Precedence:** default < `base` (another recipe, named relative to this file) < recipe < `key=value` on the command
-  line. Sections merge key by key, so teachers merge by name; lists and scalars are replaced. A section of another
-  `type` replaces the one below it, unless that is `type: auto` or both types have the same keys: `loss.type=topk_jsd`
-  leaves `loss.top_k` as it was, `loss.type=k2` does not. `null` removes an optional section, `{}` empties a mapping.
+  line. Sections merge key by key; lists and scalars are replaced. A section of another `type` replaces the one below
+  it, unless that is `type: auto` or both types have the same keys. `null` removes an optional section, `{}` empties a
+  mapping.
 - **Overrides** are YAML: `mopd train my.yaml seed=1 data.train='[a.parquet, b.parquet]'`. A key part that holds a dot
   or `=` goes in double quotes: `'data.domain_weights."a.b"=2'`.
-- **Strict:** an unknown or repeated key, or a wrong type, ends the command with file, line and dotted path. A number
-  may be written as `1e-6`.
 - **Refused YAML:** dates, `1:30`, `010`, merge keys (`<<`), tags (`!…`) that do not fit, several documents in one file.
   Quote such values.
-- **Limits:** 1 MiB, 20,000 keys and values, 64 levels, 16 `base` files, 4,000 bytes a text, 100 characters a name or
-  key, 100 teachers; 2,147,483,647 for a count, 2,000,000 seconds for a deadline. Texts hold no control characters (a
-  regular expression writes `\\n`).
 - **Paths** are relative to the working directory, and may name the Hugging Face Hub
   ([data.md](data.md#names-of-the-hub)).
 - **Columns below:** a default follows its type, or is the bold choice; *absent* is `null`. `type` chooses among the

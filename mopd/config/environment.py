@@ -15,10 +15,9 @@ class TurnsConfig(Checked):
     """Limits of every environment."""
 
     max_turns: Annotated[int, at_least(1, MAX_TURNS)] = 8
-    """Most turns of the student in one response. A response that is not over by then counts as truncated."""
+    """Most turns of the student in one response."""
     max_tokens_per_turn: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
-    """Longest turn in tokens; a longer one is cut, and ends the response as truncated. Absent: what
-    ``rollout.max_response_length`` has left."""
+    """Longest turn in tokens; a longer one ends the response as truncated."""
     max_tokens_per_observation: Annotated[int, at_least(1, MAX_TOKENS)] = 512
     """Longest given text in tokens; of a longer one the first are given."""
     turn_timeout_s: Seconds = 30.0
@@ -42,8 +41,7 @@ class PythonToolConfig(TurnsConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomEnvironmentConfig(TurnsConfig):
-    """A Python class of yours, with an object for each response, in a process of its own: ``async reset(row, seed) ->
-    messages`` and ``async step(text) -> (observation or None, reward)``."""
+    """A Python class of yours (docs/environments.md)."""
 
     type: Literal["custom"]
     """Environment type."""
@@ -52,7 +50,7 @@ class CustomEnvironmentConfig(TurnsConfig):
     class_name: str
     """Name of the class in that file."""
     on_error: Literal["stop", "end"] = "stop"
-    """An answer that fails, is late or is none: end the run, or end that response with what was drawn, and count it."""
+    """After a failure: end the run, or end that response with what was drawn."""
     max_memory_gib: Annotated[float, at_least(0.25, 1024.0)] = 8.0
     """Memory of the process that holds all objects of the class, in GiB."""
 

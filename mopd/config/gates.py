@@ -12,17 +12,15 @@ from mopd.config.values import Checked, Fraction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateConfig(Checked):
-    """Decides per prompt, once the student has answered: distil, reinforce by the task reward, or skip. The next prompt
-    of the domain replaces a skipped one."""
+    """Decides per prompt, once the student has answered: distil, reinforce by the task reward, or skip
+    (docs/teachers.md)."""
 
     by: Literal["teacher_answers", "student_rewards"]
-    """teacher_answers: the reward of the teacher's own answer to the prompt; student_rewards: the mean reward of the
-    student's responses."""
+    """What is judged: the teacher's own answer, or the student's responses."""
     threshold: Fraction = 0.5
     """Distil where the teacher's reward is at least this; of student_rewards, where the student's mean is below it."""
     others: Literal["reinforce", "skip"] = "reinforce"
-    """Other prompts: learn from the task reward alone, or leave them out. Responses that all have one reward are left
-    out too."""
+    """Other prompts: learn from the task reward alone, or leave them out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,8 +43,7 @@ STUDENT = "student"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoEngineConfig:
-    """vLLM on GPUs of the group's own, where it is installed and does what the recipe asks, else torch. A key that only
-    one engine has needs its ``type`` beside it."""
+    """vLLM on GPUs of the group's own, where it is installed and does what the recipe asks, else torch."""
 
     type: Literal["auto"] = "auto"
     """Engine type; ``mopd config`` prints what it becomes, and why."""
@@ -59,8 +58,7 @@ class TorchEngineConfig(Checked):
     type: Literal["torch"] = "torch"
     """Engine type."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Parameter and activation dtype, ``auto``: bfloat16 on CUDA, float32 without. Log-probs are fp32 whatever this
-    is."""
+    """Parameter and activation dtype; ``auto``: bfloat16 on CUDA, float32 without."""
     max_tokens_per_batch: Count = 65536
     """Token budget of one forward pass, padding included; a larger request is split."""
 
@@ -72,32 +70,28 @@ class VllmEngineConfig(Checked):
     type: Literal["vllm"]
     """Engine type."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Parameter and activation dtype, ``auto``: bfloat16 on CUDA, float32 without. Log-probs are fp32 whatever this
-    is."""
+    """Parameter and activation dtype; ``auto``: bfloat16 on CUDA, float32 without."""
     tensor_parallel_size: Processes = 1
     """GPUs of one replica that share each layer."""
     pipeline_parallel_size: Processes = 1
-    """Stages of a teacher's replica, each of ``tensor_parallel_size`` GPUs; with ``placement: {type: registered}`` also
-    on several nodes (docs/teachers.md)."""
+    """Stages of a teacher's replica, also on several nodes (docs/teachers.md)."""
     gpu_memory_utilization: Share = 0.9
     """Share of each GPU's memory that one replica may take."""
     kv_cache_memory_bytes: Annotated[int, at_least(1, MAX_BYTES)] | None = None
     """Size of the key-value cache; absent: what ``gpu_memory_utilization`` leaves (a CPU needs the number)."""
     max_model_len: Annotated[int, at_least(1, 2 * MAX_TOKENS)] | None = None
-    """Longest sequence; absent: ``data.max_prompt_length``, or that of the teacher's view, +
-    ``rollout.max_response_length``, which counts twice for a teacher with ``tokenizer: own``."""
+    """Longest sequence; absent: what the run's prompts and responses need."""
     max_num_batched_tokens: Count = 8192
     """Tokens of one forward step; on a CPU more than ``max_model_len``."""
     max_num_seqs: Count = 256
     """Sequences of one forward step."""
     max_scoring_tokens: Count = 8192
-    """Tokens that are scored at a time: vLLM does not reserve the memory of prompt log-probs ([tokens, vocabulary]
-    in fp32). At least ``max_model_len``."""
+    """Tokens that are scored at a time, beside ``gpu_memory_utilization`` ([tokens, vocabulary] in fp32). At least
+    ``max_model_len``."""
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation: starts faster, runs slower."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's ``AsyncEngineArgs``, as in ``{quantization: fp8, kv_cache_dtype: fp8,
-    enable_expert_parallel: true}``; none that other keys set, and for the rollout none that changes its weights."""
+    """Further arguments of vLLM's ``AsyncEngineArgs``, as in ``{quantization: fp8}`` (docs/teachers.md)."""
 
     @property
     def num_gpus(self) -> int:
@@ -107,14 +101,12 @@ class VllmEngineConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SglangEngineConfig(Checked):
-    """An SGLang server behind mopd's own, on GPU, or for tests on a CPU. It scores at temperature 1 only, and at its
-    own most probable ids alone: ``payload: topk`` or ``sampled``."""
+    """An SGLang server behind mopd's own (docs/teachers.md)."""
 
     type: Literal["sglang"]
     """Engine type."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Parameter and activation dtype, ``auto``: bfloat16 on CUDA, float32 without. Log-probs are fp32 whatever this
-    is."""
+    """Parameter and activation dtype; ``auto``: bfloat16 on CUDA, float32 without."""
     tensor_parallel_size: Processes = 1
     """GPUs of one replica that share each layer."""
     mem_fraction_static: Share = 0.85
@@ -124,10 +116,7 @@ class SglangEngineConfig(Checked):
     max_running_requests: Count = 256
     """Sequences of one forward step."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of SGLang's ``ServerArgs`` by name, as in ``{quantization: fp8, attention_backend: fa3}``; the
-    installed version knows which there are. ``enable_deterministic_inference: true``, on a GPU, lets a response follow
-    from its seed. The run's ``manifest.json`` names them, as they may change scores. None that other keys set, and of
-    the rollout none that changes its weights."""
+    """Further arguments of SGLang's ``ServerArgs``, as in ``{attention_backend: fa3}``."""
 
 
 SettledEngine = TorchEngineConfig | VllmEngineConfig | SglangEngineConfig
@@ -139,10 +128,9 @@ class RoutingConfig(Checked):
     """How requests are cut and spread over a group's replicas."""
 
     max_tokens_per_request: Count = 16384
-    """Tokens of one request (of responses to draw, their prompts'); larger batches are cut, smaller ones joined."""
+    """Tokens of one request (of responses to draw, their prompts')."""
     max_inflight_tokens: Count = 131072
-    """Tokens that one replica holds unanswered (of responses to draw, their prompts'); more wait at the router. A
-    server's own limits go before."""
+    """Tokens that one replica holds unanswered; more wait at the router. A server's own limits go before."""
     request_timeout_s: Seconds = 600.0
     """Deadline of one request to one replica; a server that takes no requests is waited for as long."""
 
@@ -163,8 +151,7 @@ class EngineGroupConfig(Checked):
     placement: Placement = AutoPlacementConfig()
     """Where the replicas run."""
     replicas: Annotated[int, at_least(1, MAX_REPLICAS)] = 1
-    """Copies of the engine, each with its own resources. ``external`` counts its URLs instead; of ``registered`` it is
-    the planned number."""
+    """Copies of the engine. ``external`` counts its URLs instead; of ``registered`` it is the planned number."""
     routing: RoutingConfig = RoutingConfig()
     """How requests reach the replicas."""
 
@@ -256,11 +243,11 @@ class TeacherDefaultsConfig(EngineGroupConfig):
     """What every teacher inherits; a teacher's own keys win, key by key."""
 
     payload: Payload = "topk"
-    """Ids at which a teacher gives log-probs, beside the sampled token, as a teacher's own key."""
+    """As ``teachers.NAME.payload``."""
     tokenizer: Literal["student", "own"] = "student"
-    """Tokens that teachers read, as a teacher's own key."""
+    """As ``teachers.NAME.tokenizer``."""
     tokenizer_map: Mapping[str, str | None] = field(default_factory=dict)
-    """Special tokens of the student and of teachers, as a teacher's own key."""
+    """As ``teachers.NAME.tokenizer_map``."""
 
     def check(self) -> None:
         """Check nothing: a teacher may override either side of a clash, and is checked complete."""
@@ -272,35 +259,30 @@ class TeacherConfig(EngineGroupConfig):
 
     model: str
     """Hugging Face checkpoint: a folder, or a name of the Hub; config and tokenizer are enough for ``protocol:
-    openai``. ``student``: the student itself, with ``refresh``."""
+    openai``. ``student``: the student itself."""
     adapter: str | None = None
-    """LoRA adapter of ``model`` in PEFT's format: its folder. It answers beside ``model``, which stays as it is; on a
-    stock server, behind ``placement.served_model_name`` (docs/teachers.md)."""
+    """Folder of a LoRA adapter of ``model`` in PEFT's format (docs/teachers.md)."""
     share: bool | None = None
-    """One group of replicas for several teachers with an ``adapter``. Absent: for those whose model, engine, placement,
-    replicas and routing are the same; true: they must be; false: this teacher has replicas of its own."""
+    """One group of replicas for several teachers with an ``adapter``. Absent: for those that agree in their other keys;
+    true: they must; false: replicas of its own."""
     refresh: Literal["frozen"] | RefreshConfig | None = None
-    """Weights of a teacher that is the student: ``frozen`` at those of ``student.model``, or the student's own as they
-    change, or their average."""
+    """Weights of a teacher that is the student (docs/teachers.md)."""
     view: ViewConfig | None = None
     """What it reads in the place of the student's prompt; absent: the same."""
     tokenizer: Literal["student", "own"] = "student"
-    """student: the student's tokens, which must be its own too; own: those of ``model``, with responses encoded anew
-    and compared chunk by chunk (docs/teachers.md)."""
+    """student: the student's tokens; own: those of ``model``, compared chunk by chunk (docs/teachers.md)."""
     tokenizer_map: Mapping[str, str | None] = field(default_factory=dict)
     """With ``tokenizer: own``: the student's special tokens, each with the teacher's token for it, or null for one that
-    is not scored. Not needed for eos, and for tokens that both call the same."""
+    is not scored."""
     domains: tuple[str, ...] = ()
     """Values of the data's domain column that go to this teacher; may be empty for the default teacher only."""
     default: bool = False
     """Also answers for every domain that no teacher names. At most one teacher."""
     weight: Positive | None = None
-    """Share in domains that several teachers name (an ensemble), relative to the others' weights; all of them set
-    one."""
+    """Share in domains that several teachers name, relative to the others' weights."""
     payload: Payload = "topk"
-    """Ids at which it gives log-probs, beside the sampled token. topk: its own ``loss.top_k`` most probable;
-    student_topk: the student's; union: both; sampled: none; hidden: its hidden states, for a loss over the whole
-    vocabulary (docs/losses.md)."""
+    """Ids at which it gives log-probs, beside the sampled token: its own ``loss.top_k`` most probable, the student's,
+    both, or none; hidden: its hidden states (docs/losses.md)."""
 
     def check(self) -> None:
         EngineGroupConfig.check(self)  # ``super()`` does not work in dataclasses with slots

@@ -34,8 +34,7 @@ class LargestTokensConfig(Checked):
     """The tokens of each response on which the student is least sure, or farthest from its teacher."""
 
     largest: Literal["student_entropy", "divergence"]
-    """What ranks a response's tokens: the student's entropy, or KL(teacher||student) over the teacher's top k and a
-    bucket for all other tokens."""
+    """What ranks a response's tokens (docs/losses.md)."""
     share: Share
     """Share of a response's loss tokens that count, rounded up."""
 
@@ -52,12 +51,9 @@ class TopKLossConfig(Checked):
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 64
     """Ids per position of the teacher, of the student, or of each: see ``teachers.NAME.payload``."""
     always_ids: tuple[int | str, ...] = ()
-    """Tokens that are among every position's ids, whatever the payload: texts of single tokens of the student's
-    tokenizer, or their ids."""
+    """Tokens that are among every position's ids: texts of single tokens, or ids."""
     tail: Literal["bucket", "generalized", "renormalize", "none", "sampled"] | None = None
-    """What becomes of the mass outside the ids; absent: generalized for reverse KL, else bucket. sampled, of
-    ``topk_reverse_kl``: the bucket and a policy gradient of sampled tokens, unbiased over the whole vocabulary
-    (docs/losses.md)."""
+    """What becomes of the mass outside the ids (docs/losses.md); absent: generalized for reverse KL, else bucket."""
     beta: Fraction = 0.5
     """Weight of the teacher in the mixture of ``topk_jsd``; 0 is forward KL and 1 is reverse KL."""
     temperature: Positive = 1.0
@@ -65,24 +61,22 @@ class TopKLossConfig(Checked):
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight that each domain has, whatever its share of the tokens: names every domain, sums to 1.
-    Empty: by tokens (``sequence_mean``: by responses). ``domain_mean``: equal shares."""
+    """Share of the loss's weight that each domain has: names every domain, sums to 1. Empty: by tokens
+    (``sequence_mean``: by responses)."""
     logprob_min_clamp: float | None = None
-    """Floor of both sides' log-probs (verl's); gradient is zero where it bites, and the share is reported."""
+    """Floor of both sides' log-probs, with gradient 0."""
     entry_max_clamp: Positive | None = None
-    """Cap of each id's own term of the divergence; gradient is zero where it bites, and the share is reported."""
+    """Cap of each id's own term of the divergence, with gradient 0."""
     loss_max_clamp: Positive | None = None
-    """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
+    """Cap of a token's loss, with gradient 0."""
     loss_soft_cap: Positive | None = None
-    """Cap that keeps a gradient: above c a token's loss grows as c (1 + log(x / c)). The recommended stabiliser."""
+    """Cap that keeps a gradient: above c a token's loss x becomes c (1 + log(x / c)). The recommended stabiliser."""
     task_reward_weight: NotNegative = 0.0
-    """Weight of the task advantage's policy gradient beside the divergence. Above 0 responses must be the student's
-    own."""
+    """Weight of the task advantage's policy gradient beside the divergence."""
     task_advantage: TaskAdvantage = "mean"
     """As ``task_advantage`` of ``type: policy_gradient``."""
     correction: MismatchCorrectionConfig | None = None
-    """Weight of the task advantage on tokens, and choice of responses, that another policy than the current student has
-    drawn. The divergence itself needs none."""
+    """As ``correction`` of ``type: policy_gradient``, for the task advantage and ``tail: sampled`` alone."""
     tokens: Tokens = "all"
     """Tokens that count: all, or a share of each response."""
 
@@ -122,8 +116,7 @@ class TopKLossConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMaskConfig(Checked):
-    """Leaves out whole responses by the geometric mean of their tokens' ratios of current student to rollout.
-    Denominators stay those of the whole batch."""
+    """Leaves out whole responses by the geometric mean of their tokens' ratios of current student to rollout."""
 
     low: NotNegative = 0.9
     """Least mean ratio of a response that counts."""
@@ -136,8 +129,7 @@ class SequenceMaskConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchCorrectionConfig(Checked):
-    """Weights for the ratio of the student's to the rollout's probability of a token: other rounding, or older
-    weights."""
+    """Weights for the ratio of the student's to the rollout's probability of a token (docs/losses.md)."""
 
     type: Literal["none", "tis", "icepop", "gate"]
     """none: 1, for ``sequence`` alone; tis: the ratio, truncated at ``high``; icepop: the ratio inside [low, high],
@@ -172,21 +164,21 @@ class KLLossConfig(Checked):
     type: Literal["k2", "k3", "k3_reverse"]
     """k2: gradient of reverse KL; k3: of forward KL; k3_reverse: k3's value with k2's gradient."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 16
-    """Teacher tokens per position, for the mass and overlap metrics only."""
+    """Ids per position, for metrics only."""
     temperature: Positive = 1.0
     """Divides the logits of both sides; must equal ``rollout.temperature``."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight that each domain has, whatever its share of the tokens: names every domain, sums to 1.
-    Empty: by tokens (``sequence_mean``: by responses). ``domain_mean``: equal shares."""
+    """Share of the loss's weight that each domain has: names every domain, sums to 1. Empty: by tokens
+    (``sequence_mean``: by responses)."""
     tokens: Tokens = "all"
     """Tokens that count: all, or a share of each response."""
     loss_max_clamp: Positive | None = None
-    """Cap of a token's loss; gradient is zero where it bites, and the share is reported."""
+    """Cap of a token's loss, with gradient 0."""
     correction: MismatchCorrectionConfig | None = None
-    """Weight of tokens, and choice of responses, that another policy than the current student has drawn. Required where
-    ``schedule.max_staleness`` is above 0."""
+    """Weight of tokens that another policy than the current student has drawn. Required with ``schedule.max_staleness``
+    above 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,8 +189,8 @@ class PolicyGradientConfig(Checked):
     type: Literal["policy_gradient"]
     """Loss type."""
     baseline: Literal["kl", "domain", "none"] = "kl"
-    """What the advantage is compared with. kl: its expectation over the ids and a bucket, for a fraction of the
-    variance; domain: its mean over the domain's other responses of the step; none: nothing."""
+    """What is subtracted from the advantage: its expectation over the ids, its mean over the domain's other responses,
+    or nothing (docs/losses.md)."""
     task_reward_weight: NotNegative = 0.0
     """Weight of the task advantage."""
     task_advantage: TaskAdvantage = "mean"
@@ -213,10 +205,10 @@ class PolicyGradientConfig(Checked):
     dual_clip: float | None = None
     """Bound c > 1 of the loss for negative advantages (dual-clip PPO); absent means none."""
     correction: MismatchCorrectionConfig | None = None
-    """Weight of tokens, and choice of responses, that another policy than the current student has drawn. Required where
-    ``schedule.max_staleness`` is above 0."""
+    """Weight of tokens that another policy than the current student has drawn. Required with ``schedule.max_staleness``
+    above 0."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 16
-    """Ids per position, as in a top-k loss, for the baseline and the mass and overlap metrics."""
+    """Ids per position, for the baseline and metrics."""
     always_ids: tuple[int | str, ...] = ()
     """Tokens that are among every position's ids, as in a top-k loss."""
     temperature: Positive = 1.0
@@ -224,8 +216,8 @@ class PolicyGradientConfig(Checked):
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight that each domain has, whatever its share of the tokens: names every domain, sums to 1.
-    Empty: by tokens (``sequence_mean``: by responses). ``domain_mean``: equal shares."""
+    """Share of the loss's weight that each domain has: names every domain, sums to 1. Empty: by tokens
+    (``sequence_mean``: by responses)."""
     tokens: Tokens = "all"
     """Tokens that count: all, or a share of each response."""
 
@@ -249,15 +241,14 @@ class FullLossConfig(Checked):
     beta: Fraction = 0.5
     """Weight of the teacher in the mixture of ``full_jsd``; 0 is forward KL and 1 is reverse KL."""
     skew: NotNegative = 0.0
-    """Weight of the averaged side in the mixture that it is compared with: KL(teacher||skew teacher + (1 - skew)
-    student), or the same with the sides changed for ``full_reverse_kl``."""
+    """Weight of the averaged side in the mixture that it is compared with (docs/losses.md)."""
     temperature: Positive = 1.0
     """Divides the logits of both sides."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight that each domain has, whatever its share of the tokens: names every domain, sums to 1.
-    Empty: by tokens (``sequence_mean``: by responses). ``domain_mean``: equal shares."""
+    """Share of the loss's weight that each domain has: names every domain, sums to 1. Empty: by tokens
+    (``sequence_mean``: by responses)."""
     # What other losses have as keys.
     top_k: ClassVar[int] = 0
     tokens: ClassVar[Literal["all"]] = "all"
@@ -293,8 +284,8 @@ class CustomLossConfig(Checked):
     aggregation: Aggregation = "token_mean"
     """How token losses become one number; denominators are global."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight that each domain has, whatever its share of the tokens: names every domain, sums to 1.
-    Empty: by tokens (``sequence_mean``: by responses). ``domain_mean``: equal shares."""
+    """Share of the loss's weight that each domain has: names every domain, sums to 1. Empty: by tokens
+    (``sequence_mean``: by responses)."""
     # What other losses have as keys.
     tokens: ClassVar[Literal["all"]] = "all"
     correction: ClassVar[None] = None

@@ -18,7 +18,7 @@ class PushConfig(Checked):
     """Uploads of Hugging Face folders to the Hub, beside the steps; the token is the environment's ``HF_TOKEN``."""
 
     repo: str
-    """Repository, ``namespace/name``; made if it is not there. Each folder is committed to its default branch."""
+    """Repository, ``namespace/name``; made if it is not there."""
     private: bool = True
     """Make the repository private, and refuse one that is public."""
 
@@ -36,18 +36,16 @@ class CheckpointConfig(Checked):
     keep_last: Count = 2
     """Newest checkpoints that are kept."""
     async_save: bool = True
-    """Copy the state into host memory and go on while every rank writes its own files. Meanwhile host memory holds 14
-    bytes a weight in bfloat16, 16 in float32, over all ranks; with ``false`` 12, while steps wait."""
+    """Copy the state into host memory (14 bytes a weight in bfloat16, 16 in float32, over all ranks) and go on while
+    every rank writes its own files."""
     keep_best: bool = True
-    """Also keep the checkpoint with the best mean validation reward (saved when it is reached). Without validation
-    there is none."""
+    """Also keep the checkpoint with the best mean validation reward."""
     export_hf: bool = True
     """At the end write the result (the best checkpoint, else the last) as a Hugging Face folder."""
     export_hf_every_steps: Count | None = None
-    """Optimizer steps between further Hugging Face folders, of the student as it is then (``hf_steps/step_N``); all are
-    kept. Absent: none."""
+    """Optimizer steps between further Hugging Face folders (``hf_steps/step_N``), all of which are kept."""
     push_to_hub: PushConfig | None = None
-    """Also upload these folders to the Hub, each once it is written. A failure is told and does not end the run."""
+    """Also upload these folders to the Hub; a failure does not end the run."""
 
     def check(self) -> None:
         if self.push_to_hub is not None and not self.export_hf and self.export_hf_every_steps is None:
@@ -56,7 +54,7 @@ class CheckpointConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallbackConfig(Checked):
-    """A class of yours that is told what the run has done, in a process beside it (``docs/extending.md``)."""
+    """A class of yours that follows the run (``docs/extending.md``)."""
 
     module: str
     """The class, a ``mopd.Callback``: ``file.py:name``, ``package.module:name``, or the name of an entry point
@@ -66,8 +64,7 @@ class CallbackConfig(Checked):
     timeout_s: Seconds = 60.0
     """Deadline of each of its calls."""
     on_error: Literal["stop", "ignore"] = "stop"
-    """After an exception or a missed deadline, which ends the callback: stop the run after its step, with a checkpoint,
-    or go on without it."""
+    """After an exception or a missed deadline: stop the run after its step, with a checkpoint, or go on without it."""
 
     def check(self) -> None:
         check_reference("module", self.module)
@@ -84,7 +81,7 @@ class WandBConfig:
     entity: str | None = None
     """Team or user that the project belongs to; absent: the login's own."""
     group: str | None = None
-    """Group that the run is shown in, as with its other seeds."""
+    """Group that the run is shown in."""
     tags: tuple[str, ...] = ()
     """Tags of the run."""
     mode: Literal["online", "offline"] = "online"
@@ -96,13 +93,12 @@ class MetricsConfig(Checked):
     """Where numbers go besides ``metrics.jsonl`` and the terminal."""
 
     diagnostics_every_steps: Count = 10
-    """Optimizer steps between the dearer diagnostics: student entropy and top-k overlap."""
+    """Optimizer steps between diagnostics (docs/metrics.md)."""
     keep_samples: bool = False
-    """Keep every trained sample (tokens and the rollout's log-probs) in the run folder's ``samples``, for ``mopd
-    replay`` and ``data.scored``."""
+    """Keep every trained sample, for ``mopd replay`` and ``data.scored`` (docs/pipeline.md)."""
     gradient_cosine_every_steps: Count | None = None
-    """Optimizer steps between measurements of the cosines between the domains' gradients, each another forward and
-    backward over the batch; absent: never."""
+    """Optimizer steps between measurements of the cosines between the domains' gradients (docs/metrics.md); absent:
+    never."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
     wandb: WandBConfig | None = None

@@ -22,8 +22,8 @@ MAX_THREADS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoPlacementConfig:
-    """``in_process`` without CUDA; with it ``local`` where enough GPUs are free, else ``in_process`` where everything
-    fits on rank 0's GPU. Always ``local`` with ``schedule.max_staleness`` above 0."""
+    """``in_process`` without CUDA; with it ``local`` where enough GPUs are free. Always ``local`` with
+    ``schedule.max_staleness`` above 0."""
 
     type: Literal["auto"] = "auto"
     """Placement type; ``mopd config`` prints what it becomes, and why."""
@@ -39,22 +39,20 @@ class InProcessConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalConfig(Checked):
-    """Child processes of the one that leads the run, one engine server each, on this machine's loopback interface."""
+    """Child processes on this machine, one engine server each."""
 
     type: Literal["local"]
     """Placement type."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this group by number, shared out in order; empty: the lowest free ones. Too few are an error."""
+    """GPUs of this group by number; empty: the lowest free ones."""
     num_threads: Annotated[int, at_least(1, MAX_THREADS)] | None = None
     """CPU threads of one replica; absent: the machine's cores over the number of replicas."""
     share_gpus_with: Literal["student"] | None = None
-    """``student``, of the rollout: replicas on the trainer ranks' own GPUs, by turns (docs/teachers.md). Only with
-    ``schedule.max_staleness: 0``. Absent: GPUs of their own."""
+    """``student``, of the rollout: replicas on the trainer ranks' own GPUs, by turns (docs/teachers.md)."""
     python: str | None = None
-    """Python interpreter that runs this group's servers, for an engine in an environment of its own (docs/teachers.md);
-    absent: mopd's."""
+    """Python interpreter of the servers, for an engine in an environment of its own; absent: mopd's."""
     startup_timeout_s: Seconds = 600.0
-    """Deadline for a server to become healthy, model loading included."""
+    """Deadline for a server to answer, model loading included."""
 
     def check(self) -> None:
         check_unrepeated("gpus", self.gpus)
@@ -69,7 +67,7 @@ class LocalConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayConfig(Checked):
-    """Actors on a Ray cluster: one placement group per teacher, every replica packed onto one node."""
+    """Actors on a Ray cluster, every replica on one node."""
 
     type: Literal["ray"]
     """Placement type."""
@@ -81,28 +79,26 @@ class RayConfig(Checked):
     num_gpus: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
     """GPUs of one replica; at least ``engine.tensor_parallel_size`` where there are GPUs."""
     python: str | None = None
-    """Python interpreter of the servers, as with ``local``, on every node of the cluster."""
+    """As with ``local``, on every node."""
     shared_pool: str | None = None
-    """Name of a pool that several groups share by turns, at most half a minute each while others wait. Absent:
-    resources of its own."""
+    """Name of a pool of GPUs that several groups share by turns."""
     startup_timeout_s: Seconds = 600.0
-    """Deadline for a replica to become healthy, placement and model loading included."""
+    """As with ``local``, placement included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExternalConfig(Checked):
-    """Servers that are not started by the run. They choose their engine: the ``engine`` section beside this one is not
-    read."""
+    """Servers that the run does not start (docs/server.md); the ``engine`` section beside this one is not read."""
 
     type: Literal["external"]
     """Placement type."""
     urls: tuple[str, ...]
     """One URL per replica, as in ``http://host:8000``."""
     protocol: Literal["mopd", "openai", "sglang"] = "mopd"
-    """``mopd``: ``mopd serve``, binary. ``openai``: a stock vLLM server, ``sglang``: a stock SGLang server; slower,
-    teachers only, temperature 1 only."""
+    """``mopd serve``, a stock vLLM server or a stock SGLang server; the latter are slower, for teachers only, at
+    temperature 1 only."""
     token_file: str | None = None
-    """File with the servers' access token; absent: they ask for none."""
+    """File with the servers' access token."""
     served_model_name: str | None = None
     """Model name to ask an ``openai`` server for; absent: the only one that it lists."""
     startup_timeout_s: Seconds = 60.0
@@ -125,17 +121,17 @@ class ExternalConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegisteredConfig(Checked):
-    """Servers that register with the run, on whatever machine sees its folder: ``mopd serve RECIPE --teacher NAME
-    --register RUN/replicas``. They may come and go while the run works."""
+    """Servers that register with the run and may come and go: ``mopd serve RECIPE --teacher NAME --register
+    RUN/replicas``."""
 
     type: Literal["registered"]
     """Placement type."""
     min_replicas: Annotated[int, at_least(1, MAX_REPLICAS)] = 1
-    """Servers that the run waits for before it begins, and does not go on without."""
+    """Servers without which the run neither begins nor goes on."""
     python: str | None = None
-    """Python interpreter of the servers, as with ``local``."""
+    """As with ``local``."""
     startup_timeout_s: Seconds = 600.0
-    """Deadline for ``min_replicas`` servers to be there and healthy: when the run starts, and when some have gone."""
+    """Deadline for ``min_replicas`` servers to be there, at the start and when some have gone."""
 
 
 Placement = AutoPlacementConfig | InProcessConfig | LocalConfig | RayConfig | ExternalConfig | RegisteredConfig

@@ -30,15 +30,12 @@ class EnvironmentRewardConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MathConfig(Checked):
-    """1 when the last boxed expression, else the last expression or number, equals the ground truth, by math-verify.
-
-    The ground truth is a number or LaTeX; of a GSM8K solution, what follows ``####``.
-    """
+    """1 when the last boxed expression, else the last expression or number, equals the ground truth, by math-verify."""
 
     type: Literal["math"]
     """Reward type."""
     timeout_s: Seconds = 5.0
-    """Deadline of one response; one that takes longer scores 0."""
+    """Deadline of one response, which else scores 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +55,7 @@ class RegexConfig(Checked):
     pattern: str
     """Python regular expression with one group, which finds the answer in a response, or with none."""
     timeout_s: Seconds = 2.0
-    """Deadline of one response; one that takes longer scores 0."""
+    """Deadline of one response, which else scores 0."""
 
     def check(self) -> None:
         if len(self.pattern) > MAX_PATTERN:
@@ -85,26 +82,24 @@ class JsonSchemaConfig(Checked):
     path: str | None = None
     """JSON file that holds the schema; absent: each row's ground truth is its schema."""
     timeout_s: Seconds = 2.0
-    """Deadline of one response; one that takes longer scores 0."""
+    """Deadline of one response, which else scores 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeConfig(Checked):
-    """1 when the program in the last fenced block passes every test of the ground truth, else 0. Programs have no
-    network and write into an empty folder only."""
+    """1 when the program in the last fenced block passes every test of the ground truth, else 0 (docs/rewards.md)."""
 
     type: Literal["code"]
     """Reward type."""
     timeout_s: Seconds = 10.0
-    """Deadline of one response, over all its tests; one that takes longer scores 0."""
+    """Deadline of one response, over all its tests."""
     max_memory_gib: Annotated[float, at_least(0.125, 64.0)] = 1.0
     """Memory of one program, in GiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomRewardConfig(Checked):
-    """A Python function of ``prompt, response, ground_truth, extra_info, domain`` as keywords, in a process of its own,
-    that returns a number."""
+    """A Python function of yours (docs/rewards.md)."""
 
     type: Literal["custom"]
     """Reward type."""

@@ -29,12 +29,12 @@ from mopd.config.values import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HorizonConfig(Checked):
-    """The first tokens of a response, which are all that is drawn and trained on; validation draws whole responses."""
+    """Training draws the first tokens of a response alone (docs/losses.md)."""
 
     start: Annotated[int, at_least(1, MAX_TOKENS)]
     """Tokens of the first step's responses."""
     end: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
-    """Tokens after ``steps`` steps, from where on it does not grow any more; absent: ``start``."""
+    """Tokens after ``steps`` steps and from then on; absent: ``start``."""
     steps: Count | None = None
     """Steps over which it grows, by equal parts."""
 
@@ -54,12 +54,10 @@ class HorizonConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixConfig(Checked):
-    """The first part of a training response, which the student is given and goes on from: its own tokens alone are
-    trained on. Validation draws whole responses."""
+    """The first part of a training response, which the student is given and goes on from (docs/losses.md)."""
 
     source: Literal["teacher", "data"]
-    """Where it comes from. teacher: the answer of the domain's teacher, drawn once and kept (``answers``); data: the
-    row's reference answer, a text."""
+    """The answer of the domain's teacher (``answers``), or the row's reference answer."""
     share: Share
     """Share of that answer's tokens that are given in the first step, rounded down."""
     steps: Count | None = None
@@ -92,47 +90,42 @@ class RolloutConfig(EngineGroupConfig):
     max_response_length: Annotated[int, at_least(1, MAX_TOKENS)] = 1024
     """Longest response in tokens; longer ones are cut and counted as truncated."""
     horizon: HorizonConfig | None = None
-    """Tokens after which responses stop in training, so that the rest is not even drawn; absent:
-    ``max_response_length``."""
+    """Tokens after which responses stop in training."""
     prefix: PrefixConfig | None = None
-    """First part of training responses that is given; absent: the student draws all of them."""
+    """First part of training responses that is given."""
     temperature: Positive = 1.0
     """Sampling temperature."""
     top_p: Share = 1.0
     """Nucleus mass."""
     top_k: int = -1
-    """Keep only this many most probable tokens; -1 keeps all."""
+    """Most probable tokens that are kept; -1 keeps all."""
     min_p: Fraction = 0.0
     """Keep only tokens with at least this share of the most probable one's probability; 0 keeps all."""
     presence_penalty: Annotated[float, at_least(-2, 2)] = 0.0
     """Taken from the logits of tokens that the response holds already."""
     repetition_penalty: Annotated[float, at_least(0.01, 100)] = 1.0
     """Divides positive logits of tokens that prompt or response holds already, and multiplies negative ones; 1 changes
-    nothing. Refused where the loss estimates with the drawn token."""
+    nothing."""
     stop: tuple[Lines, ...] = ()
-    """Texts that end a response, also a teacher's answer and in validation, with the token in which the text is
-    complete, whole, even where the token goes on."""
+    """Texts that end a response (docs/data.md)."""
     stop_text: Literal["kept", "cut"] = "kept"
-    """Whether rewards, validation and ``mopd generate`` read the stop text, or what comes before it; its tokens are
-    trained on either way."""
+    """Whether rewards, validation and ``mopd generate`` read the stop text."""
     stop_token_ids: tuple[int | str, ...] = ()
-    """Tokens that end a response beside those of the checkpoint's ``generation_config.json``: ids, or single tokens of
-    the tokenizer as its ``tokenizer.json`` writes them."""
+    """Tokens that end a response beside those of the checkpoint's ``generation_config.json``: ids, or texts as in
+    ``tokenizer.json``."""
     ignore_eos: bool = False
-    """The checkpoint's own stop tokens end nothing: responses end at ``stop``, ``stop_token_ids`` and
-    ``max_response_length`` alone."""
+    """The checkpoint's own stop tokens end nothing."""
     on_truncated: Literal["train", "mask_tail", "drop"] = "train"
-    """A response, or a teacher's answer, that ``max_response_length`` cut: train on it, on all but its last
-    ``masked_tail`` tokens, or drop it with the prompt's other responses and take the domain's next prompt."""
+    """What becomes of a response that ``max_response_length`` cut (docs/data.md)."""
     masked_tail: Count | None = None
     """Tokens at the end of a cut response that carry no loss, with ``on_truncated: mask_tail``."""
     samples_per_prompt: Annotated[int, at_least(1, MAX_SAMPLES)] = 1
     """Responses drawn per prompt."""
     environment: EnvironmentConfig | None = None
-    """What answers the student's turns, in training and in validation; absent: a response is one turn."""
+    """What answers the student's turns; absent: a response is one turn."""
     on_new_weights: Literal["auto", "finish", "continue"] = "auto"
-    """Responses under way when new weights arrive: they end under the old ones while the new ones wait (``finish``), or
-    go on under the new ones (``continue``). ``auto``: ``continue`` with ``schedule.max_staleness`` above 0."""
+    """Whether responses under way end before new weights are taken, or go on under them (docs/pipeline.md). ``auto``:
+    ``continue`` with ``schedule.max_staleness`` above 0."""
 
     def check(self) -> None:
         if isinstance(self.placement, RayConfig) and self.placement.shared_pool is not None:
@@ -228,10 +221,9 @@ class RolloutConfig(EngineGroupConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswersConfig(Checked):
-    """The teachers' own answers to the training prompts, on which ``sft_on_teacher`` and ``off_policy_scores`` train:
-    drawn once, and kept on disk."""
+    """The teachers' own answers to the training prompts: drawn once, and kept on disk."""
 
     temperature: NotNegative = 0.0
-    """Temperature at which the teachers draw; 0 is greedy (sequence-level distillation)."""
+    """Temperature at which the teachers draw; 0 is greedy."""
     folder: str | None = None
-    """Folder where answers are kept and found again, also by other runs; absent: ``answers`` in the run's folder."""
+    """Folder where answers are kept, also for other runs; absent: ``answers`` in the run's folder."""

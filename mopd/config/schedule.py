@@ -33,24 +33,20 @@ class ScheduleConfig(Checked):
     prompts_per_step: Annotated[int, at_least(1, MAX_SAMPLES)]
     """Prompts of one optimizer step, over all ranks."""
     max_staleness: Annotated[int, at_least(0, MAX_STALENESS)] = 0
-    """Optimizer steps that the weights behind a sample's oldest token (with ``rollout.on_new_weights: continue``: its
-    newest) may lag. 0 is synchronous training; above 0 rollout and teachers work while the student trains
-    (docs/pipeline.md), and no group may be ``in_process``."""
+    """Optimizer steps that the weights behind a sample may lag. 0 is synchronous training; above 0 rollout and teachers
+    work while the student trains (docs/pipeline.md), and no group may be ``in_process``."""
     on_expiry: Literal["hold", "redraw"] = "hold"
-    """Before a sample becomes older than ``max_staleness``. ``hold``: the step waits for it, so that every response is
-    trained on. ``redraw``: its prompt is drawn again; steps do not wait, and long responses are trained on less
-    often."""
+    """Before a sample becomes older than ``max_staleness``: the step waits for it, or its prompt is drawn again and
+    long responses are trained on less often."""
     on_policy_fraction: Fraction | None = None
-    """Share of every step's prompts whose responses the student draws; the others come from ``data.scored``, in order
-    and again from the first. Needed with ``data.scored``."""
+    """Share of every step's prompts whose responses the student draws; the others come from ``data.scored``."""
     warm_up: WarmUpConfig | None = None
-    """Steps on the teachers' own answers before the on-policy ones, with which the optimizer begins anew: moments at 0,
-    and the learning rate warms up again and decays over the steps that are left."""
+    """Steps on the teachers' own answers before the on-policy ones, with which optimizer and learning rate begin
+    anew."""
     sync_every_steps: Count = 1
     """Optimizer steps from one publication of the student's weights to the next; at most ``max_staleness`` + 1."""
     wait_timeout_s: Seconds = 3600.0
-    """Deadline of every wait between workers: for the next sample, a sign of life, a checkpoint. Waits that contain
-    such a wait are a quarter longer."""
+    """Deadline of every wait between workers: for the next sample, a sign of life, a checkpoint."""
 
     def learning_rate_steps(self, weight_version: int) -> tuple[int, int]:
         """Return how many steps of the learning-rate schedule are done after ``weight_version`` optimizer steps, and of
@@ -79,15 +75,12 @@ class PreflightConfig(Checked):
     allow_same_weights: bool = False
     """Permit a teacher with the student's own weights that is not named as ``model: student``."""
     require_better_teacher: bool = True
-    """Refuse a fresh run whose teacher does not beat the student on its own domain's validation prompts. Without
-    validation nothing is compared."""
+    """Refuse a fresh run whose teacher does not beat the student on its own domain's validation prompts."""
     compare_with_transformers: bool | Literal["auto"] = "auto"
-    """Compare each teacher's scores with a transformers forward of its folder, on this machine's CPU; ``auto``: where
-    the folder has at most 80 GiB of weights that fit into free host memory. Otherwise a teacher is held against its own
-    greedy continuations (docs/teachers.md)."""
+    """Compare each teacher's scores with a transformers forward of its folder (docs/teachers.md); ``auto``: where it
+    has at most 80 GiB of weights that fit into free host memory."""
     max_self_kl: Positive | None = None
-    """Largest mean KL, in nats per token, between a teacher's scores and its own folder; absent: 1e-5 in float32, else
-    5e-3."""
+    """Largest mean KL, in nats, between a teacher's scores and its own folder; absent: 1e-5 in float32, else 5e-3."""
     max_logprob_difference: Positive | None = None
     """Largest mean log-prob difference at equal weights, of student and rollout engine and of a teacher and its folder;
     absent: 1e-3 in float32, else 5e-2."""

@@ -62,42 +62,40 @@ class Recipe(Checked):
     seed: Annotated[int, require_seed] = 0
     """Root of all randomness; sampling seeds derive from it and the sample id."""
     objective: Objective = "on_policy"
-    """on_policy: the student's own samples, with ``loss`` on the teachers' scores; off_policy_scores: the teachers' own
-    answers, with the same; sft_on_teacher: the teachers' own answers, with cross entropy (docs/pipeline.md)."""
+    """What steps train on: the student's samples, or the teachers' own answers with cross entropy or with ``loss``
+    (docs/pipeline.md)."""
     answers: AnswersConfig = AnswersConfig()
-    """The teachers' own answers, where a step trains on them."""
+    """The teachers' own answers."""
     student: StudentConfig
     """The model that learns."""
     teacher_defaults: TeacherDefaultsConfig = TeacherDefaultsConfig()
-    """Keys that every teacher inherits, the one such table; a teacher's own keys win."""
+    """Keys that every teacher inherits; its own win."""
     teachers: Mapping[str, TeacherConfig]
     """Domain experts by name; metrics and reports use the name."""
     combine: Combine = "weighted_mean"
-    """How several teachers of a domain join. weighted_mean: the mean of their losses; mean_probability, mean_logprob:
-    the loss to the arithmetic or geometric mean of their distributions; per_token_lowest_entropy: to the surest one;
-    best_reward: to the one with the best validation reward before training (docs/losses.md)."""
+    """How several teachers of a domain join: the mean of their losses, or the loss to one distribution made of theirs
+    (docs/losses.md)."""
     on_failure: Literal["stop", "replace"] = "stop"
     """A sample that no replica of its teacher could score: end the run, or count it and take the domain's next
     prompt."""
     data: DataConfig
     """Prompt files."""
     domains: Mapping[str, DomainConfig] = field(default_factory=dict)
-    """What holds for one domain of the data alone, by its name."""
+    """What holds for one domain alone."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling of responses."""
     weight_sync: WeightSync = AutoSyncConfig()
-    """The way of the student's weights to the rollout, where that has processes of its own."""
+    """The way of the student's weights to the rollout (docs/weights.md)."""
     loss: Loss = TopKLossConfig()
     """What the student minimises."""
     schedule: ScheduleConfig
     """Steps and rhythm."""
     rewards: Mapping[str, RewardConfig] = field(default_factory=dict)
-    """How responses are judged, by domain; ``default`` for every other domain. Read by ``validation``, gates and
-    ``loss.task_reward_weight``."""
+    """How responses are judged, by domain; ``default`` for every other domain (docs/rewards.md)."""
     validation: ValidationConfig | None = None
     """Reward on held-out prompts; absent means none."""
     data_plane: DataPlane = LocalPlaneConfig()
-    """What carries tensors from those that make them to the ranks that train on them."""
+    """What carries samples to the ranks (docs/data_plane.md)."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
     preflight: PreflightConfig = PreflightConfig()
@@ -105,9 +103,9 @@ class Recipe(Checked):
     metrics: MetricsConfig = MetricsConfig()
     """Metric sinks."""
     callbacks: tuple[CallbackConfig, ...] = ()
-    """Classes of yours that are told what the run has done."""
+    """Classes of yours that follow the run."""
     slurm: SlurmConfig | None = None
-    """The job that ``mopd slurm`` submits; absent: the recipe is for one machine, or started by hand."""
+    """The job that ``mopd slurm`` submits."""
 
     def check(self) -> None:
         self._check_teachers()

@@ -33,10 +33,9 @@ class SlurmContainerConfig:
     type: Literal["pyxis", "apptainer"]
     """What starts it: ``srun --container-image`` (the pyxis plugin of the cluster), or ``apptainer exec``."""
     image: str
-    """Image as that program names it: a file, or ``docker://…``. ``mopd`` and what it needs are installed in it."""
+    """Image with ``mopd`` installed, as that program names it: a file, or ``docker://…``."""
     mounts: tuple[str, ...] = ()
-    """``SOURCE:TARGET`` folders of the nodes that it sees besides the working directory, as models, data and
-    ``run_dir`` need it."""
+    """``SOURCE:TARGET`` folders that it sees besides the working directory."""
 
     def __post_init__(self) -> None:
         if self.image.startswith("-"):
@@ -64,36 +63,30 @@ class SlurmComponentConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmConfig(Checked):
-    """The job that ``mopd slurm`` submits (docs/cluster.md); ``mopd plan --gpu`` and ``mopd check --nodes`` read it
-    too."""
+    """The job that ``mopd slurm`` submits (docs/cluster.md)."""
 
     form: Literal["allocation", "heterogeneous", "ray"] = "allocation"
-    """One allocation, with groups of ``placement: {type: registered}`` beside the student; a heterogeneous job, with a
-    component for each such group; or one allocation with a Ray cluster for groups of ``placement: {type: ray}``."""
+    """Kind of the job (docs/cluster.md)."""
     partition: str | None = None
     """Partition, or several with commas between; absent: the cluster's default."""
     nodes: Processes | None = None
     """Nodes of the whole job; absent: as few as hold everything."""
     spare_nodes: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
-    """Nodes kept empty for registered replicas whose node is lost, or that have died on it twice; in a heterogeneous
-    job in each group's component."""
+    """Nodes kept empty for registered replicas whose node is lost, or that have died on it twice."""
     student_nodes: Processes | None = None
-    """Nodes that the student's ranks are spread over, equally; absent: as few as hold them with ``gpus_per_node``;
-    where that is 0 all, or one of a heterogeneous job."""
+    """Nodes that the student's ranks are spread over; absent: as few as hold them, without GPUs all."""
     gpus_per_node: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
-    """GPUs that the job asks for on each node; 0 for a run without."""
+    """GPUs of each node; 0 for a run without."""
     cpus_per_node: Processes | None = None
-    """CPUs that the job asks for on each node; absent: whole nodes, with all their memory."""
+    """CPUs of each node; absent: whole nodes, with all their memory."""
     time: str | None = None
     """Limit as sbatch takes it, in quotes: ``"minutes"``, ``"hours:minutes:seconds"``, ``"days-hours"``. A longer run
-    goes on in the same job, queued again. Absent: the partition's."""
+    is queued again."""
     stop_before_s: Annotated[int, at_least(1, MAX_SIGNAL_S)] = 300
-    """Seconds before the limit, or an announced preemption, at which the run is asked to stop: enough for a step and
-    two checkpoints."""
+    """Seconds before the limit at which the run is asked to stop: enough for a step and two checkpoints."""
     interface: Annotated[str, check_interface] | None = None
-    """Network interface by which the nodes reach one another (``ib0``); also ``GLOO_SOCKET_IFNAME`` and
-    ``NCCL_SOCKET_IFNAME`` where those are not set, and ``weight_sync.interface``. Absent: the node's address in Slurm
-    (NodeAddr), often of a management network."""
+    """Network interface by which the nodes reach one another (``ib0``; docs/cluster.md). Absent: the node's address in
+    Slurm (NodeAddr), often of a management network."""
     account: str | None = None
     """Account that is charged."""
     qos: str | None = None
@@ -101,8 +94,8 @@ class SlurmConfig(Checked):
     options: tuple[str, ...] = ()
     """Further options of sbatch, for every component, as in ``["--constraint=h100", "--mem=0"]``."""
     setup: tuple[str, ...] = ()
-    """Shell lines that the job runs on its first node, as in ``["module load cuda", "export NCCL_SOCKET_IFNAME=ib0"]``;
-    every step gets what they export."""
+    """Shell lines that the job runs on its first node, as in ``["module load cuda"]``; every step gets what they
+    export."""
     container: SlurmContainerConfig | None = None
     """Image for every step; absent: the Python that submits."""
     components: Mapping[str, SlurmComponentConfig] = field(default_factory=dict)

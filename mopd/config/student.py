@@ -25,23 +25,20 @@ Freeze = Literal["tower", "tower_and_merger", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig(Checked):
-    """Layout of the Megatron student over the trainer ranks. World size = tensor x context x pipeline x
-    data."""
+    """Layout of the Megatron student over the trainer ranks. World size = tensor x context x pipeline x data."""
 
     tensor_model_parallel_size: Processes = 1
     """Ranks that share each layer's matrices and the vocabulary."""
     context_parallel_size: Processes = 1
-    """Ranks that share the tokens of each sequence, for long ones; each gathers the keys and values of its layer."""
+    """Ranks that share the tokens of each sequence, for long ones."""
     pipeline_model_parallel_size: Processes = 1
     """Consecutive stages that the layers are split into."""
     virtual_pipeline_model_parallel_size: Count = 1
-    """Model chunks of each stage: a shorter bubble, and more sent between stages. Each rank's micro-batches are rounded
-    up to a multiple of the stages."""
+    """Model chunks of each stage (docs/parallelism.md)."""
     data_parallel_size: Processes = 1
     """Copies of the student, each computing its share of the batch."""
     expert_model_parallel_size: Processes = 1
-    """Ranks that share the experts of each layer; they are ranks of the tensor, context and data dimensions, not
-    further ones."""
+    """Ranks of the tensor, context and data dimensions that share the experts of each layer."""
     expert_tensor_parallel_size: Processes | None = None
     """Ranks that share each expert's matrices; null for ``tensor_model_parallel_size``."""
     sequence_parallel: bool = False
@@ -123,8 +120,7 @@ class OptimizerConfig(Checked):
     """Adam, its learning-rate schedule and gradient clipping (Megatron's own optimizer)."""
 
     lr: Positive | None = None
-    """Peak learning rate. null: 1e-6, or 1e-5 of adapters, whose best rate is ten times that of all weights ("LoRA
-    Without Regret", 2025)."""
+    """Peak learning rate. null: 1e-6, or 1e-5 of adapters."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
     lr_warmup_steps: Whole = 0
@@ -144,8 +140,8 @@ class OptimizerConfig(Checked):
     use_distributed_optimizer: bool = True
     """Shard optimizer states over data-parallel ranks."""
     offload_fraction: Fraction = 0.0
-    """Share of each rank's optimizer states and fp32 main weights that host memory holds and the processor steps: less
-    device memory, longer steps."""
+    """Share of each rank's optimizer states and fp32 main weights that host memory holds and the processor steps
+    (docs/parallelism.md)."""
 
     def check(self) -> None:
         if self.offload_fraction and not self.use_distributed_optimizer:
@@ -177,8 +173,7 @@ class VisionConfig:
     """The vision tower of a vision-language student; unread for a text model."""
 
     freeze: Freeze = "tower"
-    """What keeps its weights, and costs no gradient and no optimizer states: the tower but not the layers that merge
-    its features, all of it, or nothing."""
+    """What keeps its weights (docs/vision.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,14 +232,12 @@ class StudentConfig(Checked):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: nothing, attention only, or whole layers."""
     overlap: bool | None = None
-    """Sum gradients over data-parallel ranks during backward, and gather the distributed optimizer's weights during the
-    next forward. null: with CUDA and more than one data-parallel rank."""
+    """Sum gradients over data-parallel ranks during backward, and gather weights during the next forward. null: with
+    CUDA and more than one data-parallel rank."""
     packing: bool = True
-    """Lay the sequences of a micro-batch one after another, without padding between them; ``false`` pads them to the
-    longest, side by side."""
+    """Lay the sequences of a micro-batch one after another, without padding; ``false`` pads them, side by side."""
     max_tokens_per_micro_batch: Count = 16384
-    """Token budget of one micro-batch, over its context-parallel ranks, padding included; sequences are packed into as
-    few micro-batches as fit."""
+    """Token budget of one micro-batch, over its context-parallel ranks, padding included."""
     micro_batch_size: Count | None = None
     """A fixed number of sequences per micro-batch instead of the token budget (parity tests, debugging)."""
     lm_head_memory_budget_mib: Annotated[int, at_least(1, MAX_BYTES // 2**20)] = 1024

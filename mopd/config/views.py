@@ -34,9 +34,7 @@ def parse_view(text: str) -> list[tuple[str, str | None]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ViewConfig(Checked):
-    """What this teacher reads in the place of the student's prompt (docs/teachers.md). In ``system`` and ``prompt``,
-    ``{prompt}`` stands for the student's last user message, ``{ground_truth}`` for the row's reference answer and
-    ``{NAME}`` for its column NAME (dots reach into nested ones); ``{{`` and ``}}`` are braces."""
+    """What this teacher reads in the place of the student's prompt (docs/teachers.md)."""
 
     system: Lines | None = None
     """System message, in the place of the conversation's own."""
@@ -47,8 +45,7 @@ class ViewConfig(Checked):
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template for this view, before ``data.chat_template_kwargs``."""
     max_prompt_length: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
-    """Longest prompt of this view in tokens; absent: ``data.max_prompt_length``. Longer ones follow
-    ``data.overlong_prompts``, but none is cut."""
+    """Longest prompt of this view in tokens; absent: ``data.max_prompt_length``."""
 
     def check(self) -> None:
         if self.system is self.prompt is self.messages is None and not self.chat_template_kwargs:
@@ -84,8 +81,7 @@ class RefreshConfig(Checked):
     """Which of the student's weights a student that is its own teacher gets, and when."""
 
     every_steps: Count = 1
-    """Optimizer steps from one update of the teacher to the next: over HTTP, or inside the process, whatever
-    ``weight_sync`` is."""
+    """Optimizer steps from one update of the teacher to the next."""
     ema: float | None = None
     """Decay, between 0 and 1, of an average of the student's weights after every step, which the teacher gets instead;
     absent: the weights as they are."""

@@ -25,7 +25,7 @@ def check_interface(name: str, value: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoSyncConfig:
-    """``collective``, or HTTP where no engine can join (``or_http``) or the student would wait for responses under way
+    """``collective``, or HTTP where no engine can join or the student would wait for responses under way
     (``on_new_weights: finish``). Replicas on the student's own GPUs: ``ipc`` on a CPU or with a student of one rank,
     else ``http``."""
 
@@ -35,8 +35,7 @@ class AutoSyncConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpConfig:
-    """Read into host memory, sent to each server in pieces and kept aside there: the student and the engines go on
-    meanwhile. Works everywhere."""
+    """By HTTP, kept aside at each server (docs/weights.md). Works everywhere."""
 
     type: Literal["http"]
     """The way's name."""
@@ -44,36 +43,33 @@ class HttpConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketsConfig(Checked):
-    """Keys of the ways in buckets. Student and engines wait for a transfer, and no process keeps a copy of the
-    model."""
+    """Keys of the ways in buckets."""
 
     bucket_mib: Annotated[int, at_least(1, MAX_BUCKET_MIB)] = 64
     """Size of a bucket; there are two on each side, or two in all."""
     verify_every: Count = 100
     """Updates from one whose buckets are compared by their digests to the next; the first one is."""
     timeout_s: Seconds = 60.0
-    """Longest that one side waits for the other, for a bucket, or for engines to come into the group."""
+    """Longest that one side waits for the other."""
     interface: Annotated[str, check_interface] | None = None
-    """Network interface on which student and engines listen for one another; absent: on each machine the one that leads
-    to the orchestrator's."""
+    """Network interface on which student and engines listen; absent: the one that leads to the orchestrator's
+    machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveConfig(BucketsConfig):
-    """From the student's ranks into the memory of all rollout engines at once, in buckets, over gloo on a CPU and NCCL
-    on CUDA (docs/weights.md). Student and engines wait for it."""
+    """From the student's ranks into the memory of all rollout engines at once, over gloo or NCCL (docs/weights.md)."""
 
     type: Literal["collective"]
     """The way's name."""
     or_http: bool = False
-    """Whether the weights go by HTTP for the rest of the run if no engine can join the student's group; else the run
-    ends."""
+    """Go on by HTTP if no engine can join the student's group; else the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IpcConfig(BucketsConfig):
-    """The rollout engines map two buckets of rank 0's memory: shared memory on a CPU, CUDA IPC on a GPU. Needs
-    ``rollout.placement`` of ``local``; on CUDA also ``share_gpus_with: student`` and a student of one rank."""
+    """The rollout engines map two buckets of rank 0's memory. Needs ``rollout.placement`` of ``local``; on CUDA also
+    ``share_gpus_with: student`` and a student of one rank."""
 
     type: Literal["ipc"]
     """The way's name."""

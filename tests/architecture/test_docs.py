@@ -227,7 +227,6 @@ SETTINGS = {
     "performance.md": {"2 %", "0.5 %", "3 x"},
     "pipeline.md": {"1 s", "3 s", "8 s"},
     "planning.md": {"5 %"},
-    "recipes.md": {"2,000,000 seconds"},
     "rewards.md": {"20 ms"},
     "teachers.md": {"20 times"},
     "vision.md": {"200 times"},
