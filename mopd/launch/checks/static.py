@@ -98,6 +98,7 @@ class StaticChecks:
             yield from self._try("layout of the student", [("student",)], self._layout)
             lengths = [("student",), ("data", "max_prompt_length"), ("rollout", "max_response_length")]
             yield from self._try("lengths", lengths, self._lengths) if self._is_whole(("teachers",)) else ()
+            yield from self._try("ids of a position", [("student",), ("loss",), ("teachers",)], self._ids_asked)
             yield from self._tokenizers()
             named = {key: tokens for key, tokens in self._tokens_named() if tokens}
             if named and self._is_whole(("student",)):
@@ -172,6 +173,15 @@ class StaticChecks:
         recipe = self._recipe
         longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
         return f"{longest} tokens in {len(folders)} of {1 + len(recipe.teachers)} models"
+
+    def _ids_asked(self) -> str:
+        """Check that the student's vocabulary has as many ids as the loss asks a teacher for."""
+        top_k, num_ids = self._recipe.loss.top_k, read_dims(Path(self._recipe.student.model)).vocab_size
+        if self._recipe.support_width and top_k > num_ids:
+            raise UserError(
+                f"{self._loaded.where('loss', 'top_k')}: {top_k} is above the {num_ids} ids of student.model: lower it"
+            )
+        return f"{top_k} of {num_ids}" if self._recipe.support_width else "none"
 
     def _template(self) -> Iterator[Check]:
         """Yield whether the chat template leaves room for a prompt."""

@@ -18,7 +18,7 @@ from mopd.launch.checks.inputs import Check
 from mopd.launch.checks.static import StaticChecks
 
 MODEL = {
-    "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32,
+    "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64,
     "num_key_value_heads": 2, "intermediate_size": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     "hidden_act": "silu", "rope_theta": 1e4, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -61,6 +61,10 @@ OF_FILES = {
     "micro-batch": (
         ("{model: models/student}", "{model: models/student, max_tokens_per_micro_batch: 1000}"),
         "student.max_tokens_per_micro_batch: 1000 is less than the 2048 tokens of the longest sample",
+    ),
+    "ids": (
+        ("validation: {every_steps: 5}", "loss: {type: topk_forward_kl, top_k: 65}"),
+        "loss.top_k: 65 is above the 64 ids of student.model: lower it",
     ),
     "tokenizer": (("models/law", "models/other"), "do not share a tokenizer: 1 of 3 ids mean different tokens"),
     "stop token": (
