@@ -13,7 +13,7 @@ from mopd.base.types import UserError
 from mopd.cli.plan import add_gpu, given_of
 
 if TYPE_CHECKING:
-    from mopd.planning.first_recipe import GivenNames, Layout
+    from mopd.planning.first_recipe import GivenNames, Layout, Limits
 
 ABOUT = "write a first recipe"
 EXAMPLES = """\
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Write the recipe; the exit code. A file that is there is left alone."""
     from mopd.base.files.writing import write_text
-    from mopd.planning.first_recipe import first_recipe, read_names
+    from mopd.planning.first_recipe import first_recipe, limits_of, read_names
 
     if args.output is not None and args.output.exists():
         raise UserError(f"--output {shown_path(args.output)}: is there already: remove it or name another file")
@@ -60,7 +60,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         run_dir=args.run_dir,
         lora=args.lora,
     )
-    text = first_recipe(names, _layout(args, names))
+    limits = limits_of(names, args.configs)
+    text = first_recipe(names, _layout(args, names, limits), limits)
     if args.output is None:
         sys.stdout.write(text)
     else:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _layout(args: argparse.Namespace, names: GivenNames) -> Layout:
+def _layout(args: argparse.Namespace, names: GivenNames, limits: Limits) -> Layout:
     """Find the layout of a first recipe on the GPUs that are named, or on those of this machine.
 
     Raises:
@@ -92,7 +93,7 @@ def _layout(args: argparse.Namespace, names: GivenNames) -> Layout:
     )
     with TemporaryFolder("mopd-init-") as folder:
         draft = Path(folder, "recipe.yaml")
-        draft.write_text(first_recipe(names, Layout(keys={}, reason="")), encoding="utf-8")
+        draft.write_text(first_recipe(names, Layout(keys={}, reason=""), limits), encoding="utf-8")
         try:
             _, given, _, rates = given_of(given_args, load_recipe(draft))
         except UserError as error:

@@ -16,11 +16,14 @@ from mopd.base.files.reading import shown_path
 from mopd.base.files.yaml_text import dump_inline
 from mopd.base.types import UserError
 from mopd.config.data import DEFAULT_COLUMNS, SHIPPED, DataFileConfig, ShippedColumns
+from mopd.config.losses import TopKLossConfig
 from mopd.config.student import DEFAULT_LR, LORA_LR
 from mopd.config.values import check_name
+from mopd.conversion.models.reading import read_dims
 from mopd.data.columns import survey
 from mopd.data.files import listed, read_first
 from mopd.data.hub.names import hub_data
+from mopd.planning.models import config_folder
 
 MAX_ROWS = 100_000
 """Rows of each file in which domains are looked for."""
@@ -62,6 +65,16 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What the models of a first recipe take."""
+
+    length: int = 1024
+    """Most tokens of a prompt, and of a response."""
+    top_k: int = TopKLossConfig().top_k
+    """Ids of a position."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InspectedFile:
     """One data file, looked into."""
 
@@ -71,7 +84,22 @@ class InspectedFile:
     """Rows by domain."""
 
 
-def first_recipe(names: GivenNames, layout: Layout) -> str:
+def limits_of(names: GivenNames, configs: Path | None) -> Limits:
+    """Return the defaults, or less where a model takes less, by each ``config.json`` that is here (``read_models``).
+
+    Raises:
+        UserError: one of them cannot be used.
+    """
+    default, dims = Limits(), {}
+    for model in (names.student, *names.teachers.values()):
+        if (folder := config_folder(model, configs)) is not None:
+            dims[model] = read_dims(folder, takes_quantised=model != names.student)
+    length = min([default.length, *(one.max_positions // 2 for one in dims.values())])
+    vocab_size = dims[names.student].vocab_size if names.student in dims else default.top_k
+    return Limits(length=length, top_k=min(default.top_k, vocab_size))
+
+
+def first_recipe(names: GivenNames, layout: Layout, limits: Limits = Limits()) -> str:
     """Return the text of a recipe.
 
     Raises:
@@ -97,12 +125,13 @@ def first_recipe(names: GivenNames, layout: Layout) -> str:
                 for name, model in names.teachers.items()
             ),
             "",
-            *_data(train, validation),
+            *_data(train, validation, limits.length),
             "",
             "rollout:",
-            "  max_response_length: 1024        # in tokens; chains of thought are long, cut ones are counted",
+            f"  max_response_length: {limits.length:<11} # in tokens; chains of thought are long, cut ones are counted",
             *(f"  {key}: {dump_inline(value)}" for key, value in layout.keys.get("rollout", {}).items()),
             "",
+            *_loss(limits.top_k),
             "schedule:",
             "  steps: 500",
             "  prompts_per_step: 128            # of all domains together",
@@ -270,7 +299,13 @@ def _teacher(name: str, model: str, domains: Sequence[str], layout: Layout) -> d
     return {"model": model, "domains": list(domains), **layout.keys.get("teachers", {}).get(name, {})}
 
 
-def _data(train: Sequence[InspectedFile], validation: Sequence[InspectedFile]) -> list[str]:
+def _loss(top_k: int) -> list[str]:
+    if top_k == Limits().top_k:
+        return []
+    return [f"loss: {{type: topk_forward_kl, top_k: {top_k}}}   # all ids of the student", ""]
+
+
+def _data(train: Sequence[InspectedFile], validation: Sequence[InspectedFile], length: int) -> list[str]:
     lines = ["data:"]
     for key, files in (("train", train), ("validation", validation)):
         if files:
@@ -278,7 +313,7 @@ def _data(train: Sequence[InspectedFile], validation: Sequence[InspectedFile]) -
             lines.extend(f"    - {_entry(found.file)}  # {_comment(found.counts)}" for found in files)
     return [
         *lines,
-        "  max_prompt_length: 1024          # in tokens; a longer prompt refuses the run (overlong_prompts)",
+        f"  max_prompt_length: {length:<13} # in tokens; a longer prompt refuses the run (overlong_prompts)",
     ]
 
 

@@ -42,7 +42,7 @@ def read_models(loaded: Loaded, configs: Path | None) -> ReadModels:
     read, read_format = cache(read_dims), cache(stored_format)
     models, stored = {}, {}
     for key, (model, path) in wanted.items():
-        folder = _folder(model, configs)
+        folder = config_folder(model, configs)
         if folder is None:
             cure = "give --configs DIR, where DIR/NAME/config.json is that of a model whose name ends in NAME"
             if hub_model(model) is not None:
@@ -56,8 +56,8 @@ def read_models(loaded: Loaded, configs: Path | None) -> ReadModels:
     return ReadModels(dims=models, stored=stored)
 
 
-def _folder(model: str, configs: Path | None) -> Path | None:
-    """Return the first folder that has the ``config.json``; the model's own comes first."""
+def config_folder(model: str, configs: Path | None) -> Path | None:
+    """Return the first folder that has the ``config.json``; the model's own comes first. ``None``: there is none."""
     own, name = Path(model), hub_model(model)
     places = [own]
     if configs is not None:

@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_config: dict[st
 @pytest.fixture(scope="module")
 def tiny_config() -> dict[str, Any]:
     return {
-        "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32,
+        "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64,
         "num_key_value_heads": 2, "intermediate_size": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
         "hidden_act": "silu", "rope_theta": 1e4, "tie_word_embeddings": False,
     }  # fmt: skip
@@ -77,6 +77,17 @@ def test_a_student_with_adapters() -> None:
     assert cli.main(["init", *ARGUMENTS, "--lora", "--output", "lora.yaml"]) == 0
     student = load_recipe("lora.yaml").recipe.student
     assert student.lora == LoraConfig(rank=32) and student.optimizer.lr == LORA_LR
+
+
+def test_limits_of_small_models(tiny_config: dict[str, Any]) -> None:
+    """A teacher's positions count too; of ids the student's."""
+    Path("models/math/config.json").write_text(json.dumps(tiny_config | {"max_position_embeddings": 129}))
+    Path("models/student/config.json").write_text(json.dumps(tiny_config | {"vocab_size": 30}))
+    assert cli.main(["init", *ARGUMENTS, "--output", "small.yaml"]) == 0
+    recipe = load_recipe("small.yaml").recipe
+    assert (recipe.data.max_prompt_length, recipe.rollout.max_response_length, recipe.loss.top_k) == (64, 64, 30)
+    assert cli.main(["check", "--static", "small.yaml"]) == 0
+    assert cli.main(["check", "--static", "small.yaml", "loss.top_k=31"]) == 2
 
 
 def test_init_into_check_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
