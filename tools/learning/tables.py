@@ -28,7 +28,7 @@ def fill(page: str, results: Sequence[Result], questions: Sequence[str]) -> str:
 
 
 def tables(results: Sequence[Result], questions: Sequence[str]) -> str:
-    """Return a table for each question, a line for each contender, a column for each toy."""
+    """Return a table for each question, a line for each contender that was measured, a column for each toy."""
     parts = []
     for question in questions:
         first = FIRST.get(question, (REFERENCE,))
@@ -37,7 +37,8 @@ def tables(results: Sequence[Result], questions: Sequence[str]) -> str:
         rows = [[one.name, *(_cell(_of(results, one.name, toy), toy) for toy in toys)] for one in own]
         asked = [row for one, row in zip(own, rows, strict=True) if one.question == question]
         if any(set(row[1:]) != {ABSENT} for row in asked):
-            parts += [f"### {question}", "", *_table(["", *toys], rows), ""]
+            measured = [row for row in rows if set(row[1:]) != {ABSENT}]
+            parts += [f"### {question}", "", *_table(["", *toys], measured), ""]
         if question == BASELINES and (table := _at_equal_seconds(results, own)):
             parts += [f"### {question}, at equal processor seconds", "", *table, ""]
         if question == CONFLICT and (table := _by_seed(results, "quickstart", [one.name for one in own])):
