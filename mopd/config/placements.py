@@ -88,7 +88,7 @@ class RayConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExternalConfig(Checked):
-    """Servers that the run does not start (docs/server.md); the ``engine`` section beside this one is not read."""
+    """Servers that the run does not start (docs/server.md); ``mopd serve`` alone reads the ``engine`` beside it."""
 
     type: Literal["external"]
     """Placement type."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import re
 import shlex
 from contextlib import redirect_stdout
@@ -160,6 +161,14 @@ def test_files(page: Path) -> None:
     assert sorted(lost - NOT_IN_THE_REPOSITORY) == []
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_stand_alone(page: Path) -> None:
+    """A table without an empty line above is text to ``make docs``, and text right below one is a row of it."""
+    lines = [line[:1].strip() for line in plain(page)]
+    pairs = enumerate(itertools.pairwise(lines), 2)
+    assert [i for i, (one, next_) in pairs if one and next_ and (one == "|") != (next_ == "|")] == []
 
 
 @cache
