@@ -72,7 +72,7 @@ DEFAULT_COLUMNS: ShippedColumns = "verl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReaderConfig(Checked):
-    """A function of yours that yields the rows of a file (``docs/extending.md``)."""
+    """A function of yours that yields the rows of a file (docs/extending.md#a-data-reader)."""
 
     module: str
     """The function: ``file.py:name``, ``package.module:name``, or the name of an entry point ``mopd.readers`` of an
@@ -129,17 +129,19 @@ class DataConfig(Checked):
 
     train: tuple[str | DataFileConfig, ...]
     """Training prompts: parquet or JSONL files, or splits of data sets of the Hub, each a text or a section
-    (docs/data.md)."""
+    (docs/data.md#files-and-columns)."""
     validation: tuple[str | DataFileConfig, ...] = ()
     """Validation prompts, as ``train``."""
     columns: ShippedColumns | ColumnsConfig = DEFAULT_COLUMNS
-    """Which columns hold what: a mapping that comes with mopd, by its name, or a section (docs/data.md)."""
+    """Which columns hold what: a mapping that comes with mopd, by its name, or a section
+    (docs/data.md#files-and-columns)."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's own chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template (for example ``enable_thinking: false``)."""
     system_prompt: Lines | Mapping[str, Lines] | None = None
-    """System message before each conversation that begins without one, for all or by domain (docs/data.md)."""
+    """System message before each conversation that begins without one, for all or by domain
+    (docs/data.md#from-row-to-tokens)."""
     prompt_suffix: Lines | Mapping[str, Lines] | None = None
     """Text behind each prompt, or the last user message, for all or by domain."""
     image_key: str = "images"
@@ -152,16 +154,18 @@ class DataConfig(Checked):
     """What happens to a longer prompt: dropped with a count, refused, or cut from the left."""
     domain_weights: Mapping[str, float] | Literal["adaptive"] = field(default_factory=dict)
     """Share of each domain in the prompt stream, for every domain or none; empty: by row count. ``adaptive``: by
-    head-room (docs/data.md)."""
+    head-room (docs/data.md#prompts-where-head-room-is-left)."""
     adaptive_floor: Share = 0.3
     """With ``domain_weights: adaptive``: share of prompts that all domains get equally."""
 
     scores_cache: str | None = None
-    """Folder where the teachers' scores are kept and read again, also by other runs (docs/pipeline.md)."""
+    """Folder where the teachers' scores are kept and read again, also by other runs
+    (docs/pipeline.md#samples-and-scores-that-are-kept)."""
     scores_cache_max_gib: Positive = 100.0
     """Size of ``scores_cache`` from which nothing more is added."""
     scored: tuple[str, ...] = ()
-    """Folders of kept samples to train on beside the student's own (docs/pipeline.md)."""
+    """Folders of kept samples to train on beside the student's own
+    (docs/pipeline.md#samples-and-scores-that-are-kept)."""
 
     def check(self) -> None:
         if not self.image_key:

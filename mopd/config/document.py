@@ -177,7 +177,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def _cell(text: str) -> str:
     """Text for one table cell: one line, our double backticks as Markdown's single ones, names of pages as links."""
-    text = re.sub(r"(``)?docs/(\w+\.md)(``)?", r"[\2](\2)", " ".join(text.split()))
+    text = re.sub(r"(``)?docs/(\w+\.md)(#[\w-]+)?(``)?", r"[\2](\2\3)", " ".join(text.split()))
     return text.replace("``", "`").replace("|", "\\|")
 
 

@@ -29,7 +29,7 @@ class TurnsConfig(Checked):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PythonToolConfig(TurnsConfig):
     """Two confined tools, ``calculator`` and ``python``. A turn without a tool call ends the response
-    (docs/environments.md)."""
+    (docs/environments.md#python_tool)."""
 
     type: Literal["python_tool"]
     """Environment type."""
@@ -41,7 +41,7 @@ class PythonToolConfig(TurnsConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomEnvironmentConfig(TurnsConfig):
-    """A Python class of yours (docs/environments.md)."""
+    """A Python class of yours (docs/environments.md#custom)."""
 
     type: Literal["custom"]
     """Environment type."""

@@ -13,7 +13,7 @@ from mopd.config.values import Checked, Fraction
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateConfig(Checked):
     """Decides per prompt, once the student has answered: distil, reinforce by the task reward, or skip
-    (docs/teachers.md)."""
+    (docs/teachers.md#gates)."""
 
     by: Literal["teacher_answers", "student_rewards"]
     """What is judged: the teacher's own answer, or the student's responses."""

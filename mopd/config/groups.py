@@ -74,7 +74,7 @@ class VllmEngineConfig(Checked):
     tensor_parallel_size: Processes = 1
     """GPUs of one replica that share each layer."""
     pipeline_parallel_size: Processes = 1
-    """Stages of a teacher's replica, also on several nodes (docs/teachers.md)."""
+    """Stages of a teacher's replica, also on several nodes (docs/teachers.md#teachers-larger-than-a-node)."""
     gpu_memory_utilization: Share = 0.9
     """Share of each GPU's memory that one replica may take."""
     kv_cache_memory_bytes: Annotated[int, at_least(1, MAX_BYTES)] | None = None
@@ -91,7 +91,7 @@ class VllmEngineConfig(Checked):
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation: starts faster, runs slower."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's ``AsyncEngineArgs``, as in ``{quantization: fp8}`` (docs/teachers.md)."""
+    """Further arguments of vLLM's ``AsyncEngineArgs``, as in ``{quantization: fp8}``."""
 
     @property
     def num_gpus(self) -> int:
@@ -101,7 +101,7 @@ class VllmEngineConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SglangEngineConfig(Checked):
-    """An SGLang server behind mopd's own (docs/teachers.md)."""
+    """An SGLang server behind mopd's own (docs/teachers.md#sglang)."""
 
     type: Literal["sglang"]
     """Engine type."""
@@ -261,16 +261,17 @@ class TeacherConfig(EngineGroupConfig):
     """Hugging Face checkpoint: a folder, or a name of the Hub; config and tokenizer are enough for ``protocol:
     openai``. ``student``: the student itself."""
     adapter: str | None = None
-    """Folder of a LoRA adapter of ``model`` in PEFT's format (docs/teachers.md)."""
+    """Folder of a LoRA adapter of ``model`` in PEFT's format (docs/teachers.md#adapters)."""
     share: bool | None = None
     """One group of replicas for several teachers with an ``adapter``. Absent: for those that agree in their other keys;
     true: they must; false: replicas of its own."""
     refresh: Literal["frozen"] | RefreshConfig | None = None
-    """Weights of a teacher that is the student (docs/teachers.md)."""
+    """Weights of a teacher that is the student (docs/teachers.md#the-student-as-teacher)."""
     view: ViewConfig | None = None
     """What it reads in the place of the student's prompt; absent: the same."""
     tokenizer: Literal["student", "own"] = "student"
-    """student: the student's tokens; own: those of ``model``, compared chunk by chunk (docs/teachers.md)."""
+    """student: the student's tokens; own: those of ``model``, compared chunk by chunk
+    (docs/teachers.md#another-tokenizer)."""
     tokenizer_map: Mapping[str, str | None] = field(default_factory=dict)
     """With ``tokenizer: own``: the student's special tokens, each with the teacher's token for it, or null for one that
     is not scored."""
@@ -282,7 +283,7 @@ class TeacherConfig(EngineGroupConfig):
     """Share in domains that several teachers name, relative to the others' weights."""
     payload: Payload = "topk"
     """Ids at which it gives log-probs, beside the sampled token: its own ``loss.top_k`` most probable, the student's,
-    both, or none; hidden: its hidden states (docs/losses.md)."""
+    both, or none; hidden: its hidden states (docs/losses.md#which-ids-payload-and-always_ids)."""
 
     def check(self) -> None:
         EngineGroupConfig.check(self)  # ``super()`` does not work in dataclasses with slots

@@ -34,7 +34,7 @@ class LargestTokensConfig(Checked):
     """The tokens of each response on which the student is least sure, or farthest from its teacher."""
 
     largest: Literal["student_entropy", "divergence"]
-    """What ranks a response's tokens (docs/losses.md)."""
+    """What ranks a response's tokens (docs/losses.md#which-tokens-count-losstokens)."""
     share: Share
     """Share of a response's loss tokens that count, rounded up."""
 
@@ -53,7 +53,8 @@ class TopKLossConfig(Checked):
     always_ids: tuple[int | str, ...] = ()
     """Tokens that are among every position's ids: texts of single tokens, or ids."""
     tail: Literal["bucket", "generalized", "renormalize", "none", "sampled"] | None = None
-    """What becomes of the mass outside the ids (docs/losses.md); absent: generalized for reverse KL, else bucket."""
+    """What becomes of the mass outside the ids (docs/losses.md#top-k-losses-parallel_topk_distill); absent: generalized
+    for reverse KL, else bucket."""
     beta: Fraction = 0.5
     """Weight of the teacher in the mixture of ``topk_jsd``; 0 is forward KL and 1 is reverse KL."""
     temperature: Positive = 1.0
@@ -129,7 +130,8 @@ class SequenceMaskConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchCorrectionConfig(Checked):
-    """Weights for the ratio of the student's to the rollout's probability of a token (docs/losses.md)."""
+    """Weights for the ratio of the student's to the rollout's probability of a token
+    (docs/losses.md#samples-of-another-policy-correction)."""
 
     type: Literal["none", "tis", "icepop", "gate"]
     """none: 1, for ``sequence`` alone; tis: the ratio, truncated at ``high``; icepop: the ratio inside [low, high],
@@ -190,7 +192,7 @@ class PolicyGradientConfig(Checked):
     """Loss type."""
     baseline: Literal["kl", "domain", "none"] = "kl"
     """What is subtracted from the advantage: its expectation over the ids, its mean over the domain's other responses,
-    or nothing (docs/losses.md)."""
+    or nothing (docs/losses.md#policy-gradient-parallel_policy_gradient)."""
     task_reward_weight: NotNegative = 0.0
     """Weight of the task advantage."""
     task_advantage: TaskAdvantage = "mean"
@@ -241,7 +243,8 @@ class FullLossConfig(Checked):
     beta: Fraction = 0.5
     """Weight of the teacher in the mixture of ``full_jsd``; 0 is forward KL and 1 is reverse KL."""
     skew: NotNegative = 0.0
-    """Weight of the averaged side in the mixture that it is compared with (docs/losses.md)."""
+    """Weight of the averaged side in the mixture that it is compared with
+    (docs/losses.md#the-whole-vocabulary-payload-hidden)."""
     temperature: Positive = 1.0
     """Divides the logits of both sides."""
     aggregation: Aggregation = "token_mean"
@@ -264,7 +267,7 @@ class FullLossConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomLossConfig(Checked):
-    """A function of yours of both sides' log-probs at the teacher's ids (``docs/extending.md``)."""
+    """A function of yours of both sides' log-probs at the teacher's ids (docs/extending.md#a-loss)."""
 
     type: Literal["custom"]
     """Loss type."""

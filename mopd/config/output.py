@@ -54,7 +54,7 @@ class CheckpointConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallbackConfig(Checked):
-    """A class of yours that follows the run (``docs/extending.md``)."""
+    """A class of yours that follows the run (docs/extending.md#a-callback)."""
 
     module: str
     """The class, a ``mopd.Callback``: ``file.py:name``, ``package.module:name``, or the name of an entry point
@@ -95,10 +95,11 @@ class MetricsConfig(Checked):
     diagnostics_every_steps: Count = 10
     """Optimizer steps between diagnostics (docs/metrics.md)."""
     keep_samples: bool = False
-    """Keep every trained sample, for ``mopd replay`` and ``data.scored`` (docs/pipeline.md)."""
+    """Keep every trained sample, for ``mopd replay`` and ``data.scored``
+    (docs/pipeline.md#samples-and-scores-that-are-kept)."""
     gradient_cosine_every_steps: Count | None = None
-    """Optimizer steps between measurements of the cosines between the domains' gradients (docs/metrics.md); absent:
-    never."""
+    """Optimizer steps between measurements of the cosines between the domains' gradients
+    (docs/metrics.md#who-gets-how-much); absent: never."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
     wandb: WandBConfig | None = None

@@ -48,7 +48,8 @@ class LocalConfig(Checked):
     num_threads: Annotated[int, at_least(1, MAX_THREADS)] | None = None
     """CPU threads of one replica; absent: the machine's cores over the number of replicas."""
     share_gpus_with: Literal["student"] | None = None
-    """``student``, of the rollout: replicas on the trainer ranks' own GPUs, by turns (docs/teachers.md)."""
+    """``student``, of the rollout: replicas on the trainer ranks' own GPUs, by turns
+    (docs/teachers.md#gpus-of-student-and-rollout)."""
     python: str | None = None
     """Python interpreter of the servers, for an engine in an environment of its own; absent: mopd's."""
     startup_timeout_s: Seconds = 600.0

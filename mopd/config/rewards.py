@@ -87,7 +87,8 @@ class JsonSchemaConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeConfig(Checked):
-    """1 when the program in the last fenced block passes every test of the ground truth, else 0 (docs/rewards.md)."""
+    """1 when the program in the last fenced block passes every test of the ground truth, else 0
+    (docs/rewards.md#ground-truths-of-code)."""
 
     type: Literal["code"]
     """Reward type."""
@@ -99,7 +100,7 @@ class CodeConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomRewardConfig(Checked):
-    """A Python function of yours (docs/rewards.md)."""
+    """A Python function of yours (docs/rewards.md#custom-rewards)."""
 
     type: Literal["custom"]
     """Reward type."""

@@ -29,7 +29,7 @@ from mopd.config.values import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HorizonConfig(Checked):
-    """Training draws the first tokens of a response alone (docs/losses.md)."""
+    """Training draws the first tokens of a response alone (docs/losses.md#which-tokens-count-losstokens)."""
 
     start: Annotated[int, at_least(1, MAX_TOKENS)]
     """Tokens of the first step's responses."""
@@ -54,7 +54,8 @@ class HorizonConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixConfig(Checked):
-    """The first part of a training response, which the student is given and goes on from (docs/losses.md)."""
+    """The first part of a training response, which the student is given and goes on from
+    (docs/losses.md#given-prefixes)."""
 
     source: Literal["teacher", "data"]
     """The answer of the domain's teacher (``answers``), or the row's reference answer."""
@@ -107,7 +108,7 @@ class RolloutConfig(EngineGroupConfig):
     """Divides positive logits of tokens that prompt or response holds already, and multiplies negative ones; 1 changes
     nothing."""
     stop: tuple[Lines, ...] = ()
-    """Texts that end a response (docs/data.md)."""
+    """Texts that end a response (docs/data.md#from-row-to-tokens)."""
     stop_text: Literal["kept", "cut"] = "kept"
     """Whether rewards, validation and ``mopd generate`` read the stop text."""
     stop_token_ids: tuple[int | str, ...] = ()
@@ -116,7 +117,7 @@ class RolloutConfig(EngineGroupConfig):
     ignore_eos: bool = False
     """The checkpoint's own stop tokens end nothing."""
     on_truncated: Literal["train", "mask_tail", "drop"] = "train"
-    """What becomes of a response that ``max_response_length`` cut (docs/data.md)."""
+    """What becomes of a response that ``max_response_length`` cut (docs/data.md#responses-and-micro-batches)."""
     masked_tail: Count | None = None
     """Tokens at the end of a cut response that carry no loss, with ``on_truncated: mask_tail``."""
     samples_per_prompt: Annotated[int, at_least(1, MAX_SAMPLES)] = 1
@@ -124,8 +125,8 @@ class RolloutConfig(EngineGroupConfig):
     environment: EnvironmentConfig | None = None
     """What answers the student's turns; absent: a response is one turn."""
     on_new_weights: Literal["auto", "finish", "continue"] = "auto"
-    """Whether responses under way end before new weights are taken, or go on under them (docs/pipeline.md). ``auto``:
-    ``continue`` with ``schedule.max_staleness`` above 0."""
+    """Whether responses under way end before new weights are taken, or go on under them
+    (docs/pipeline.md#long-responses). ``auto``: ``continue`` with ``schedule.max_staleness`` above 0."""
 
     def check(self) -> None:
         if isinstance(self.placement, RayConfig) and self.placement.shared_pool is not None:

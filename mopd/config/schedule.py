@@ -77,8 +77,8 @@ class PreflightConfig(Checked):
     require_better_teacher: bool = True
     """Refuse a fresh run whose teacher does not beat the student on its own domain's validation prompts."""
     compare_with_transformers: bool | Literal["auto"] = "auto"
-    """Compare each teacher's scores with a transformers forward of its folder (docs/teachers.md); ``auto``: where it
-    has at most 80 GiB of weights that fit into free host memory."""
+    """Compare each teacher's scores with a transformers forward of its folder (docs/teachers.md#is-it-the-right-model);
+    ``auto``: where it has at most 80 GiB of weights that fit into free host memory."""
     max_self_kl: Positive | None = None
     """Largest mean KL, in nats, between a teacher's scores and its own folder; absent: 1e-5 in float32, else 5e-3."""
     max_logprob_difference: Positive | None = None

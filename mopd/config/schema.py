@@ -63,7 +63,7 @@ class Recipe(Checked):
     """Root of all randomness; sampling seeds derive from it and the sample id."""
     objective: Objective = "on_policy"
     """What steps train on: the student's samples, or the teachers' own answers with cross entropy or with ``loss``
-    (docs/pipeline.md)."""
+    (docs/pipeline.md#baselines)."""
     answers: AnswersConfig = AnswersConfig()
     """The teachers' own answers."""
     student: StudentConfig
@@ -74,7 +74,7 @@ class Recipe(Checked):
     """Domain experts by name; metrics and reports use the name."""
     combine: Combine = "weighted_mean"
     """How several teachers of a domain join: the mean of their losses, or the loss to one distribution made of theirs
-    (docs/losses.md)."""
+    (docs/losses.md#one-distribution-of-several-teachers-combine)."""
     on_failure: Literal["stop", "replace"] = "stop"
     """A sample that no replica of its teacher could score: end the run, or count it and take the domain's next
     prompt."""

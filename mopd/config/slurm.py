@@ -63,10 +63,10 @@ class SlurmComponentConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmConfig(Checked):
-    """The job that ``mopd slurm`` submits (docs/cluster.md)."""
+    """The job that ``mopd slurm`` submits (docs/cluster.md#slurm)."""
 
     form: Literal["allocation", "heterogeneous", "ray"] = "allocation"
-    """Kind of the job (docs/cluster.md)."""
+    """Kind of the job (docs/cluster.md#slurm)."""
     partition: str | None = None
     """Partition, or several with commas between; absent: the cluster's default."""
     nodes: Processes | None = None
@@ -85,8 +85,8 @@ class SlurmConfig(Checked):
     stop_before_s: Annotated[int, at_least(1, MAX_SIGNAL_S)] = 300
     """Seconds before the limit at which the run is asked to stop: enough for a step and two checkpoints."""
     interface: Annotated[str, check_interface] | None = None
-    """Network interface by which the nodes reach one another (``ib0``; docs/cluster.md). Absent: the node's address in
-    Slurm (NodeAddr), often of a management network."""
+    """Network interface by which the nodes reach one another (``ib0``; docs/cluster.md#networks). Absent: the node's
+    address in Slurm (NodeAddr), often of a management network."""
     account: str | None = None
     """Account that is charged."""
     qos: str | None = None

@@ -34,7 +34,7 @@ class ParallelConfig(Checked):
     pipeline_model_parallel_size: Processes = 1
     """Consecutive stages that the layers are split into."""
     virtual_pipeline_model_parallel_size: Count = 1
-    """Model chunks of each stage (docs/parallelism.md)."""
+    """Model chunks of each stage (docs/parallelism.md#pipelines)."""
     data_parallel_size: Processes = 1
     """Copies of the student, each computing its share of the batch."""
     expert_model_parallel_size: Processes = 1
@@ -141,7 +141,7 @@ class OptimizerConfig(Checked):
     """Shard optimizer states over data-parallel ranks."""
     offload_fraction: Fraction = 0.0
     """Share of each rank's optimizer states and fp32 main weights that host memory holds and the processor steps
-    (docs/parallelism.md)."""
+    (docs/parallelism.md#states-in-host-memory)."""
 
     def check(self) -> None:
         if self.offload_fraction and not self.use_distributed_optimizer:
@@ -173,7 +173,7 @@ class VisionConfig:
     """The vision tower of a vision-language student; unread for a text model."""
 
     freeze: Freeze = "tower"
-    """What keeps its weights (docs/vision.md)."""
+    """What keeps its weights (docs/vision.md#what-is-trained)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

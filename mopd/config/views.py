@@ -34,7 +34,7 @@ def parse_view(text: str) -> list[tuple[str, str | None]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ViewConfig(Checked):
-    """What this teacher reads in the place of the student's prompt (docs/teachers.md)."""
+    """What this teacher reads in the place of the student's prompt (docs/teachers.md#a-view-of-its-own)."""
 
     system: Lines | None = None
     """System message, in the place of the conversation's own."""

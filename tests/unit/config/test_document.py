@@ -43,5 +43,5 @@ def test_every_section_is_on_the_page() -> None:
             if name == "type" and len(type_values(cls)) == 1:
                 continue  # the heading says it
             assert f"| `{name}` |" in page
-            for part in re.split(r"(?:``)?docs/\w+\.md(?:``)?", text):  # which is a link there
+            for part in re.split(r"(?:``)?docs/\w+\.md(?:#[\w-]+)?(?:``)?", text):  # which is a link there
                 assert part.replace("``", "`").replace("|", "\\|") in page
