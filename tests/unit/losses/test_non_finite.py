@@ -1,6 +1,6 @@
 """NaN and infinities: a row whose loss is not defined has a loss of NaN, in every loss and layer, and no other row has.
 
-Each call holds one row for each way to spoil a row, beside a clean one. ``docs/losses.md`` has the same table.
+Each call holds one row for each way to spoil a row, beside a clean one. ``docs/losses.md`` says the same.
 """
 
 from __future__ import annotations
