@@ -126,6 +126,15 @@ CONTENDERS = (
         Contender(f"{name}, hidden", PAYLOADS, (f"loss={{type: full_{name}}}", FULL), ("stochastic",))
         for name in (REFERENCE, "reverse_kl", "jsd")
     ),
+    Contender(
+        "reverse_kl, student_topk, staleness 4",
+        PAYLOADS,
+        (*REVERSE, "teacher_defaults.payload=student_topk", "schedule.max_staleness=4", *BESIDE),
+        ("stochastic",),
+    ),
+    Contender(
+        "reverse_kl, staleness 4", PAYLOADS, (*REVERSE, "schedule.max_staleness=4", *BESIDE), ("stochastic",)
+    ),
     *(
         Contender(
             f"{name}, {payload} of {k}",
