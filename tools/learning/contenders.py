@@ -175,6 +175,7 @@ CONTENDERS = (
     Contender("self: frozen", VIEW, (), ("self",)),
     Contender("self: refreshed every 20 steps", VIEW, ("teachers.sorting.refresh={every_steps: 20}",), ("self",)),
     Contender("self: ema", VIEW, ("teachers.sorting.refresh={ema: 0.99}",), ("self",)),
+    Contender("self: ema of 0.999", VIEW, ("teachers.sorting.refresh={ema: 0.999}",), ("self",)),
     Contender(
         "self: frozen, no view",
         VIEW,
