@@ -242,7 +242,7 @@ def test_a_run_with_a_teacher_of_each_engine(world: World, tmp_path: Path) -> No
             teachers__right__placement={"type": "local", "num_threads": 1},
             rollout={**SGLANG, "max_response_length": 4},
         )
-        done = mopd("train", recipe)
+        done = mopd("train", recipe, timeout_s=900.0)  # three engines start on two cores
     assert scored
     assert done.returncode == 0, done.stderr
     assert "no hashes to compare; its scores on a fixed probe are kept" in done.stderr
