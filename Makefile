@@ -64,7 +64,7 @@ disk-full: $(STAMP)  ## 30 runs on a disk that fills up at random moments (make 
 kills: $(ENGINES_STAMP)  ## an asynchronous run, killed 20 times at random moments and places; every schedule (make test: once)
 	MOPD_KILLS=20 $(BIN)/python -m pytest tests/integration/test_async.py tests/integration/test_async_lengths.py tests/integration/test_resume.py --timeout=3600 -s
 
-kills-weights: $(ENGINES_STAMP)  ## updates of the rollout's weights, struck 30 times in every phase, half of them on two networks, some on nodes of Ray and of Slurm (make test: a few)
+kills-weights: $(ENGINES_STAMP)  ## updates of the rollout's weights, struck 30 times in every phase, half of them on two networks, some on nodes of Ray and of Slurm, and again with adapters alone (make test: a few)
 	MOPD_WEIGHT_KILLS=30 $(BIN)/python -m pytest tests/integration/test_weight_faults.py --timeout=3600 -s
 
 SOAK_MINUTES ?= 20

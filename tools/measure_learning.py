@@ -35,7 +35,7 @@ from mopd.base.types import UserError
 from mopd.config.load import Loaded, flatten, load_recipe
 from mopd.report.build import headroom_recovery
 from tools import make_toys
-from tools.learning.contenders import CONTENDERS, DECISION, PAYLOADS, TOYS, Contender
+from tools.learning.contenders import CONTENDERS, OF_PAYLOADS, TOYS, Contender
 from tools.learning.tables import fill
 from tools.quickstart.cache import fingerprint
 
@@ -117,7 +117,7 @@ def main() -> int:
         results = read_results(args.out)
         questions = dict.fromkeys(one.question for one in CONTENDERS)
         for page, of_payloads in PAGES.items():
-            own = [question for question in questions if (question in (PAYLOADS, DECISION)) == of_payloads]
+            own = [question for question in questions if (question in OF_PAYLOADS) == of_payloads]
             page.write_text(fill(page.read_text(), results, own))
         RECORD.parent.mkdir(exist_ok=True)
         RECORD.write_text("".join(json.dumps(one, sort_keys=True) + "\n" for one in results))

@@ -134,7 +134,9 @@ def given_of(
         work = replace(work, hidden_sizes=sizes)
     _check_images(work, sees_images=models[STUDENT].vision is not None)
     rates = _rates(args, loaded.recipe, models[STUDENT], work)
-    given = PlanInput(recipe=loaded.recipe, models=models, work=work, cluster=cluster, stored=read.stored)
+    given = PlanInput(
+        recipe=loaded.recipe, models=models, work=work, cluster=cluster, stored=read.stored, adapters=read.adapters
+    )
     return loaded, given, pool, rates
 
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 
 from mopd.base.files.reading import shown_path
 from mopd.base.types import UserError
 from mopd.config.load import Loaded
+from mopd.config.student import LoraConfig
+from mopd.conversion.hf.header import read_header
 from mopd.conversion.models.config_keys import CONFIG_FILE
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.reading import read_dims
 from mopd.data.hub.names import HubName, hub_model
+from mopd.planning.memory.shards import adapter_weights
 from mopd.planning.memory.stored import StoredFormat, stored_format
 
 STUDENT = "student"
+ADAPTER_FILE = "adapter_model.safetensors"
+ABSENT_RANK = 32
+"""Rank, on all linear layers, of a teacher's adapter that is not on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +33,8 @@ class ReadModels:
     dims: Mapping[str, ModelDims]
     stored: Mapping[str, StoredFormat]
     """Formats of those teachers whose weights are quantised."""
+    adapters: Mapping[str, int]
+    """Weights of the adapter of each of those teachers that have one."""
 
 
 def read_models(loaded: Loaded, configs: Path | None) -> ReadModels:
@@ -53,7 +62,19 @@ def read_models(loaded: Loaded, configs: Path | None) -> ReadModels:
         models[key] = read(folder, takes_quantised=key != STUDENT)
         if key != STUDENT and (own := read_format(folder)) is not None:
             stored[key] = own
-    return ReadModels(dims=models, stored=stored)
+    adapters = {
+        key: _adapter_weights(Path(one.adapter), models[key])
+        for key, one in ((f"teachers.{name}", one) for name, one in recipe.teachers.items())
+        if one.adapter is not None
+    }
+    return ReadModels(dims=models, stored=stored, adapters=adapters)
+
+
+def _adapter_weights(folder: Path, dims: ModelDims) -> int:
+    path = folder / ADAPTER_FILE
+    if not path.is_file():
+        return adapter_weights(dims, LoraConfig(rank=ABSENT_RANK))
+    return sum(prod(info.shape) for info in read_header(path).values())
 
 
 def config_folder(model: str, configs: Path | None) -> Path | None:

@@ -15,6 +15,7 @@ from mopd.config.machine.places import NodePool, Places, engine_groups, path_of,
 from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.models.adapted import check_lora
+from mopd.conversion.models.adapter_updates import sends_adapters
 from mopd.conversion.models.dims import ModelDims, check_layout
 from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad, times_of
 from mopd.planning.devices import Cluster, Rates, gib
@@ -56,6 +57,17 @@ class PlanInput:
     cluster: Cluster
     stored: Mapping[str, StoredFormat] = field(default_factory=dict)
     """``teachers.NAME`` of quantised weights -> their format."""
+    adapters: Mapping[str, int] = field(default_factory=dict)
+    """``teachers.NAME`` with an adapter -> its weights."""
+
+    def adapters_of(self, key: str) -> tuple[int, ...]:
+        """Return the weights of each adapter that a group's replicas keep beside their model."""
+        recipe, student = self.recipe, self.models[STUDENT]
+        if key != ROLLOUT:
+            names = (f"teachers.{name}" for name in recipe.on_group_of(key.removeprefix("teachers.")))
+            return tuple(self.adapters[name] for name in names if name in self.adapters)
+        lora = recipe.student.lora
+        return () if lora is None or not sends_adapters(recipe, student) else (adapter_weights(student, lora),)
 
     def dims_of(self, key: str) -> ModelDims:
         """Return the sizes of the model that a group's replicas hold."""
@@ -212,6 +224,7 @@ def replica_of(given: PlanInput, key: str, group: EngineGroupConfig, *, samples:
         scores=key != ROLLOUT,
         samples=samples,
         stored=given.stored.get(key),
+        adapters=given.adapters_of(key),
     )
 
 

@@ -69,7 +69,10 @@ def hash_cache() -> Path | None:
 def make_manifests(recipe: Recipe) -> dict[str, Manifest]:
     """Return the manifests of ``student`` and of each ``teachers.NAME``."""
     cache = hash_cache()
-    manifests = {"student": make_manifest(Path(recipe.student.model), cache_file=cache)}
+    lora = recipe.student.lora
+    start = "" if lora is None or lora.path is None else read_adapter(lora.path).sha256
+    student = make_manifest(Path(recipe.student.model), cache_file=cache)
+    manifests = {"student": replace(student, adapter_sha256=start)}
     for name, teacher in recipe.teachers.items():
         own = make_manifest(Path(teacher.model), cache_file=cache, with_weights=has_own_weights(teacher))
         adapter = "" if teacher.adapter is None else read_adapter(teacher.adapter).sha256

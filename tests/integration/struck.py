@@ -215,24 +215,28 @@ def _strike_sending(striker: _Striker) -> None:
 
 
 def _keep_weights(journal: Path, rank: int) -> None:
-    """Each sender has a part."""
-    make, gather, leader = StudentWorker.__init__, StudentWorker.sender_weights, torch.tensor([os.getpid()])
+    """Each sender has a part; of a student with adapters the first rank has all."""
+    make, leader = StudentWorker.__init__, torch.tensor([os.getpid()])
 
     def made(self: StudentWorker, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
         torch.distributed.broadcast(leader, group_src=0, group=self.layout.control_group)
 
-    def kept(self: StudentWorker, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor | None]]:
-        version, tensors = self.weight_version, {}
-        for name, tensor in gather(self, *args, **options):
-            if tensor is not None:
-                tensors[name] = tensor.clone()
-            yield name, tensor
-        if tensors:  # else this rank sends nothing, or what no step changes
-            _write(journal / "versions" / f"{int(leader)}_{version:06d}.{rank}.safetensors", tensors)
+    def keeping(gather: Any) -> Any:
+        def kept(self: StudentWorker, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor | None]]:
+            version, tensors = self.weight_version, {}
+            for name, tensor in gather(self, *args, **options):
+                if tensor is not None:
+                    tensors[name] = tensor.clone()
+                yield name, tensor
+            if tensors:  # else this rank sends nothing, or what no step changes
+                _write(journal / "versions" / f"{int(leader)}_{version:06d}.{rank}.safetensors", tensors)
+
+        return kept
 
     StudentWorker.__init__ = made  # type: ignore[method-assign]
-    StudentWorker.sender_weights = kept  # type: ignore[method-assign]
+    StudentWorker.sender_weights = keeping(StudentWorker.sender_weights)  # type: ignore[method-assign]
+    StudentWorker.adapter_weights = keeping(StudentWorker.adapter_weights)  # type: ignore[method-assign]
 
 
 def _keep_samples(journal: Path) -> None:

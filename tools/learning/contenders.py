@@ -33,6 +33,10 @@ MERGE, GATE, VIEW = (
     "The student itself as teacher",
 )
 PAYLOADS, DECISION = "Which ids, by loss", "A token that decides"
+EQUAL_BYTES = "Which ids, at 196 bytes a token"
+"""What a hidden state of the toy's width, 96, takes: 24 ids and log-probs, or 12 of each side."""
+OF_PAYLOADS = (PAYLOADS, EQUAL_BYTES, DECISION)
+"""Tables of ``docs/losses.md``; the others are those of ``docs/learning.md``."""
 KEPT = "runs/learning/kept/{toy}-{seed}"
 """Run folder of the earlier run, that of the recipe as it is: its samples and scores."""
 REVERSE = ("loss.type=topk_reverse_kl", "loss.tail=bucket")
@@ -122,6 +126,25 @@ CONTENDERS = (
         Contender(f"{name}, hidden", PAYLOADS, (f"loss={{type: full_{name}}}", FULL), ("stochastic",))
         for name in (REFERENCE, "reverse_kl", "jsd")
     ),
+    Contender(
+        "reverse_kl, student_topk, staleness 4",
+        PAYLOADS,
+        (*REVERSE, "teacher_defaults.payload=student_topk", "schedule.max_staleness=4", *BESIDE),
+        ("stochastic",),
+    ),
+    Contender(
+        "reverse_kl, staleness 4", PAYLOADS, (*REVERSE, "schedule.max_staleness=4", *BESIDE), ("stochastic",)
+    ),
+    *(
+        Contender(
+            f"{name}, {payload} of {k}",
+            EQUAL_BYTES,
+            (*keys, f"teacher_defaults.payload={payload}", f"loss.top_k={k}"),
+            ("stochastic",),
+        )
+        for name, keys in ((REFERENCE, ()), ("reverse_kl", REVERSE), ("jsd", ("loss.type=topk_jsd",)))
+        for payload, k in (("topk", 24), ("student_topk", 24), ("union", 12))
+    ),
     *(
         Contender(f"decision: {name}, {ids}", DECISION, (*keys, own), ("decision",))
         for name, keys in (("forward_kl", ()), ("reverse_kl", REVERSE))
@@ -152,6 +175,7 @@ CONTENDERS = (
     Contender("self: frozen", VIEW, (), ("self",)),
     Contender("self: refreshed every 20 steps", VIEW, ("teachers.sorting.refresh={every_steps: 20}",), ("self",)),
     Contender("self: ema", VIEW, ("teachers.sorting.refresh={ema: 0.99}",), ("self",)),
+    Contender("self: ema of 0.999", VIEW, ("teachers.sorting.refresh={ema: 0.999}",), ("self",)),
     Contender(
         "self: frozen, no view",
         VIEW,
@@ -159,5 +183,12 @@ CONTENDERS = (
         ("self",),
     ),
 )  # fmt: skip
-FIRST = {PAYLOADS: (REFERENCE, "reverse_kl", "jsd"), DECISION: (), MERGE: (), GATE: (), VIEW: ()}
+FIRST = {
+    PAYLOADS: (REFERENCE, "reverse_kl", "jsd"),
+    EQUAL_BYTES: tuple(f"{name}, hidden" for name in (REFERENCE, "reverse_kl", "jsd")),
+    DECISION: (),
+    MERGE: (),
+    GATE: (),
+    VIEW: (),
+}
 """Table -> contenders of other tables that it begins with, where they are not ``REFERENCE`` alone."""

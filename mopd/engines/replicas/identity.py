@@ -69,7 +69,7 @@ def problems_of(info: EngineInfo, manifest: Manifest, needs: Needs, *, key: str,
             ours, theirs = getattr(manifest, name), info.manifest[name]
             if ours != theirs:
                 found.append(f"{name} is {theirs[:12]}… there ({info.model}) and {ours[:12]}… in {manifest.path}")
-        found += _adapter_problems(info, manifest, key)
+        found += [] if is_rollout else _adapter_problems(info, manifest, key)
     if needs.length > info.max_positions:
         found.append(
             f"it takes {info.max_positions} tokens, data.max_prompt_length + rollout.max_response_length is "

@@ -319,7 +319,7 @@ class Preflight:
 
     def _is_same_model(self, name: str) -> bool:
         own, student = self.manifests[f"teachers.{name}"], self.manifests["student"]
-        return own.weights_sha256 == student.weights_sha256 and not own.adapter_sha256
+        return all(getattr(own, name) == getattr(student, name) for name in ("weights_sha256", "adapter_sha256"))
 
     async def _probe(self) -> tuple[list[SampleMeta], dict[int, int]]:
         """Draw the student's responses to the first prompts of every teacher's domains, into the data plane; the

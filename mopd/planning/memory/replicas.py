@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mopd.config.groups import EngineGroupConfig, SglangEngineConfig, VllmEngineConfig
@@ -31,7 +31,7 @@ class ReplicaPlan:
     gpus_per_node: int = 1
     """Most of them that are on one node."""
     parts: Mapping[str, int]
-    """weights, cache, reserve, scoring -> bytes."""
+    """weights, adapters, cache, reserve, scoring -> bytes."""
     sequences: int
     """Sequences of mean length that it can work on at a time."""
     longest: int
@@ -77,6 +77,7 @@ def plan_replica(
     scores: bool,
     samples: float,
     stored: StoredFormat | None = None,
+    adapters: Sequence[int] = (),
 ) -> ReplicaPlan:
     """Plan one replica of a group whose engine and dtype are settled.
 
@@ -84,12 +85,15 @@ def plan_replica(
         scores: it is a teacher's; else it draws.
         samples: samples of a step that come to one replica.
         stored: of a checkpoint that is quantised.
+        adapters: weights of each adapter that it keeps.
     """
     if isinstance(group.engine, SglangEngineConfig):
         plan = plan_replica(as_vllm(group), dims, work, cluster, scores=scores, samples=samples, stored=stored)
         return replace(plan, problems=tuple((_of_sglang(key), _of_sglang(text)) for key, text in plan.problems))
     if isinstance(group.engine, VllmEngineConfig):
-        return _vllm(group.engine, dims, work, cluster, scores=scores, samples=samples, stored=stored)
+        return _vllm(
+            group.engine, dims, work, cluster, scores=scores, samples=samples, stored=stored, adapters=adapters
+        )
     engine, size = group.engine, BYTES[group.engine.dtype]
     budget = getattr(engine, "max_tokens_per_batch", 65_536)
     tokens = round(min(budget, max(1.0, samples) * work.max_tokens))
@@ -98,6 +102,7 @@ def plan_replica(
     rows = min(TORCH_ROWS, tokens) if scores else drawn
     parts = {
         "weights": weights_bytes(dims, size, stored),
+        "adapters": sum(adapters) * size,
         "cache": 0 if scores else tokens * kv_bytes(dims, size) + drawn * state_bytes(dims, size),
         "reserve": tokens * layer * size,
         "scoring" if scores else "logits": rows * dims.vocab_size * TORCH_BYTES_PER_LOGIT,
@@ -140,20 +145,23 @@ def _vllm(
     scores: bool,
     samples: float,
     stored: StoredFormat | None,
+    adapters: Sequence[int],
 ) -> ReplicaPlan:
-    """vLLM takes ``gpu_memory_utilization`` of a GPU, and what weights and reserve leave of it is the cache."""
+    """vLLM takes ``gpu_memory_utilization`` of a GPU, and what weights, adapters and reserve leave of it is the cache.
+    Each adapter has room for the largest, and one more is empty; every GPU keeps one matrix of each pair whole."""
     tp, stages, size = engine.tensor_parallel_size, engine.pipeline_parallel_size, BYTES[engine.dtype]
     memory_bytes = cluster.memory_bytes
     stored, number_bytes, unknown = engine_format(stored, engine.extra)
     in_all, number_bytes = weights_bytes(dims, size, stored), number_bytes or size
     weights, reserve = in_all // engine.num_gpus, int(SHARES["vllm_reserve_bytes"].value)
+    beside = round((len(adapters) + 1) * max(adapters) * size) // stages if adapters else 0
     own = int(engine.gpu_memory_utilization * memory_bytes)
     # Latent keys are whole on every GPU of a stage, and so is a key head that there are more GPUs than.
     heads = 1 if dims.mla is not None else min(tp, dims.num_query_groups)
     each = max(1, kv_bytes(dims, number_bytes) // (heads * stages))
     states = state_bytes(dims, size) // engine.num_gpus
     if engine.kv_cache_memory_bytes is None:
-        cache = max(0, own - weights - reserve)
+        cache = max(0, own - weights - beside - reserve)
     else:
         cache, reserve = engine.kv_cache_memory_bytes, min(reserve, memory_bytes // 4)
     longest = engine.max_model_len or work.max_tokens
@@ -162,7 +170,7 @@ def _vllm(
         # its runner scores a prompt by the chunks in which it schedules it
         tokens = min(scoring_rows(engine), max(1.0, samples) * work.max_tokens)
         scoring = int(tokens * dims.vocab_size * VLLM_BYTES_PER_LOGIT)
-    parts = {"weights": weights, "cache": cache, "reserve": reserve, "scoring": scoring}
+    parts = {"weights": weights, "adapters": beside, "cache": cache, "reserve": reserve, "scoring": scoring}
     problems = [*unknown, *_problems(engine, dims, cluster, parts, room_tokens=cache // each, longest=longest)]
     room = max(1, min(engine.max_num_seqs, int(cache / (each * work.length + states))))
     return ReplicaPlan(
@@ -192,6 +200,7 @@ def _problems(
     """Yield what does not divide the model or does not fit a GPU, by key below the group."""
     tp, stages, degree = engine.tensor_parallel_size, engine.pipeline_parallel_size, "engine.tensor_parallel_size"
     weights, cache, reserve, scoring = (parts[name] for name in ("weights", "cache", "reserve", "scoring"))
+    weights += parts["adapters"]
     memory_bytes, usable_bytes = cluster.memory_bytes, cluster.usable_bytes
     if dims.num_attention_heads % tp:
         text = f"{tp} does not divide the model's {dims.num_attention_heads} attention heads: set a divisor of them"

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from mopd.cli.main import main
 from mopd.config.load import load_recipe
@@ -25,6 +27,7 @@ SHARED = [
     "schedule.max_staleness=0",
     "schedule.sync_every_steps=1",
 ]
+SIDES = {"A": (8, 4096), "B": (12_288, 8)}
 LARGE = "teachers.large.engine.tensor_parallel_size"
 SMALLER = "rollout.engine.gpu_memory_utilization=0.8"
 
@@ -79,6 +82,21 @@ def test_adapters_of_one_base_are_counted_once(capsys: pytest.CaptureFixture[str
     assert sum(one["rows"] for one in scores["folders"]) == pytest.approx(scores["adapters"][0]["rows"])
     trained = as_json(capsys, ONE_NODE, "student.lora.rank=8")
     assert trained["update"]["num_bytes"] == 2 * trained["student"]["adapters"]
+    # of vLLM's slots the student's adapter has one, and one more is empty
+    assert trained["replicas"]["rollout"]["parts"]["adapters"] == 2 * trained["update"]["num_bytes"]
+    parts = found["adapters"]["replicas"]["teachers.math"]["parts"]
+    rank_32 = 4 * trained["student"]["adapters"]  # what an adapter counts as that is not here; 2 bytes, 3 slots
+    assert parts["adapters"] == 3 * 2 * rank_32
+    alone = found["folders"]["replicas"]["teachers.math"]["parts"]
+    assert alone["adapters"] == 0 and alone["cache"] - parts["cache"] == parts["adapters"]
+
+
+def test_an_adapter_that_is_here_counts_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = {f"base_model.model.model.layers.0.mlp.up_proj.lora_{side}.weight": shape for side, shape in SIDES.items()}
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "adapter_model.safetensors")
+    found = as_json(capsys, ONE_NODE, f"teachers.math.adapter={tmp_path}")
+    numbers = sum(rows * columns for rows, columns in SIDES.values())
+    assert found["replicas"]["teachers.math"]["parts"]["adapters"] == 2 * 2 * numbers
 
 
 def test_a_refused_plan_shows_its_parts_first(capsys: pytest.CaptureFixture[str]) -> None:

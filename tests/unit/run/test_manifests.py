@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +22,10 @@ from mopd.run.manifests import (
     check_unchanged,
     glimpse,
     hash_cache,
+    make_manifests,
     write_manifests,
 )
+from tests.fixtures.adapters import random_adapter, write_adapter
 from tests.fixtures.tiny_models import make_hf_model
 
 
@@ -45,6 +49,19 @@ def test_another_model_or_another_set_of_them_is_refused(tmp_path: Path) -> None
     other = replace(one, weights_sha256="0" * 64)
     with pytest.raises(UserError, match=r"^teachers\.math\.model '.*' is not what the run began with"):
         check_unchanged(path, {"student": one, "teachers.math": other})
+
+
+def test_the_adapter_that_a_student_begins_with_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    base, path = make_hf_model(tmp_path / "model"), tmp_path / "manifest.json"
+    adapter = write_adapter(tmp_path / "adapter", random_adapter(base, 0))
+    student = SimpleNamespace(model=str(base), lora=SimpleNamespace(path=str(adapter)))
+    recipe: Any = SimpleNamespace(student=student, teachers={})
+    write_manifests(path, make_manifests(recipe), {}, {})
+    check_unchanged(path, make_manifests(recipe))
+    write_adapter(adapter, random_adapter(base, 1))
+    with pytest.raises(UserError, match=r"^student\.model .* not what the run began with: adapter_sha256 was"):
+        check_unchanged(path, make_manifests(recipe))
 
 
 def test_a_closed_folder_of_caches_is_warned_of_once(
