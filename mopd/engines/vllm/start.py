@@ -197,6 +197,10 @@ def _cpu_options(folder: Path, cfg: VllmEngineConfig, *, fixed: bool) -> dict[st
             f"{folder}: vLLM on a CPU gives up weights of latent attention once it has packed them, so that no update "
             "reaches them: set rollout.engine: {type: torch}"
         )
+    if config.model_type == "glm4_moe":  # also of what transformers has saved; another result each time
+        raise UserError(
+            f"{folder}: vLLM on a CPU computes the experts of model_type glm4_moe wrongly: set engine: {{type: torch}}"
+        )
     if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
         return {}
     if cfg.dtype != "bfloat16":
