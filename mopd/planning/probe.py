@@ -209,6 +209,7 @@ def _alone(recipe: Recipe, folder: str) -> Recipe:
         dtype="float32",
         parallel=ParallelConfig(),
         moe=MoeConfig(),
+        freeze=(),
         optimizer=dataclasses.replace(recipe.student.optimizer, offload_fraction=0.0),
         megatron_overrides={},
     )

@@ -21,6 +21,7 @@ from mopd.conversion.adapter_writer import base_hash, write_adapter
 from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import mtp_tensors, require_exportable, write_folder
 from mopd.conversion.models.families import Placed
+from mopd.conversion.models.frozen import constant_names
 from mopd.data.packing import pack, packing_rules
 from mopd.data_plane.interface import Reader
 from mopd.student import cpu_shim, parallel
@@ -32,6 +33,7 @@ from mopd.student.images import StudentImages
 from mopd.student.memory.lending import GpuMemoryLease
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
+from mopd.student.model.freezing import freeze
 from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
 from mopd.student.model.lora import adapter_config, add_adapters
 from mopd.student.objective import CrossEntropy, Objective, Sums
@@ -48,7 +50,7 @@ from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, Shape, run_schedule
 from mopd.student.teacher_heads import TeacherHeads
 from mopd.student.token_layout import TokenLayout, choose_token_layout
-from mopd.student.vision import add_clock, constant_names
+from mopd.student.vision import add_clock
 from mopd.student.weights import (
     hf_senders,
     iter_adapter_weights,
@@ -84,7 +86,7 @@ class StudentWorker:
         self.domains = tuple(domains)
         self.weight_version = 0
         source, self.dims = open_model(Path(student.model))  # raises before a model of the config's size is built
-        self.constants = constant_names(self.dims, student.vision.freeze, student.lora)
+        self.constants = constant_names(self.dims, student)
         """``hf_name`` of every tensor that no step changes."""
         kept_files(Path(student.model))  # raises now what ``save_hf`` would after the last step
         longest = _longest(recipe, self.dims.max_positions)
@@ -98,9 +100,11 @@ class StudentWorker:
             chunks = build_chunks(student, self.dims, self.layout)
             check_attention(student, self.dims, self.layout, max_length=longest)
             load_hf_into(chunks, source, self.dims, self.layout)
-            if student.lora is not None:
+            if student.lora is not None or student.freeze:
                 rows = [rows_by_local_name(chunk, self.dims, self.layout) for chunk in chunks]
-                add_adapters(chunks, rows, student, self.dims, self.layout, seed=recipe.seed)
+                freeze(chunks, rows, student)
+                if student.lora is not None:
+                    add_adapters(chunks, rows, student, self.dims, self.layout, seed=recipe.seed)
             for chunk in chunks:
                 chunk.train()
             self._chunks = wrap_data_parallel(

@@ -148,6 +148,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
                 num_layers_in_first_pipeline_stage=case.get("first_stage_layers"),
                 num_layers_in_last_pipeline_stage=case.get("last_stage_layers"),
             ),
+            freeze=tuple(case.get("frozen", ())),
             vision=VisionConfig(**({"freeze": case["freeze"]} if "freeze" in case else {})),
             moe=MoeConfig(**case.get("moe", {})),
             megatron_overrides=case.get("overrides", {}),
@@ -385,6 +386,8 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         it.worker.finish_save()
     else:
         result["steps_after"] = it.train(case.get("steps_after", 0))
+    if "frozen" in case:
+        result["num_trained"] = sum(p.numel() for c in it.worker._chunks for b in _buffers(c) for p in b.params)
     if "ema" in case:
         result["average"] = it.average_report()
     if {"save", "load"} & case.keys():
