@@ -214,7 +214,8 @@ def _alone(recipe: Recipe, folder: str) -> Recipe:
         megatron_overrides={},
     )
     teachers = {name: dataclasses.replace(teacher, model=folder) for name, teacher in recipe.teachers.items()}
-    return dataclasses.replace(recipe, student=student, teachers=teachers)
+    rollout = dataclasses.replace(recipe.rollout, replay_routes=False)
+    return dataclasses.replace(recipe, student=student, teachers=teachers, rollout=rollout)
 
 
 def _filled_plane(

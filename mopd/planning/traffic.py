@@ -90,7 +90,7 @@ def links(
     recipe: Recipe, groups: Mapping[str, EngineGroupConfig], dims: ModelDims, work: Workload, *, tokens: int
 ) -> list[Flow]:
     """Return all flows of a step. ``tokens``: those of one data-parallel rank, padding included."""
-    found = list(_flows_of_engines(recipe, groups, work))
+    found = list(_flows_of_engines(recipe, groups, dims, work))
     rollout, each = groups.get("rollout"), sent_bytes(recipe, dims) // recipe.schedule.sync_every_steps
     if rollout is not None:
         receivers = 1 if isinstance(rollout.placement, InProcessConfig) else rollout.num_replicas
@@ -104,11 +104,19 @@ def links(
         found.append(
             Flow(name="fields to first stage", num_bytes=first, rows=work.rows, each="rank", bytes_each=first // dp)
         )
+    if recipe.rollout.replay_routes and dims.moe is not None:  # every stage reads those of all layers
+        num_bytes = round(dims.moe.route_shape.token_bytes * work.length * work.samples)
+        stages = recipe.student.parallel.pipeline_model_parallel_size
+        found.append(
+            Flow(name="routes to ranks", num_bytes=num_bytes * stages, each="rank", bytes_each=num_bytes // dp)
+        )
     found.append(Flow(name="fields to last stage", num_bytes=last, rows=work.rows, each="rank", bytes_each=last // dp))
     return found + _between_ranks(recipe, dims, tokens=tokens)
 
 
-def _flows_of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], work: Workload) -> Iterator[Flow]:
+def _flows_of_engines(
+    recipe: Recipe, groups: Mapping[str, EngineGroupConfig], dims: ModelDims, work: Workload
+) -> Iterator[Flow]:
     for key, group in groups.items():
         if isinstance(group.placement, InProcessConfig):
             continue
@@ -117,6 +125,8 @@ def _flows_of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], w
             per_request = max(1.0, group.routing.max_tokens_per_request / work.prompt_tokens)
             tops = student_ids(recipe)
             total = draw_bytes(work.samples, work, samples_per_request=min(per_request, work.samples), num_top_ids=tops)
+            if recipe.rollout.replay_routes and dims.moe is not None:
+                total += round(work.samples * work.length * dims.moe.route_shape.token_bytes)
         else:
             name = key.removeprefix("teachers.")
             what, samples = "tokens and scores", work.samples * share_of_group(recipe, work, name)

@@ -20,6 +20,7 @@ from mopd.config.schema import Recipe
 from mopd.conversion.adapter_writer import base_hash, write_adapter
 from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import mtp_tensors, require_exportable, write_folder
+from mopd.conversion.models.dims import check_routes
 from mopd.conversion.models.families import Placed
 from mopd.conversion.models.frozen import constant_names
 from mopd.data.packing import pack, packing_rules
@@ -36,6 +37,7 @@ from mopd.student.model.config import check_attention
 from mopd.student.model.freezing import freeze
 from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
 from mopd.student.model.lora import adapter_config, add_adapters
+from mopd.student.model.replay import Replay
 from mopd.student.objective import CrossEntropy, Objective, Sums
 from mopd.student.optimizer import (
     build_optimizer,
@@ -92,8 +94,9 @@ class StudentWorker:
         longest = _longest(recipe, self.dims.max_positions)
         self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
         self.packing = packing_rules(student, self.dims, on_gpu=self.layout.device.type == "cuda")
-        vision = self.dims.vision
-        self.reader = StageReader(reader, self.layout, has_images=vision is not None)
+        vision, replays = self.dims.vision, recipe.rollout.replay_routes
+        check_routes(self.dims, replay_routes=replays)
+        self.reader = StageReader(reader, self.layout, has_images=vision is not None, replays_routes=replays)
         has_tower = self.layout.is_first_stage
         self._images = None if vision is None else StudentImages(recipe, vision, has_tower=has_tower)
         with cpu_shim.activate():
@@ -114,6 +117,9 @@ class StudentWorker:
             )
             self._clock = None if vision is None else add_clock(chunks[0], self.layout)
             self._balance = None if self.dims.moe is None else Balance(chunks, student.moe, self.dims.moe, self.layout)
+            self._replay = None
+            if replays and self.dims.moe is not None:
+                self._replay = Replay(chunks, self.dims.moe, self.layout, self.domains)
             optimizer = replace(student.optimizer, lr=student.peak_lr)
             self._optimizer, self._scheduler = build_optimizer(optimizer, self._chunks, num_steps=recipe.schedule.steps)
         self._averages = Averages(recipe.averages, [chunk.module for chunk in self._chunks])
@@ -205,6 +211,8 @@ class StudentWorker:
         self._optimizer.zero_grad()
         if self._balance is not None:
             self._balance.begin(len(plan.micro_batches[self.layout.dp_rank]))
+        if self._replay is not None:
+            self._replay.begin()
         if self._clock is not None:
             self._clock.begin()
         self._run(plan, objective.field_names, positions, hook_for, forward_only=False)
@@ -258,7 +266,7 @@ class StudentWorker:
             self._averages.update()
         set_learning_rate(self._scheduler, self.recipe.schedule, self.weight_version)
         metrics = {"grad_norm": norm, "lr": lr} | self._cosines
-        for part in (self._balance, self._clock):
+        for part in (self._balance, self._replay, self._clock):
             metrics |= {} if part is None else part.metrics()
         return metrics
 

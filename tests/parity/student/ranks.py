@@ -56,7 +56,7 @@ from mopd.student.worker import StudentWorker
 from tests.parity.student import hidden_cases
 from tests.parity.student.pictures import make_seen_samples
 from tests.parity.student.refused_saves import refused_saves
-from tests.parity.student.samples import DOMAINS, ENSEMBLE, hash_of, make_samples
+from tests.parity.student.samples import DOMAINS, ENSEMBLE, hash_of, make_routes, make_samples
 from tests.parity.student.sending import NUM_VERSIONS, run_sends
 
 TOP_K = 8
@@ -164,7 +164,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
         ),
         teachers=teachers_of(case),
         data=DataConfig(train=(case.get("data", "unused"),), validation=("unused",), max_prompt_length=16),
-        rollout=RolloutConfig(max_response_length=16, samples_per_prompt=2),
+        rollout=RolloutConfig(max_response_length=16, samples_per_prompt=2, replay_routes=case.get("replay", False)),
         loss=LOSSES[case.get("loss", "default")],
         schedule=ScheduleConfig(
             steps=100 if "ema" in case else 10,
@@ -242,6 +242,9 @@ class Case:
             drawn |= {"weights": ENSEMBLE if "ensemble" in self.case else None, "lengths": self.case.get("lengths")}
             num = len(self.case.get("lengths", range(NUM_SAMPLES)))
             metas, fields = make_samples(num, vocab_size=self.worker.dims.vocab_size, **drawn)
+            if self.recipe.rollout.replay_routes:
+                assert self.worker.dims.moe is not None
+                fields["routes"] = make_routes(metas, self.worker.dims.moe.route_shape, seed=step)
             if self.recipe.has_chunks:
                 add_chunks(fields, step)
             if "hidden" in self.case:

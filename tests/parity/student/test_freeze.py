@@ -50,7 +50,6 @@ def cases(models: dict[str, Path]) -> dict[str, Results]:
     folder = str(models["experts"].with_name("checkpoint"))
     cases["save"] = {**LAYOUTS["tp2_sp"], **saved, "steps": 1, "save": folder}
     cases["load"] = {**LAYOUTS["pp2"], **saved, "load": folder}
-    cases["sends"] = {**weight_cases.case_of(str(models["tied"]), "pp2"), "frozen": FROZEN["tied"]}
     return cases
 
 
@@ -95,6 +94,9 @@ def test_a_checkpoint_goes_on_at_another_layout(ranks: Results) -> None:
     assert_same_step(loaded["steps_after"][0], saved["steps_after"][0])
 
 
-def test_engines_follow(ranks: Results) -> None:
-    check(ranks["sends"])
-    assert ranks["sends"]["num_constants"] == 1
+@pytest.mark.long
+def test_engines_follow(models: dict[str, Path], tmp_path: Path) -> None:
+    case = {**weight_cases.case_of(str(models["tied"]), "pp2"), "frozen": FROZEN["tied"]}
+    found = run_ranks(2, {"model": "unused", "cases": {"sends": case}}, tmp_path)["sends"]
+    check(found)
+    assert found["num_constants"] == 1
