@@ -198,9 +198,7 @@ def _cpu_options(folder: Path, cfg: VllmEngineConfig, *, fixed: bool) -> dict[st
         )
     config = read_config(folder).get_text_config()
     if config.model_type == "glm4_moe":  # also of what transformers has saved; another result each time
-        raise UserError(
-            f"{folder}: vLLM on a CPU computes the experts of model_type glm4_moe wrongly: set engine: {{type: torch}}"
-        )
+        raise UserError(f"{folder}: vLLM on a CPU computes model_type glm4_moe wrongly: set engine: {{type: torch}}")
     if not fixed and getattr(config, "kv_lora_rank", None) is not None:
         raise UserError(
             f"{folder}: vLLM on a CPU gives up weights of latent attention once it has packed them, so that no update "
