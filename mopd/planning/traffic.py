@@ -28,6 +28,7 @@ from mopd.planning.workload import (
     LOGPROB_BYTES,
     TOKEN_BYTES,
     Workload,
+    route_bytes,
     sample_bytes,
     share_of_group,
     student_ids,
@@ -104,12 +105,9 @@ def links(
         found.append(
             Flow(name="fields to first stage", num_bytes=first, rows=work.rows, each="rank", bytes_each=first // dp)
         )
-    if recipe.rollout.replay_routes and dims.moe is not None:  # every stage reads those of all layers
-        num_bytes = round(dims.moe.route_shape.token_bytes * work.length * work.samples)
+    if routes := route_bytes(recipe, dims, work) * work.samples:  # every stage reads those of all layers
         stages = recipe.student.parallel.pipeline_model_parallel_size
-        found.append(
-            Flow(name="routes to ranks", num_bytes=num_bytes * stages, each="rank", bytes_each=num_bytes // dp)
-        )
+        found.append(Flow(name="routes to ranks", num_bytes=routes * stages, each="rank", bytes_each=routes // dp))
     found.append(Flow(name="fields to last stage", num_bytes=last, rows=work.rows, each="rank", bytes_each=last // dp))
     return found + _between_ranks(recipe, dims, tokens=tokens)
 
@@ -125,8 +123,7 @@ def _flows_of_engines(
             per_request = max(1.0, group.routing.max_tokens_per_request / work.prompt_tokens)
             tops = student_ids(recipe)
             total = draw_bytes(work.samples, work, samples_per_request=min(per_request, work.samples), num_top_ids=tops)
-            if recipe.rollout.replay_routes and dims.moe is not None:
-                total += round(work.samples * work.length * dims.moe.route_shape.token_bytes)
+            total += work.samples * route_bytes(recipe, dims, work)
         else:
             name = key.removeprefix("teachers.")
             what, samples = "tokens and scores", work.samples * share_of_group(recipe, work, name)

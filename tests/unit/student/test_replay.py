@@ -113,6 +113,7 @@ def test_the_engine_tells_the_routes_of_every_token(model: str) -> None:
         expected = torch.stack(seen, dim=1)[:-1]
         assert own.routes is not None and own.routes.dtype == torch.uint8
         assert torch.equal(own.routes.long().sort(-1).values, expected.sort(-1).values)
+        assert own.routes.nbytes == shape_of(model).token_bytes * (len(prompt) + len(own.tokens) - 1)
 
 
 def test_routes_travel_from_a_server(model: str) -> None:
