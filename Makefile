@@ -78,8 +78,8 @@ weights: $(ENGINES_STAMP)  ## updates of every family from every layout to torch
 	MOPD_WEIGHTS=all $(BIN)/python -m pytest tests/parity/student/test_weights.py -k "on_" --timeout=900 -s
 	MOPD_WEIGHTS=all $(BIN)/python -m pytest tests/integration/test_weight_networks.py tests/integration/test_weight_network_faults.py --timeout=900 -s -rs
 
-families: $(STAMP)  ## families that are like others, in every layout beside transformers, and random configs (make test: one layout each)
-	MOPD_FAMILIES=all $(BIN)/python -m pytest tests/parity/student/test_families.py tests/parity/student/test_delta.py tests/parity/conversion/test_random_configs.py --timeout=900
+families: $(ENGINES_STAMP)  ## families that are like others, in every layout beside transformers, random configs, served by vLLM (make test: one layout each)
+	MOPD_FAMILIES=all $(BIN)/python -m pytest tests/parity/student/test_families.py tests/parity/student/test_delta.py tests/parity/conversion/test_random_configs.py tests/integration/test_export_serves.py --timeout=900
 
 slurm: $(ENGINES_STAMP)  ## jobs of every form on four nodes of this machine, interrupted and lost (make test: one job)
 	MOPD_SLURM=all $(BIN)/python -m pytest tests/integration/test_slurm.py --timeout=1200 -rs -s

@@ -13,6 +13,8 @@ One sample's life, with small numbers::
             H is the hidden size of the sample's own teacher
         task_advantage [R] fp32, of losses with a task reward · baseline [R] fp32, of ``loss.baseline: domain``
         environment_reward [1] fp32, where an environment has answered the student's turns
+        routes [L - 1, layers with experts, experts of a token] uint8, or int16 of more than 256 experts, with
+            ``rollout.replay_routes``: those that the rollout's routers chose
 
 N, the loss tokens, are fewer than R where an environment gave some of the response, or ``rollout.masked_tail`` leaves
 its end out: ``loss_mask`` is off there.
@@ -39,6 +41,8 @@ TEACHER_FIELDS = ("teacher_ids", "teacher_logprobs", TOKEN_FIELD)
 """Fields that the teacher worker writes; without the first two where no teacher's payload has ids."""
 HIDDEN_FIELD = "teacher_hidden"
 """Field that the teacher worker writes with ``payload: hidden``."""
+ROUTES_FIELD = "routes"
+"""Field that the rollout worker writes with ``rollout.replay_routes``."""
 WIDE_FIELDS = (*TEACHER_FIELDS[:2], HIDDEN_FIELD)
 """Fields with one row for each loss token of a sample; other fields of responses have one for each token."""
 LOSS_FIELDS = ROLLOUT_FIELDS + TEACHER_FIELDS
@@ -68,6 +72,27 @@ class LostError(CutOffError):
 
 class NonFiniteError(UserError):
     """A loss or gradient norm is NaN or infinite; the message names step, domain and sample ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteShape:
+    """What a rollout tells of each token's way through the experts."""
+
+    num_layers: int
+    """Layers with experts."""
+    num_choices: int
+    """Experts of a token in each of them."""
+    num_experts: int
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an expert's number."""
+        return 1 if self.num_experts <= 256 else 2
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token."""
+        return self.num_layers * self.num_choices * self.item_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

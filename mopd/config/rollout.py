@@ -128,6 +128,10 @@ class RolloutConfig(EngineGroupConfig):
     """Whether responses under way end before new weights are taken, or go on under them
     (docs/pipeline.md#long-responses). ``auto``: ``continue`` with ``schedule.max_staleness`` above 0."""
 
+    replay_routes: bool = False
+    """The student's routers choose the experts that the rollout's chose for each token, and learn by their scores alone
+    (router replay, R3). With engines that tell their routes: torch, and vLLM on GPUs."""
+
     def check(self) -> None:
         if isinstance(self.placement, RayConfig) and self.placement.shared_pool is not None:
             raise ValueError(
@@ -182,6 +186,18 @@ class RolloutConfig(EngineGroupConfig):
                 "engine.type sglang reports log-probs after penalties, and the student's are those before: remove "
                 "them, or set engine: {type: torch}"
             )
+
+    def check_replay(self, elsewhere: Mapping[str, bool]) -> None:
+        """Refuse to replay routes beside what has none; ``elsewhere``: problem -> whether the recipe has it. Raises
+        ``ValueError``."""
+        own = {
+            "rollout.engine.type is sglang, which is not asked for routes": isinstance(self.engine, SglangEngineConfig),
+            "rollout.engine.type is vllm, and rollout.stop ends responses before it tells their routes": bool(self.stop)
+            and isinstance(self.engine, VllmEngineConfig),
+        }
+        for problem, is_so in ({**own, **elsewhere} if self.replay_routes else {}).items():
+            if is_so:
+                raise ValueError(f"rollout.replay_routes is true, but {problem}: change one of them")
 
     def check_vllm(self, validation_temperature: float | None) -> None:
         """vLLM reports log-probs of the logits as they are, or after temperature and cuts, nothing between. Raises

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mopd.base.types import HIDDEN_FIELD, LOSS_FIELDS, ROLLOUT_FIELDS, TOKEN_FIELD
+from mopd.base.types import HIDDEN_FIELD, LOSS_FIELDS, ROLLOUT_FIELDS, ROUTES_FIELD, TOKEN_FIELD
 from mopd.config.data import DataConfig, DataPlane, LocalPlaneConfig, ValidationConfig
 from mopd.config.gates import DomainConfig, GateConfig, require_gates
 from mopd.config.groups import (
@@ -124,6 +124,12 @@ class Recipe(Checked):
         self._check_stored()
         self._check_environment()
         self._check_prefix()
+        without_routes = {
+            "objective or schedule.warm_up trains on the teachers' own answers": self.draws_answers,
+            "data.scored has samples without routes": bool(self.data.scored),
+            "student.packing is false": not self.student.packing,
+        }
+        self.rollout.check_replay(without_routes)
         check_weight_sync(self.weight_sync, self.rollout.placement)
         require_turns(
             self.rollout,
@@ -455,7 +461,7 @@ class Recipe(Checked):
     def loss_fields(self, step: int) -> tuple[str, ...]:
         """Fields that a sample must have before ``step`` can train on it."""
         fields: tuple[str, ...] = LOSS_FIELDS if self.support_width else (*ROLLOUT_FIELDS, TOKEN_FIELD)
-        fields += (HIDDEN_FIELD,) * self.sends_hidden
+        fields += (HIDDEN_FIELD,) * self.sends_hidden + (ROUTES_FIELD,) * self.rollout.replay_routes
         match self.objective_at(step):
             case "sft_on_teacher":
                 return ROLLOUT_FIELDS

@@ -21,6 +21,7 @@ from mopd.config.values import (
 )
 
 Freeze = Literal["tower", "tower_and_merger", "none"]
+FrozenPart = Literal["embeddings", "output_layer", "router", "expert_bias"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,6 +217,9 @@ class StudentConfig(Checked):
     (``namespace/name[@revision]``)."""
     lora: LoraConfig | None = None
     """Train adapters alone, beside the model's weights; absent: all weights."""
+    freeze: tuple[FrozenPart, ...] = ()
+    """Parts that keep their weights, and cost no gradient and no optimizer states (docs/parallelism.md): a tied head is
+    its embedding. ``vision.freeze`` is the vision tower's."""
     parallel: ParallelConfig = ParallelConfig()
     """Parallel layout."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -256,6 +260,20 @@ class StudentConfig(Checked):
             raise ValueError(
                 f"moe.moe_router_bias_update_rate is {self.moe.moe_router_bias_update_rate} beside lora, which leaves "
                 "the model's own weights as they are: set it to 0"
+            )
+
+        self._check_freeze()
+
+    def _check_freeze(self) -> None:
+        if self.lora is not None and self.freeze:
+            raise ValueError(
+                f"freeze names {', '.join(self.freeze)} beside lora, which freezes all of the model's own weights: "
+                "remove freeze"
+            )
+        if "expert_bias" in self.freeze and self.moe.moe_router_bias_update_rate:
+            raise ValueError(
+                f"freeze names expert_bias and moe.moe_router_bias_update_rate is "
+                f"{self.moe.moe_router_bias_update_rate}, which moves it: set the rate to 0, or leave expert_bias out"
             )
 
     @property

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.base.types import UserError
-from mopd.engines.interface import Generation, Given, SamplingParams, Scores, WeightsLost
+from mopd.base.types import RouteShape, UserError
+from mopd.engines.interface import ROUTE_DTYPES, Generation, Given, SamplingParams, Scores, WeightsLost, num_routed
 
 MAX_EXCESS = 1e-4
 """Probability mass above 1 that rounding explains (``docs/losses.md``); a log-prob may exceed 0 by as much."""
@@ -174,7 +174,13 @@ def check_given(
 
 
 def check_generations(
-    generations: Sequence[Generation], *, max_new_tokens: int, vocab_size: int | None, num_top_ids: int = 0
+    generations: Sequence[Generation],
+    *,
+    max_new_tokens: int,
+    vocab_size: int | None,
+    num_top_ids: int = 0,
+    routes: RouteShape | None = None,
+    prompt_lengths: Sequence[int] = (),
 ) -> None:
     """Raise ``ValueError``, one line as in ``check_scores``, for responses that no engine can have drawn."""
     for i, given in enumerate(generations):
@@ -188,6 +194,12 @@ def check_generations(
         _check_tensor(given.token_versions, "token_versions", (count,), torch.int32, i)
         if num_top_ids:
             _check_tensor(given.top_ids, "top_ids", (count, num_top_ids), torch.int32, i)
+        if routes is not None:
+            shape = num_routed(prompt_lengths[i], count), routes.num_layers, routes.num_choices
+            _check_tensor(given.routes, "routes", shape, ROUTE_DTYPES[routes.item_bytes], i)
+            told = given.routes
+            if told is not None and told.numel() and not 0 <= int(told.min()) <= int(told.max()) < routes.num_experts:
+                raise ValueError(f"response {i} has a route to an expert beyond the {routes.num_experts}")
         versions = given.token_versions.numpy()
         if (versions[1:] < versions[:-1]).any():
             raise ValueError(f"response {i} has a token whose weight version falls below the one before")

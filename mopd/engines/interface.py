@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from mopd.base.types import PromptImage
+from mopd.base.types import PromptImage, RouteShape
 from mopd.weights.group import GroupOrder
 from mopd.weights.parts import TensorMeta
 
@@ -159,6 +160,8 @@ class SamplingParams:
     """The checkpoint's own stop ids end nothing."""
     num_begun: int = 0
     """Tokens at the end of each prompt that are the response's already: it was handed back, and goes on."""
+    routes: RouteShape | None = None
+    """Shape of the routes that are told with each response; ``None``: none are."""
     num_top_ids: int = 0
     """Most probable ids that are told with each token (``Generation.top_ids``)."""
 
@@ -197,6 +200,18 @@ class Generation:
     """[R] int32 ``weight_version`` of the weights that drew each token, never decreasing."""
     top_ids: Tensor | None = None
     """[R, ``num_top_ids``] int32 most probable ids at each place, before cuts, in any order; ``None`` for 0 of them."""
+    routes: Tensor | None = None
+    """[``num_routed``, layers with experts, experts of a token] of ``ROUTE_DTYPES``: the experts that each token went
+    through, of prompt and response; ``None`` where nobody asked."""
+
+
+ROUTE_DTYPES = {1: torch.uint8, 2: torch.int16}
+"""Dtypes of routes by ``RouteShape.item_bytes``."""
+
+
+def num_routed(prompt_length: int, response_length: int) -> int:
+    """Return the tokens that an engine has routed: not the last one that it drew, and none before the first."""
+    return prompt_length + response_length - 1 if response_length else 0
 
 
 Images = Sequence[Sequence[PromptImage]] | None

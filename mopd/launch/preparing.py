@@ -33,6 +33,7 @@ from mopd.config.schema import Recipe
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.adapted import check_lora
 from mopd.conversion.models.dims import ModelDims, check_layers, check_layout
+from mopd.conversion.models.frozen import check_freeze
 from mopd.conversion.models.reading import read_dims
 from mopd.launch import failure, sharing
 from mopd.launch.node import compared_environment
@@ -199,6 +200,7 @@ def check_student_layout(student: StudentConfig) -> ModelDims:
     check_layout(dims, student.parallel)
     check_layers(dims, student.transformer_impl)
     check_lora(dims, student)
+    check_freeze(dims, student)
     return dims
 
 

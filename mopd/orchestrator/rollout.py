@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mopd.base.text import encodable, named_samples, one_line
-from mopd.base.types import Prompt, SampleMeta
+from mopd.base.types import ROUTES_FIELD, Prompt, SampleMeta
 from mopd.data.image_refs import image_refs_to_tensor
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.interface import Storage
@@ -52,9 +52,9 @@ class RolloutWorker:
         self, prompts: Sequence[Prompt], *, ended: Callable[[Prompt, int], None] | None = None
     ) -> list[SampleMeta]:
         """Draw responses, put ``ROLLOUT_FIELDS`` and ``token_versions`` [R] int32, and return the samples, prompt after
-        prompt. Where ``sampling`` asks for most probable ids also put ``student_ids`` [R, ``num_top_ids``] int32, for a
-        student that sees images ``images`` (``image_refs_to_tensor``), with an environment ``environment_reward`` [1]
-        fp32.
+        prompt. Where ``sampling`` asks for most probable ids also put ``student_ids`` [R, ``num_top_ids``] int32, where
+        it asks for them ``routes``, for a student that sees images ``images`` (``image_refs_to_tensor``), with an
+        environment ``environment_reward`` [1] fp32.
 
         Response j of a prompt has sample id ``prompt.sample_id * samples_per_prompt + j`` and a seed derived from it.
         ``ended(prompt, weight_version)`` is called once for each response, with the weights of its newest token: as
@@ -209,6 +209,9 @@ async def put_samples(
         "rollout_logprobs": [response.logprobs for response in responses],
         "token_versions": [response.token_versions for response in responses],
     }
+    routes = [response.routes for response in responses if response.routes is not None]
+    if routes:
+        fields[ROUTES_FIELD] = routes
     tops = [response.top_ids for response in responses if response.top_ids is not None]
     if tops:
         fields["student_ids"] = tops

@@ -119,7 +119,13 @@ def given_part(ids: Sequence[int], neighbour: Generation, place: int) -> Generat
 def join_parts(parts: Sequence[Generation], reason: FinishReason) -> Generation:
     """Return the segments of one response as one, which ended for ``reason``."""
     tops = [own.top_ids for own in parts if own.top_ids is not None]
+    # Each drawn part tells of all that stands before it: what it was drawn behind has gone its own ways already.
+    routes: Tensor | None = None
+    for own in parts:
+        if own.routes is not None:
+            routes = own.routes if routes is None else torch.cat([routes, own.routes[len(routes) :]])
     return Generation(
+        routes=routes,
         tokens=torch.cat([own.tokens for own in parts]),
         top_ids=torch.cat(tops) if tops else None,
         logprobs=torch.cat([own.logprobs for own in parts]),

@@ -14,10 +14,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mopd.base.files.records import Records
-from mopd.base.types import UserError
+from mopd.base.types import RouteShape, UserError
 from mopd.config.losses import PolicyGradientConfig, TopKLossConfig
 from mopd.config.payloads import always_ids_of, token_ids
 from mopd.config.schema import Recipe
+from mopd.conversion.models.dims import check_routes
 from mopd.conversion.models.reading import read_dims
 from mopd.data.cross_tokenizer import CrossTokenizer
 from mopd.data.image_processing import sees_images
@@ -293,6 +294,7 @@ def _rollout_worker(
         repetition_penalty=cfg.repetition_penalty,
         **inputs.stops,
         num_top_ids=max(asked.student for asked in recipe.asked.values()),
+        routes=_routes(recipe),
     )
     generator: Generator = router
     if groups.turns is not None:
@@ -309,6 +311,15 @@ def _rollout_worker(
         player=inputs.player(recipe),
         prefixes=build_prefixes(recipe, inputs.train, inputs.tokenizer, None if answers is None else answers.draw),
     )
+
+
+def _routes(recipe: Recipe) -> RouteShape | None:
+    """Return the shape of the routes that the rollout is asked for."""
+    if not recipe.rollout.replay_routes:
+        return None
+    dims = read_dims(Path(recipe.student.model))
+    check_routes(dims, replay_routes=True)
+    return None if dims.moe is None else dims.moe.route_shape
 
 
 async def _answer_worker(

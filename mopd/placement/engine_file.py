@@ -66,6 +66,8 @@ class EngineFile:
     """Sampling temperature of most requests; with ``is_exact`` it decides what a vLLM rollout reports."""
     is_exact: bool
     """Whether these draw without cuts and penalties."""
+    tells_routes: bool
+    """It is asked which experts tokens go through (``rollout.replay_routes``)."""
     longest_sequence: Count
     """Tokens of the longest prompt with its response."""
     max_pixels: Annotated[int, at_least(1, MAX_IMAGE_PIXELS)] | None
@@ -146,6 +148,7 @@ def _file(
         max_given=max(one.given for one in asked),
         temperature=1.0 if teacher in recipe.refreshed else rollout.temperature,
         is_exact=teacher in recipe.refreshed or rollout.is_exact,
+        tells_routes=teacher is None and rollout.replay_routes,
         longest_sequence=longest,
         max_pixels=recipe.data.max_pixels,
         max_tokens_per_request=max(routing.max_tokens_per_request, longest),  # one sample is never cut

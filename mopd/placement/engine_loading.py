@@ -84,7 +84,7 @@ async def _start_vllm(
     # which cut there is does not matter
     sampling = SamplingParams(max_new_tokens=1, temperature=file.temperature, top_k=-1 if file.is_exact else 1)
     most = max(file.max_logprobs, DEFAULT_MAX_LOGPROBS)
-    options["student_adapter"] = file.student_adapter
+    options |= {"student_adapter": file.student_adapter, "tells_routes": file.tells_routes}
     return await VllmEngine.start_rollout(file.model, cfg, sampling=sampling, max_logprobs=most, **options)
 
 

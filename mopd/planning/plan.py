@@ -16,7 +16,8 @@ from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.models.adapted import check_lora
 from mopd.conversion.models.adapter_updates import sends_adapters
-from mopd.conversion.models.dims import ModelDims, check_layout
+from mopd.conversion.models.dims import ModelDims, check_layout, check_routes
+from mopd.conversion.models.frozen import check_freeze
 from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad, times_of
 from mopd.planning.devices import Cluster, Rates, gib
 from mopd.planning.memory.activations import micro_batches
@@ -134,6 +135,8 @@ def check_models(loaded: Loaded, models: Mapping[str, ModelDims], *, with_layout
         try:
             check_layout(models[STUDENT], recipe.student.parallel)
             check_lora(models[STUDENT], recipe.student)
+            check_freeze(models[STUDENT], recipe.student)
+            check_routes(models[STUDENT], replay_routes=recipe.rollout.replay_routes)
         except UserError as error:
             raise UserError(f"{loaded.path}: {error}") from error
     longest = recipe.longest_sequence()

@@ -209,11 +209,13 @@ def _alone(recipe: Recipe, folder: str) -> Recipe:
         dtype="float32",
         parallel=ParallelConfig(),
         moe=MoeConfig(),
+        freeze=(),
         optimizer=dataclasses.replace(recipe.student.optimizer, offload_fraction=0.0),
         megatron_overrides={},
     )
     teachers = {name: dataclasses.replace(teacher, model=folder) for name, teacher in recipe.teachers.items()}
-    return dataclasses.replace(recipe, student=student, teachers=teachers)
+    rollout = dataclasses.replace(recipe.rollout, replay_routes=False)
+    return dataclasses.replace(recipe, student=student, teachers=teachers, rollout=rollout)
 
 
 def _filled_plane(

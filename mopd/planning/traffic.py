@@ -28,6 +28,7 @@ from mopd.planning.workload import (
     LOGPROB_BYTES,
     TOKEN_BYTES,
     Workload,
+    route_bytes,
     sample_bytes,
     share_of_group,
     student_ids,
@@ -90,7 +91,7 @@ def links(
     recipe: Recipe, groups: Mapping[str, EngineGroupConfig], dims: ModelDims, work: Workload, *, tokens: int
 ) -> list[Flow]:
     """Return all flows of a step. ``tokens``: those of one data-parallel rank, padding included."""
-    found = list(_flows_of_engines(recipe, groups, work))
+    found = list(_flows_of_engines(recipe, groups, dims, work))
     rollout, each = groups.get("rollout"), sent_bytes(recipe, dims) // recipe.schedule.sync_every_steps
     if rollout is not None:
         receivers = 1 if isinstance(rollout.placement, InProcessConfig) else rollout.num_replicas
@@ -104,11 +105,16 @@ def links(
         found.append(
             Flow(name="fields to first stage", num_bytes=first, rows=work.rows, each="rank", bytes_each=first // dp)
         )
+    if routes := route_bytes(recipe, dims, work) * work.samples:  # every stage reads those of all layers
+        stages = recipe.student.parallel.pipeline_model_parallel_size
+        found.append(Flow(name="routes to ranks", num_bytes=routes * stages, each="rank", bytes_each=routes // dp))
     found.append(Flow(name="fields to last stage", num_bytes=last, rows=work.rows, each="rank", bytes_each=last // dp))
     return found + _between_ranks(recipe, dims, tokens=tokens)
 
 
-def _flows_of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], work: Workload) -> Iterator[Flow]:
+def _flows_of_engines(
+    recipe: Recipe, groups: Mapping[str, EngineGroupConfig], dims: ModelDims, work: Workload
+) -> Iterator[Flow]:
     for key, group in groups.items():
         if isinstance(group.placement, InProcessConfig):
             continue
@@ -117,6 +123,7 @@ def _flows_of_engines(recipe: Recipe, groups: Mapping[str, EngineGroupConfig], w
             per_request = max(1.0, group.routing.max_tokens_per_request / work.prompt_tokens)
             tops = student_ids(recipe)
             total = draw_bytes(work.samples, work, samples_per_request=min(per_request, work.samples), num_top_ids=tops)
+            total += work.samples * route_bytes(recipe, dims, work)
         else:
             name = key.removeprefix("teachers.")
             what, samples = "tokens and scores", work.samples * share_of_group(recipe, work, name)

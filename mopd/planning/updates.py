@@ -21,14 +21,15 @@ from functools import lru_cache
 
 from mopd.config.placements import InProcessConfig
 from mopd.config.schema import Recipe
-from mopd.config.student import Freeze, ParallelConfig
+from mopd.config.student import Freeze, FrozenPart, ParallelConfig
 from mopd.config.weights import BucketsConfig, IpcConfig
 from mopd.conversion.models import families
 from mopd.conversion.models.adapted import adapted_modules
 from mopd.conversion.models.adapter_updates import sends_adapters
 from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.frozen import part_of
 from mopd.conversion.models.stages import Stages, stages_of
-from mopd.conversion.models.towers import is_merger
+from mopd.conversion.models.towers import is_trained
 from mopd.planning.devices import MIB, Cluster, Rates
 from mopd.planning.memory.shards import BYTES
 from mopd.planning.traffic import sent_bytes
@@ -88,21 +89,34 @@ class WeightUpdate:
 
 
 def pieces(
-    dims: ModelDims, parallel: ParallelConfig, freeze: Freeze, size: int, bucket_bytes: int, large_bytes: int
+    dims: ModelDims,
+    parallel: ParallelConfig,
+    freeze: Freeze,
+    size: int,
+    bucket_bytes: int,
+    large_bytes: int,
+    parts: tuple[FrozenPart, ...] = (),
 ) -> Pieces:
-    """Return what travels of a model with ``size`` bytes a weight; tensors of ``large_bytes`` are cut, not packed."""
-    return _pieces(
-        dims, stages_of(parallel), parallel.expert_model_parallel_size, freeze, size, bucket_bytes, large_bytes
-    )
+    """Return what travels of a model with ``size`` bytes a weight; tensors of ``large_bytes`` are cut, not packed.
+    ``parts``: what ``student.freeze`` names."""
+    expert_ranks = parallel.expert_model_parallel_size
+    return _pieces(dims, stages_of(parallel), expert_ranks, freeze, size, bucket_bytes, large_bytes, parts)
 
 
 @lru_cache(maxsize=4096)
 def _pieces(
-    dims: ModelDims, stages: Stages, expert_ranks: int, freeze: Freeze, size: int, bucket_bytes: int, large_bytes: int
+    dims: ModelDims,
+    stages: Stages,
+    expert_ranks: int,
+    freeze: Freeze,
+    size: int,
+    bucket_bytes: int,
+    large_bytes: int,
+    frozen: tuple[FrozenPart, ...],
 ) -> Pieces:
     tensors = parts = turns = room = 0
     senders, previous = set[tuple[int, int]](), None
-    for sender, weights in _tensors(dims, stages, expert_ranks, freeze):
+    for sender, weights in _tensors(dims, stages, expert_ranks, freeze, frozen):
         num_bytes = weights * size
         if sender != previous:
             senders.add(sender)
@@ -118,31 +132,35 @@ def _pieces(
 
 
 def _tensors(
-    dims: ModelDims, stages: Stages, expert_ranks: int, freeze: Freeze
+    dims: ModelDims, stages: Stages, expert_ranks: int, freeze: Freeze, frozen: tuple[FrozenPart, ...]
 ) -> Iterator[tuple[tuple[int, int], int]]:
     """Yield the sender (pipeline stage, expert-parallel rank) and the weights of each tensor that travels, in the
     checkpoint's order."""
     last = stages.pipeline_model_parallel_size - 1, 0
     for placed in families.tower_params(dims):
-        if freeze == "none" or (freeze == "tower" and is_merger(placed.megatron[0])):
+        if is_trained(placed.megatron[0], freeze):
             yield (0, 0), math.prod(placed.hf_shapes[0])
     table = dims.vocab_size * dims.hidden_size
-    yield (0, 0), table
+    if "embeddings" not in frozen:
+        yield (0, 0), table
     of_kind: dict[bool, list[tuple[int, int]]] = {}
     for layer in range(dims.num_layers):
         stage, kind = stages.stage_of(layer, dims.num_layers), dims.is_moe_layer(layer)
         if kind not in of_kind:
-            of_kind[kind] = _layer_tensors(dims, layer, expert_ranks)
+            of_kind[kind] = _layer_tensors(dims, layer, expert_ranks, frozen)
         for rank, weights in of_kind[kind]:
             yield (stage, rank), weights
     yield last, dims.hidden_size
-    if not dims.tied_embeddings:
+    if not dims.tied_embeddings and "output_layer" not in frozen:
         yield last, table
 
 
-def _layer_tensors(dims: ModelDims, layer: int, expert_ranks: int) -> list[tuple[int, int]]:
+def _layer_tensors(
+    dims: ModelDims, layer: int, expert_ranks: int, frozen: tuple[FrozenPart, ...]
+) -> list[tuple[int, int]]:
     """Return the expert-parallel rank that sends each tensor of a layer, and its weights, in the checkpoint's order."""
-    sizes, rows = families.sizes(dims), families.layer_params(dims, layer)
+    sizes = families.sizes(dims)
+    rows = [row for row in families.layer_params(dims, layer) if part_of(row) not in frozen]
     tensors = [(row.is_expert, math.prod(sizes[name] for name in tensor.shape)) for row in rows for tensor in row.hf]
     num_experts = dims.moe.num_experts if dims.moe is not None else 0
     found = [(0, weights) for is_expert, weights in tensors if not is_expert]
@@ -165,14 +183,14 @@ def weight_update(
     student, way, num_bytes = recipe.student, recipe.weight_sync, sent_bytes(recipe, dims)
     size, freeze, name, receivers = BYTES[student.dtype], student.vision.freeze, "http", replicas
     if isinstance(recipe.rollout.placement, InProcessConfig):
-        name, found = "in_process", pieces(dims, student.parallel, freeze, size, num_bytes, 0)
+        name, found = "in_process", pieces(dims, student.parallel, freeze, size, num_bytes, 0, student.freeze)
         seconds = student_s = _gathering_s(recipe, dims, rates, found.tensors)
         bound = "gathering"
     elif isinstance(way, BucketsConfig):
         name, receivers, bucket = way.type, replicas * recipe.rollout.gpus_per_replica, way.bucket_mib * MIB
         large = bucket if cluster.gpus_per_node else min(bucket, HOST_LARGE_BYTES)
         senders = ParallelConfig() if isinstance(way, IpcConfig) else student.parallel
-        found = pieces(dims, senders, freeze, size, bucket, large)
+        found = pieces(dims, senders, freeze, size, bucket, large, student.freeze)
         if student.lora is not None and sends_adapters(recipe, dims):  # by the first rank, A and B of each module
             tensors = 2 * sum(1 for _ in adapted_modules(dims, student.lora.target_modules))
             found = Pieces(tensors=tensors, parts=-(-num_bytes // bucket), turns=1, senders=1)

@@ -11,6 +11,7 @@ from typing import Any
 from mopd.base.types import UserError
 from mopd.config.losses import has_domain_baseline
 from mopd.config.schema import Recipe
+from mopd.conversion.models.dims import ModelDims
 
 ID_BYTES, LOGPROB_BYTES, HIDDEN_BYTES, TOKEN_BYTES = 4, 4, 2, 8
 """int32 ids, fp32 log-probs and bf16 hidden states on the wire and in the data plane; int64 tokens in the data
@@ -166,8 +167,15 @@ def _workload(recipe: Recipe, domains: Mapping[str, float], **lengths: Any) -> W
     )
 
 
+def route_bytes(recipe: Recipe, dims: ModelDims, work: Workload) -> int:
+    """Return the bytes of one sample's routes; 0 where none are replayed."""
+    if dims.moe is None or not recipe.rollout.replay_routes:
+        return 0
+    return round(dims.moe.route_shape.token_bytes * work.length)
+
+
 def sample_bytes(recipe: Recipe, work: Workload) -> int:
-    """Return the bytes of one sample's tensors in the data plane, all of its fields."""
+    """Return the bytes of one sample's tensors in the data plane, all of its fields but ``route_bytes``."""
     teacher: float = work.max_teachers * recipe.support_width * (ID_BYTES + LOGPROB_BYTES) + LOGPROB_BYTES
     teacher += student_ids(recipe) * ID_BYTES + work.hidden_bytes
     advantages = recipe.needs_task_advantage + has_domain_baseline(recipe.loss)

@@ -239,6 +239,7 @@ class EngineServer:
             ignore_eos=message.ignore_eos,
             num_begun=message.num_begun,
             num_top_ids=message.num_top_ids,
+            routes=message.routes,
         )
         prompts = [prompt.tolist() for prompt in np.split(message.tokens, split_points(message.lengths))]
         images = self.images.of(message.images, prompts)

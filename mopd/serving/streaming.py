@@ -90,6 +90,7 @@ async def _next(done: asyncio.Queue[tuple[int, Generation] | None], deadline: fl
 
 
 def _answer(checksum: bytes, i: int, generation: Generation) -> GenerateAnswer:
+    routes = generation.routes
     return GenerateAnswer(
         request_checksum=checksum,
         index=i,
@@ -98,6 +99,7 @@ def _answer(checksum: bytes, i: int, generation: Generation) -> GenerateAnswer:
         logprobs=generation.logprobs.numpy(),
         token_versions=generation.token_versions.numpy(),
         top_ids=np.zeros(0, np.int32) if generation.top_ids is None else generation.top_ids.reshape(-1).numpy(),
+        routes=np.zeros(0, np.uint8) if routes is None else routes.numpy().reshape(-1).view(np.uint8),
     )
 
 

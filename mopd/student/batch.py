@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.base.types import HIDDEN_FIELD, WIDE_FIELDS, SampleMeta
+from mopd.base.types import HIDDEN_FIELD, ROUTES_FIELD, WIDE_FIELDS, SampleMeta
 from mopd.data.packing import PackingRules
 from mopd.losses import choose_rows
 from mopd.student.attention import PackedSequences, to_device
@@ -98,6 +98,9 @@ class MicroBatch:
     token_layout: TokenLayout
     packed: PackedSequences | None = None
     """Sequence boundaries of a pack ([1, T] instead of [B, S]); ``None`` if right-padded."""
+    routes: Tensor | None = None
+    """[T, layers with experts, experts of a token] int16 that the rollout's routers chose for each row, -1 where that
+    is not known; ``None`` where none are replayed."""
     images: ImageInput | None = None
     """Images of the prompts; only on the first stage of a vision-language model, and only if there are any."""
 
@@ -109,7 +112,7 @@ class MicroBatch:
     def tensors(self) -> list[Tensor]:
         """Return every tensor that this object holds."""
         starts = None if self.packed is None else self.packed.cu_seqlens
-        own = (self.tokens, self.position_ids, self.padding_mask, starts)
+        own = (self.tokens, self.position_ids, self.padding_mask, starts, self.routes)
         seen = () if self.images is None else self.images.tensors()
         return [tensor for tensor in (*own, *self.rows.tensors(), *seen) if tensor is not None]
 
@@ -157,9 +160,23 @@ def build_micro_batch(
         padding_mask=to(token_layout.sequences(padding)),
         rows=_loss_rows(samples, fields, token_layout, domains, positions, to),
         token_layout=token_layout,
+        routes=_routes(samples, fields[ROUTES_FIELD], token_layout, to) if ROUTES_FIELD in fields else None,
         packed=None if token_layout.lengths is None else PackedSequences.of(token_layout.lengths, device),
         images=None if images is None else ImageInput(**{name: to(value) for name, value in vars(images).items()}),
     )
+
+
+def _routes(
+    samples: Sequence[SampleMeta], own: Mapping[int, Tensor], token_layout: TokenLayout, to: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """Return ``MicroBatch.routes``; ``None`` of a micro-batch without samples."""
+    if not samples:
+        return None
+    shape = own[samples[0].sample_id].shape[1:]
+    routes = torch.full((token_layout.num_rows, *shape), -1, dtype=torch.int16)
+    for i, sample in enumerate(samples):
+        routes[token_layout.rows(i, 0, sample.length - 1)] = own[sample.sample_id].short()
+    return to(token_layout.share(routes))
 
 
 def _loss_rows(
@@ -216,7 +233,7 @@ def _check(sample: SampleMeta, fields: Fields) -> None:
     for name, values in fields.items():
         if name == "images":
             continue  # one row for each image
-        expected = sample.length if name == "tokens" else sample.response_length
+        expected = {"tokens": sample.length, ROUTES_FIELD: sample.length - 1}.get(name, sample.response_length)
         actual = values[sample.sample_id].shape[0]
         if actual != expected and not (name in WIDE_FIELDS and actual == sample.num_loss_tokens):
             raise ValueError(f"sample {sample.sample_id}: field {name!r} has {actual} entries, {expected} expected")

@@ -7,6 +7,7 @@ first                 ``tokens``
 between               nothing: lengths are in the plan
 last                  ``tokens`` and what the loss reads
 all of vision models  ``tokens`` and ``images``, for positions
+all that replay       ``routes``, for the experts
 ====================  ============================================
 
 Of the ranks that compute the same samples (tensor and context parallelism) the first reads and broadcasts the bytes to
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.base.text import message_of
-from mopd.base.types import SampleMeta, UserError
+from mopd.base.types import ROUTES_FIELD, SampleMeta, UserError
 from mopd.data_plane.frames import from_frames, packed, to_frames, unpacked
 from mopd.data_plane.interface import Reader
 from mopd.student.batch import Fields, MicroBatch
@@ -40,9 +41,12 @@ T = TypeVar("T")
 class StageReader:
     """Reader of one rank's sample fields. ``fetch`` is collective over the ranks that compute the same samples."""
 
-    def __init__(self, reader: Reader, layout: Layout, *, has_images: bool = False) -> None:
+    def __init__(
+        self, reader: Reader, layout: Layout, *, has_images: bool = False, replays_routes: bool = False
+    ) -> None:
         """``has_images``: the student's family has vision."""
         self._reader = reader
+        self._more = (ROUTES_FIELD,) * replays_routes
         self._has_images = has_images
         self._layout = layout
         self._group = layout.samples_group
@@ -75,6 +79,7 @@ class StageReader:
             names = loss_fields
         if self._has_images:
             names = tuple(dict.fromkeys(("tokens", *names, "images")))
+        names = (*names, *self._more)
         if not names or not samples:
             return {name: {} for name in names}
         ids = [sample.sample_id for sample in samples]

@@ -100,6 +100,8 @@ def run_schedule(
         options: dict[str, Any] = {"padding_mask": batch.padding_mask} if has_experts else {}
         if has_experts and batch.packed is not None:
             options["samples"] = batch.rows.samples, len(batch.rows.domains)
+        if batch.routes is not None:
+            options["routes"] = batch.routes, batch.rows.domains[batch.rows.samples]
         if batch.images is not None:
             options["images"] = batch.images
         # ``labels`` carries the hook: ``GPTModel.forward`` hands it unread to ``StudentModel._postprocess``.

@@ -21,12 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mopd.config.student import Freeze, LoraConfig, StudentConfig
+from mopd.config.student import StudentConfig
 from mopd.conversion.hf.pretrained import build_tower
-from mopd.conversion.models.adapted import adapted_parts
-from mopd.conversion.models.dims import ModelDims
-from mopd.conversion.models.families import all_params, tower_params
-from mopd.conversion.models.towers import is_merger
+from mopd.conversion.models.towers import is_merger, is_trained
 from mopd.student.parallel import Layout
 
 
@@ -46,20 +43,6 @@ class ImageInput:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor that this object holds."""
         return tuple(vars(self).values())
-
-
-def is_trained(name: str, freeze: Freeze) -> bool:
-    """Return whether a tensor of the tower, named as in it or in the Megatron model, is trained under ``freeze``."""
-    return freeze == "none" or (freeze == "tower" and is_merger(name))
-
-
-def constant_names(dims: ModelDims, freeze: Freeze, lora: LoraConfig | None = None) -> frozenset[str]:
-    """Return the Hugging Face names of the tensors that training does not change; the same on every rank."""
-    if lora is not None:
-        frozen = (placed for placed in all_params(dims) if not adapted_parts(placed.param, lora.target_modules))
-    else:
-        frozen = (placed for placed in tower_params(dims) if not is_trained(placed.megatron[0], freeze))
-    return frozenset(name for placed in frozen for name in placed.hf_names)
 
 
 def make_tower(student: StudentConfig, dtype: torch.dtype) -> nn.Module:

@@ -20,7 +20,9 @@ from mopd.config.schema import Recipe
 from mopd.conversion.adapter_writer import base_hash, write_adapter
 from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import mtp_tensors, require_exportable, write_folder
+from mopd.conversion.models.dims import check_routes
 from mopd.conversion.models.families import Placed
+from mopd.conversion.models.frozen import constant_names
 from mopd.data.packing import pack, packing_rules
 from mopd.data_plane.interface import Reader
 from mopd.student import cpu_shim, parallel
@@ -32,8 +34,10 @@ from mopd.student.images import StudentImages
 from mopd.student.memory.lending import GpuMemoryLease
 from mopd.student.model.balance import Balance
 from mopd.student.model.config import check_attention
+from mopd.student.model.freezing import freeze
 from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
 from mopd.student.model.lora import adapter_config, add_adapters
+from mopd.student.model.replay import Replay
 from mopd.student.objective import CrossEntropy, Objective, Sums
 from mopd.student.optimizer import (
     build_optimizer,
@@ -48,7 +52,7 @@ from mopd.student.reading import StageReader, one_ahead
 from mopd.student.schedule import HookFor, Shape, run_schedule
 from mopd.student.teacher_heads import TeacherHeads
 from mopd.student.token_layout import TokenLayout, choose_token_layout
-from mopd.student.vision import add_clock, constant_names
+from mopd.student.vision import add_clock
 from mopd.student.weights import (
     hf_senders,
     iter_adapter_weights,
@@ -84,23 +88,26 @@ class StudentWorker:
         self.domains = tuple(domains)
         self.weight_version = 0
         source, self.dims = open_model(Path(student.model))  # raises before a model of the config's size is built
-        self.constants = constant_names(self.dims, student.vision.freeze, student.lora)
+        self.constants = constant_names(self.dims, student)
         """``hf_name`` of every tensor that no step changes."""
         kept_files(Path(student.model))  # raises now what ``save_hf`` would after the last step
         longest = _longest(recipe, self.dims.max_positions)
         self.layout = parallel.initialize(student.parallel, timeout_s=recipe.schedule.wait_timeout_s, seed=recipe.seed)
         self.packing = packing_rules(student, self.dims, on_gpu=self.layout.device.type == "cuda")
-        vision = self.dims.vision
-        self.reader = StageReader(reader, self.layout, has_images=vision is not None)
+        vision, replays = self.dims.vision, recipe.rollout.replay_routes
+        check_routes(self.dims, replay_routes=replays)
+        self.reader = StageReader(reader, self.layout, has_images=vision is not None, replays_routes=replays)
         has_tower = self.layout.is_first_stage
         self._images = None if vision is None else StudentImages(recipe, vision, has_tower=has_tower)
         with cpu_shim.activate():
             chunks = build_chunks(student, self.dims, self.layout)
             check_attention(student, self.dims, self.layout, max_length=longest)
             load_hf_into(chunks, source, self.dims, self.layout)
-            if student.lora is not None:
+            if student.lora is not None or student.freeze:
                 rows = [rows_by_local_name(chunk, self.dims, self.layout) for chunk in chunks]
-                add_adapters(chunks, rows, student, self.dims, self.layout, seed=recipe.seed)
+                freeze(chunks, rows, student)
+                if student.lora is not None:
+                    add_adapters(chunks, rows, student, self.dims, self.layout, seed=recipe.seed)
             for chunk in chunks:
                 chunk.train()
             self._chunks = wrap_data_parallel(
@@ -110,6 +117,9 @@ class StudentWorker:
             )
             self._clock = None if vision is None else add_clock(chunks[0], self.layout)
             self._balance = None if self.dims.moe is None else Balance(chunks, student.moe, self.dims.moe, self.layout)
+            self._replay = None
+            if replays and self.dims.moe is not None:
+                self._replay = Replay(chunks, self.dims.moe, self.layout, self.domains)
             optimizer = replace(student.optimizer, lr=student.peak_lr)
             self._optimizer, self._scheduler = build_optimizer(optimizer, self._chunks, num_steps=recipe.schedule.steps)
         self._averages = Averages(recipe.averages, [chunk.module for chunk in self._chunks])
@@ -201,6 +211,8 @@ class StudentWorker:
         self._optimizer.zero_grad()
         if self._balance is not None:
             self._balance.begin(len(plan.micro_batches[self.layout.dp_rank]))
+        if self._replay is not None:
+            self._replay.begin()
         if self._clock is not None:
             self._clock.begin()
         self._run(plan, objective.field_names, positions, hook_for, forward_only=False)
@@ -254,7 +266,7 @@ class StudentWorker:
             self._averages.update()
         set_learning_rate(self._scheduler, self.recipe.schedule, self.weight_version)
         metrics = {"grad_norm": norm, "lr": lr} | self._cosines
-        for part in (self._balance, self._clock):
+        for part in (self._balance, self._replay, self._clock):
             metrics |= {} if part is None else part.metrics()
         return metrics
 

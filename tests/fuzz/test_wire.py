@@ -106,6 +106,7 @@ RESPONSE = GenerateAnswer(
     logprobs=np.array([-0.5, -1.5, -2.5], dtype=np.float32),
     token_versions=ints(0, 0, 1),
     top_ids=ints(*range(6)),
+    routes=np.arange(12, dtype=np.uint8),
 )
 FAILURE = GenerateFailure(request_checksum=b"y" * 16, status=503, message="the engine is dead")
 

@@ -20,7 +20,11 @@ from mopd.conversion.torch_dist.plan import TargetLayout
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 from tests.unit.conversion.jobs import run_job
 
-FAMILIES = ("qwen3", "qwen3_moe")
+FAMILIES: dict[str, dict[str, int]] = {"qwen3": {}, "qwen3_moe": {}}
+"""Families, and what vLLM's attention on a CPU wants: heads of 32 channels. Not glm4_moe, which vLLM computes wrongly
+there, from transformers' own folder too; and gated delta nets are in ``test_delta.py``, in bf16."""
+if os.environ.get("MOPD_FAMILIES") == "all":
+    FAMILIES |= {"seed_oss": {}, "phi3": {"hidden_size": 128}, "gemma3_text": {}}
 TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 40, 41, 7, 7]])
 VLLM = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "WARNING",
@@ -35,8 +39,8 @@ pytestmark = [pytest.mark.slow]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A distributed checkpoint and its export for each family."""
     folder = tmp_path_factory.mktemp("serves")
-    for family in FAMILIES:
-        source = make_hf_model(folder / f"{family}-source", family, vocab_size=61)
+    for family, sizes in FAMILIES.items():
+        source = make_hf_model(folder / f"{family}-source", family, vocab_size=61, **sizes)
         make_tokenizer(source)
         layout = TargetLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
         run_job(streaming.hf_to_megatron(source, folder / f"{family}-megatron", layout))
@@ -70,6 +74,9 @@ def test_vllm(folder: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line.removeprefix("SCORES ") for line in done.stdout.splitlines() if line.startswith("SCORES ")]
-    for family, line in zip(FAMILIES, lines, strict=True):
-        scores = torch.tensor(json.loads(line))
-        torch.testing.assert_close(scores, megatron_logprobs(folder, family), atol=1e-4, rtol=0)
+    assert len(lines) == len(FAMILIES)
+    farthest = {
+        family: float((torch.tensor(json.loads(line)) - megatron_logprobs(folder, family)).abs().max())
+        for family, line in zip(FAMILIES, lines, strict=True)
+    }
+    assert all(far < 1e-4 for far in farthest.values()), farthest

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from mopd.base.types import UserError
+from mopd.base.types import RouteShape, UserError
 from mopd.config.student import ParallelConfig
 from mopd.conversion.models.stages import ONE_STAGE, Stages, stages_of
 
@@ -165,6 +165,11 @@ class MoeDims:
     """Whether a bias per expert takes part in the choice, but not in the score."""
     router_fp32: bool = False
     """Whether the router computes in fp32 whatever the model's dtype."""
+
+    @property
+    def route_shape(self) -> RouteShape:
+        """What a rollout tells of the routers' choices."""
+        return RouteShape(num_layers=sum(self.layers), num_choices=self.experts_per_token, num_experts=self.num_experts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,6 +333,12 @@ class ModelDims:
         """Return the rows of Megatron's embedding: as many on each rank, a multiple of ``VOCAB_ROWS_MULTIPLE``."""
         multiple = VOCAB_ROWS_MULTIPLE * tensor_model_parallel_size
         return -(-self.vocab_size // multiple) * multiple
+
+
+def check_routes(dims: ModelDims, *, replay_routes: bool) -> None:
+    """Raise ``UserError`` where routes are to be replayed and the model has no experts."""
+    if replay_routes and dims.moe is None:
+        raise UserError(f"rollout.replay_routes is true, and model_type {dims.family} has no experts: remove it")
 
 
 def check_layout(dims: ModelDims, parallel: ParallelConfig) -> None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from mopd.config.student import Freeze
 from mopd.conversion.models.dims import ModelDims, Naming, VisionDims
 
 TOWER_PREFIX = "vision_model."
@@ -111,6 +112,11 @@ def tower_tensors(family: str, vision: VisionDims) -> Iterator[TowerTensor]:
 def is_merger(name: str) -> bool:
     """Return whether a tensor of a tower turns its last features into the language model's, DeepStack's included."""
     return name.removeprefix(TOWER_PREFIX).startswith(("merger.", "deepstack_merger_list."))
+
+
+def is_trained(name: str, freeze: Freeze) -> bool:
+    """Return whether a tensor of the tower, named as in it or in the Megatron model, is trained under ``freeze``."""
+    return freeze == "none" or (freeze == "tower" and is_merger(name))
 
 
 _FLAT = {"visual.": "visual.", "language_model.": "model."}

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from mopd.base.files.json_text import parse_json
 from mopd.base.metrics import is_counted
-from mopd.base.types import PromptImage, UserError
+from mopd.base.types import PromptImage, RouteShape, UserError
 from mopd.config.data import MAX_IMAGE_BYTES
 from mopd.config.reading.build import build_from_json
 from mopd.conversion.hf.manifest import HASHES
 from mopd.engines.checks import num_given_of
 from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient, UnknownImages
 from mopd.engines.interface import (
+    ROUTE_DTYPES,
     EngineInfo,
     EngineRejected,
     EngineUnavailable,
@@ -37,6 +38,7 @@ from mopd.engines.interface import (
     SamplingParams,
     Scores,
     StaleWeights,
+    num_routed,
 )
 from mopd.engines.wire.image_table import to_table
 from mopd.engines.wire.images import MAX_FILES, ImageFiles, ImagesKept
@@ -162,6 +164,7 @@ class RemoteEngine:
         """Draw the responses with one HTTP request; ``StaleWeights`` for weights older than ``self.weight_version``."""
         if not prompts:
             return []
+        told = sampling.routes or RouteShape(num_layers=0, num_choices=0, num_experts=0)
         request = GenerateRequest(
             tokens=np.concatenate([np.asarray(prompt, dtype=np.int32) for prompt in prompts]),
             lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int32),
@@ -179,6 +182,9 @@ class RemoteEngine:
             ignore_eos=sampling.ignore_eos,
             num_begun=sampling.num_begun,
             num_top_ids=sampling.num_top_ids,
+            route_layers=told.num_layers,
+            route_choices=told.num_choices,
+            route_experts=told.num_experts,
             adapter=adapter,
             weight_version=self.weight_version,
         )
@@ -267,6 +273,8 @@ class _Responses:
         self._request, self._http, self._newest, self._on_response = request, http, newest, on_response
         self._checksum = request.checksum
         one = (12 + 4 * request.num_top_ids) * request.max_new_tokens + ANSWER_HEAD_BYTES
+        if request.routes is not None:
+            one += request.routes.token_bytes * (int(request.lengths.max()) + request.max_new_tokens)
         self.longest = len(request.lengths) * one + ANSWER_HEAD_BYTES
         """Limit of the whole answer in bytes."""
         self.num_bytes = 0
@@ -308,7 +316,15 @@ class _Responses:
         num_top = self._request.num_top_ids
         if len(answer.top_ids) != num_top * len(answer.tokens):
             raise WireError(f"{len(answer.top_ids)} top ids for {len(answer.tokens)} tokens, {num_top} were asked for")
+        routes, shape = None, self._request.routes
+        if shape is not None:
+            count = num_routed(int(self._request.lengths[answer.index]), len(answer.tokens))
+            if len(answer.routes) != count * shape.token_bytes:
+                raise WireError(f"{len(answer.routes)} bytes of routes for {count} tokens of {shape.token_bytes}")
+            told = torch.from_numpy(answer.routes).view(ROUTE_DTYPES[shape.item_bytes])
+            routes = told.view(count, shape.num_layers, shape.num_choices)
         generation = Generation(
+            routes=routes,
             top_ids=torch.from_numpy(answer.top_ids).view(-1, num_top) if num_top else None,
             tokens=torch.from_numpy(answer.tokens).long(),
             logprobs=torch.from_numpy(answer.logprobs),

@@ -123,6 +123,8 @@ class Generating:
             max_new_tokens=sampling.max_new_tokens,
             vocab_size=self.vocab_size,
             num_top_ids=sampling.num_top_ids,
+            routes=sampling.routes,
+            prompt_lengths=[len(item[0]) for item in items],
         )
 
     def room(self, item: Item[Sequence[int]]) -> Room:

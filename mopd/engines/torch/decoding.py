@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from mopd.engines.interface import FinishReason, SamplingParams
 from mopd.engines.stop_texts import StopTexts
+from mopd.engines.torch.routes import RouteRecorder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +40,11 @@ def decode(
     sampling: SamplingParams,
     uniform_BN: Tensor,
     stop_ids: Tensor,
-    note: Callable[[int, Tensor, Tensor, Tensor, FinishReason], None],
+    note: Callable[[int, Tensor, Tensor, Tensor, Tensor | None, FinishReason], None],
     *,
     stop_texts: StopTexts | None = None,
     seen: SeenBatch | None = None,
+    routes: RouteRecorder | None = None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> None:
     """Sample one response per prompt. Prompts are padded on the left; the logits of prompt tokens are never formed.
@@ -52,10 +54,11 @@ def decode(
 
     Args:
         uniform_BN: uniform numbers in [0, 1), on the model's device.
-        note: called as ``note(row, tokens [R], logprobs [R], top_ids [R, num_top_ids], finish_reason)`` with CPU
-            tensors when a row ends.
+        note: called as ``note(row, tokens [R], logprobs [R], top_ids [R, num_top_ids], routes, finish_reason)`` with
+            CPU tensors when a row ends; ``routes`` as ``Generation.routes``.
         stop_texts: texts of ``sampling.stop``, where there are some.
         seen: the prompts' images, padded as the prompts; ``None`` for a text model.
+        routes: recorder of the batch's routes, which is recording; ``None``: none are told.
         interrupted: called before each step; once it returns true, running rows are handed back with the tokens so far.
     """
     device, num_steps = model.device, sampling.max_new_tokens
@@ -69,24 +72,18 @@ def decode(
     stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
 
     def end(row: int, reason: FinishReason) -> None:
-        tops = top_ids[row, :num_done].cpu()
-        note(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu(), tops, reason)
+        tops, told = top_ids[row, :num_done].cpu(), None if routes is None else routes.of(row, len(prompts[row]))
+        note(row, tokens[row, :num_done].cpu(), logprobs[row, :num_done].cpu(), tops, told, reason)
 
     rules = _Rules(prompts, sampling, stop_ids, stop_texts)
     cache = DynamicCache(config=model.config)
     rows, num_done = torch.arange(len(prompts), device=device), 0
     while num_done < num_steps and not interrupted():
         step, num_done = num_done, num_done + 1
-        output = model(
-            input_ids=input_ids,
-            attention_mask=visible[:, : width + step],
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **(seen.extra if step == 0 else {}),  # later steps find the images in the cache
-        )
-        logits = output.logits[:, -1].float()
+        if routes is not None:
+            routes.rows = rows
+        extra = seen.extra if step == 0 else {}  # later steps find the images in the cache
+        logits = _next_logits(model, input_ids, visible[:, : width + step], positions, cache, extra)
         drawn, logprobs[rows, step] = rules.draw(logits, uniform_BN[rows, step], rows, seen.barred)
         tokens[rows, step] = drawn
         if sampling.num_top_ids:
@@ -106,6 +103,23 @@ def decode(
     rest: FinishReason = "length" if num_done == num_steps else "handed_back"
     for row in (~stopped).nonzero().squeeze(-1).tolist():
         end(row, rest)
+
+
+def _next_logits(
+    model: PreTrainedModel, input_ids: Tensor, visible: Tensor, positions: Tensor, cache: DynamicCache, extra: Any
+) -> Tensor:
+    """Return the logits [B, V] fp32 behind ``input_ids`` [B, S], which follow what the cache holds."""
+    output = model(
+        input_ids=input_ids,
+        attention_mask=visible,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+        **extra,
+    )
+    logits: Tensor = output.logits[:, -1].float()
+    return logits
 
 
 def _without_images(visible_BS: Tensor) -> SeenBatch:

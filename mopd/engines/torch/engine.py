@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -53,6 +53,7 @@ from mopd.engines.student_adapter import STUDENT, StudentAdapter
 from mopd.engines.torch.adapters import TorchAdapters
 from mopd.engines.torch.decoding import SeenBatch, decode, uniforms
 from mopd.engines.torch.loading import build_empty_model, load_model, read_stop_ids, weight_slots
+from mopd.engines.torch.routes import RouteRecorder
 from mopd.engines.vision import EngineVision, check_images, read_vision
 from mopd.engines.wire.weights import load_staged, stage_updates
 from mopd.losses.teacher_topk import chunked_topk_logprobs
@@ -207,12 +208,15 @@ class TorchEngine:
         check_length(longest, sampling.max_new_tokens, self.max_positions, LENGTH_KEY, name=self.name)
         results: dict[int, Generation] = {}
 
-        def note(i: int, tokens: Tensor, logprobs: Tensor, top_ids: Tensor, reason: FinishReason) -> None:
+        def note(
+            i: int, tokens: Tensor, logprobs: Tensor, top_ids: Tensor, routes: Tensor | None, reason: FinishReason
+        ) -> None:
             with torch.inference_mode(False):
                 results[i] = Generation(  # clones: inference tensors cannot enter autograd later
                     tokens=tokens.clone(),
                     logprobs=logprobs.clone(),
                     top_ids=top_ids.clone() if sampling.num_top_ids else None,
+                    routes=None if routes is None else routes.clone(),
                     finish_reason=reason,
                     token_versions=torch.full((len(tokens),), self.weight_version, dtype=torch.int32),
                 )
@@ -225,7 +229,8 @@ class TorchEngine:
         try:
             for batch in token_budget_batches(lengths, self._cfg.max_tokens_per_batch):
                 own = [prompts[i] for i in batch]
-                with torch.inference_mode(), self._answering(adapter):
+                recorded = self._recorded(own, sampling)
+                with torch.inference_mode(), self._answering(adapter), recorded as routes:
                     decode(
                         self.model,
                         own,
@@ -235,6 +240,7 @@ class TorchEngine:
                         lambda row, *response, batch=batch: note(batch[row], *response),
                         stop_texts=stop_texts,
                         seen=self._see(own, batch, images, pad_left=True),
+                        routes=routes,
                         interrupted=self._interrupted.is_set,
                     )
         finally:
@@ -391,6 +397,15 @@ class TorchEngine:
         """Return the context in which an adapter, or the student's, stands beside the weights."""
         check_adapter(adapter, self._adapters.names - {STUDENT}, name=self.name)
         return self._adapters.used(adapter or self._student)
+
+    def _recorded(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> AbstractContextManager[RouteRecorder | None]:
+        """Return the context in which the routes of a batch are recorded, if ``sampling`` asks for them."""
+        if sampling.routes is None:
+            return nullcontext()
+        longest = max(map(len, prompts)) + sampling.max_new_tokens
+        return RouteRecorder(self.model, sampling.routes, len(prompts), longest, name=self.name).recording()
 
     def _see(
         self, sequences: Sequence[Any], batch: Sequence[int], images: Images, *, pad_left: bool

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from mopd.base.types import PromptImage, UserError
 from mopd.config.groups import VllmEngineConfig
 from mopd.config.student import LoraConfig
 from mopd.conversion.adapters import Adapter
+from mopd.conversion.models.reading import read_dims
 from mopd.engines.checks import (
     check_adapter,
     check_given,
@@ -60,6 +62,7 @@ from mopd.engines.vllm.prompts import (
     no_scores,
     read_generation,
     read_hidden,
+    read_routes,
     read_scores,
     require_same_expansion,
     scoring_params,
@@ -184,6 +187,7 @@ class VllmEngine:
         max_pixels: int | None = None,
         enable_sleep_mode: bool = False,
         student_adapter: LoraConfig | None = None,
+        tells_routes: bool = False,
     ) -> VllmEngine:
         """Start an engine with the architecture of ``folder`` that refuses requests until weights arrive; with a
         ``student_adapter`` of this shape with the folder's weights, until the adapter's arrive.
@@ -199,6 +203,7 @@ class VllmEngine:
             "enable_prefix_caching": True,
             "enable_sleep_mode": enable_sleep_mode,
             "weight_transfer_config": group_transfer(),
+            **({"enable_return_routed_experts": True} if tells_routes else {}),
         }
         own = None if student_adapter is None else StudentAdapter.of(Path(folder), student_adapter)
         return await cls._start(Path(folder), cfg, options, startup_timeout_s, sight, fixed=False, student_adapter=own)
@@ -385,6 +390,7 @@ class VllmEngine:
         longest = max(map(len, prompts), default=0)
         check_length(longest, sampling.max_new_tokens, self.max_positions, "max_model_len", name=self.name)
         check_images(self.sight, prompts, images, name=self.name)
+        layers = self._routed_layers(sampling)
 
         texts = await asyncio.to_thread(StopTexts, self._folder, sampling.stop) if sampling.stop else None
         stop_ids = sampling.ends(self.stop_ids)
@@ -394,12 +400,23 @@ class VllmEngine:
             begun = prompt[len(prompt) - sampling.num_begun :]
             output, end = await self._request(list(prompt), own, params, adapter, texts, begun)
             generation = read_generation(output, stop_ids, sampling.num_top_ids, text_end=end, name=self.name)
+            if sampling.routes is not None:
+                generation = replace(generation, routes=read_routes(output, sampling.routes, layers, name=self.name))
             if on_response is not None:
                 on_response(i, generation)
             return generation
 
         items = join(prompts, seeds, images)
         return await all_or_none(generate_one(i, *item[:3]) for i, item in enumerate(items))
+
+    def _routed_layers(self, sampling: SamplingParams) -> list[int]:
+        """Return the layers whose routes ``sampling`` asks for. ``UserError`` if vLLM was not started to tell them."""
+        if sampling.routes is None:
+            return []
+        moe = read_dims(self._folder).moe
+        if moe is None or not self._llm.vllm_config.aux_output_config.enabled:
+            raise UserError(f"{self.name}: was not started to tell routes: set rollout.replay_routes in its recipe")
+        return [number for number, has_experts in enumerate(moe.layers) if has_experts]
 
     async def replace_weights(self, work: Coroutine[Any, Any, T], weight_version: int) -> T:
         """Run ``work``, which gives the workers these weights, and return its result.

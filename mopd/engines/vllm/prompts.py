@@ -12,11 +12,12 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.base.types import PromptImage
-from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams, Scores
+from mopd.base.types import PromptImage, RouteShape
+from mopd.engines.interface import ROUTE_DTYPES, EngineUnavailable, Generation, SamplingParams, Scores
 from mopd.engines.stop_texts import StopTexts
 from mopd.engines.vision import EngineVision
 from mopd.engines.vllm.given import GIVEN_IDS, GIVEN_START, GIVEN_TOP_K, HIDDEN_NAME
@@ -237,6 +238,16 @@ def read_generation(
         finish_reason="stop" if text_end is not None or tokens[-1] in stop_ids else "length",
         token_versions=_read_versions(completion.weight_versions, len(tokens), name=name)[:text_end],
     )
+
+
+def read_routes(output: RequestOutput, shape: RouteShape, layers: Sequence[int], *, name: str) -> Tensor:
+    """Return ``Generation.routes`` of a finished request, whose routes vLLM tells of all layers, those without experts
+    too; ``EngineUnavailable`` if there are not as many as its tokens."""
+    completion = output.outputs[0]
+    told, count = completion.routed_experts, len(output.prompt_token_ids or ()) + len(completion.token_ids) - 1
+    if told is None or len(told) < count:
+        raise EngineUnavailable(f"vLLM of {name} tells no routes of its {count} tokens")
+    return torch.from_numpy(told[:count, list(layers)].astype(np.int16)).to(ROUTE_DTYPES[shape.item_bytes])
 
 
 def _read_versions(spans: Sequence[WeightVersionSpan] | None, num_tokens: int, *, name: str) -> Tensor:

@@ -156,6 +156,11 @@ def engine_args(
             "placement.shared_pool): set engine: {type: torch}, or give the group GPUs of its own"
         )
     if current_platform.is_cpu():
+        if options.get("enable_return_routed_experts"):
+            raise UserError(
+                "rollout.replay_routes is true, and vLLM tells routes on GPUs alone (by its V2 model runner): set "
+                "rollout.engine: {type: torch}, or replay_routes: false"
+            )
         options |= _cpu_options(folder, cfg, fixed=fixed)
     own = dict(
         model=str(folder),
@@ -192,6 +197,8 @@ def _cpu_options(folder: Path, cfg: VllmEngineConfig, *, fixed: bool) -> dict[st
             "it, and set tensor_parallel_size"
         )
     config = read_config(folder).get_text_config()
+    if config.model_type == "glm4_moe":  # also of what transformers has saved; another result each time
+        raise UserError(f"{folder}: vLLM on a CPU computes model_type glm4_moe wrongly: set engine: {{type: torch}}")
     if not fixed and getattr(config, "kv_lora_rank", None) is not None:
         raise UserError(
             f"{folder}: vLLM on a CPU gives up weights of latent attention once it has packed them, so that no update "
@@ -267,6 +274,8 @@ def start_llm(
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(startup_timeout_s))
         if node is not None:
             os.environ["VLLM_HOST_IP"] = node.address
+        if args.enable_return_routed_experts:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         config = args.create_engine_config()
         if config.parallel_config.world_size == 1:
             # on a CPU vLLM would put a second process, with a second import of everything, behind its core

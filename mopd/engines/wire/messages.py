@@ -3,7 +3,7 @@
 A message is a frozen dataclass with a class attribute ``kind``; fields made by ``array_field`` are one-dimensional
 numpy arrays, all others scalars. On the wire::
 
-    {"kind": "score", "version": 11, "head": <msgpack map of the scalars>,
+    {"kind": "score", "version": 12, "head": <msgpack map of the scalars>,
      "arrays": {"tokens": <4 bytes per id>, ...}, "crc": CRC-32 of head and arrays in order}
 
 Sequences lie end to end in flat arrays, with their lengths beside them.
@@ -40,10 +40,11 @@ import numpy as np
 
 from mopd.base.files.json_text import parse_json
 from mopd.base.text import shortened, visible
+from mopd.base.types import RouteShape
 from mopd.config.values import MAX_STOP_IDS, MAX_STOP_TEXTS, check_stop, require_at_least
 from mopd.engines.wire.image_table import from_table
 
-VERSION = 11
+VERSION = 12
 """Version of the wire format; the two ends must agree."""
 LARGE_BYTES = 2**18
 """Bodies above this are coded in a thread, so that the event loop serves others meanwhile."""
@@ -58,6 +59,8 @@ MAX_HEAD_BYTES = MIB
 """Largest packed scalars of one message, in bytes."""
 MAX_CHUNK_BYTES = 64 * MIB
 """Largest body with a part of the weights, in bytes, everything included."""
+MAX_EXPERTS = 2**15
+"""Most experts of a layer whose numbers routes hold."""
 MAX_SAMPLES = 65536
 """Most sequences in one request."""
 MIN_TEMPERATURE = 1e-4
@@ -365,6 +368,10 @@ class GenerateRequest(Message):
     num_begun: int
     num_top_ids: int
     """Most probable ids that are told with each token."""
+    route_layers: int = 0
+    """Layers whose routes are told with each response; 0: none are."""
+    route_choices: int = 0
+    route_experts: int = 0
     adapter: str = ""
     """As in ``ScoreRequest``."""
     weight_version: int
@@ -386,6 +393,9 @@ class GenerateRequest(Message):
             raise WireError(f"top_k is {self.top_k}: set -1 (all) or a positive number")
         if self.num_top_ids < 0:
             raise WireError(f"num_top_ids is {self.num_top_ids}: set 0 or more")
+        shape = self.route_layers, self.route_choices, self.route_experts
+        if shape != (0, 0, 0) and not (min(shape) > 0 and self.route_choices <= self.route_experts <= MAX_EXPERTS):
+            raise WireError(f"routes of {shape} layers, choices and experts: name all or none, up to {MAX_EXPERTS}")
         if not 0 <= self.num_begun < self.lengths.min():
             raise WireError(f"num_begun is {self.num_begun}: set 0 or more, below the shortest prompt's length")
         if len(self.stop_token_ids) > MAX_STOP_IDS or (self.stop_token_ids < 0).any():
@@ -397,6 +407,13 @@ class GenerateRequest(Message):
             check_stop(self.stop_texts)
         except ValueError as error:
             raise WireError(str(error)) from error
+
+    @property
+    def routes(self) -> RouteShape | None:
+        """Shape of the routes that are asked for."""
+        if not self.route_layers:
+            return None
+        return RouteShape(num_layers=self.route_layers, num_choices=self.route_choices, num_experts=self.route_experts)
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -434,6 +451,8 @@ class GenerateAnswer(Message):
     """[R] int32, version of the weights that drew each token, never decreasing."""
     top_ids: Array = array_field("<i4")
     """[R * ``num_top_ids``] int32, most probable ids at each place."""
+    routes: Array = array_field("<u1")
+    """Bytes of ``Generation.routes``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from mopd.planning.devices import SHARES, Cluster
 from mopd.planning.memory import shards
 from mopd.planning.memory.activations import SUM_BYTES, HeadShape, MicroBatchSize, activation_bytes, micro_batches
 from mopd.planning.memory.replicas import ReplicaPlan
-from mopd.planning.workload import Workload, sample_bytes
+from mopd.planning.workload import Workload, route_bytes, sample_bytes
 
 MIB = 2**20
 EAGER_BYTES = 12
@@ -180,7 +180,8 @@ def plan_hosts(
     student, parallel = recipe.student, recipe.student.parallel
     held: defaultdict[tuple[int, int], Counter[str]] = defaultdict(Counter)
     rows = places.of("student")
-    held[0, 0]["data plane"] += (recipe.schedule.max_staleness + 1) * work.samples * sample_bytes(recipe, work)
+    each = sample_bytes(recipe, work) + route_bytes(recipe, dims, work)
+    held[0, 0]["data plane"] += (recipe.schedule.max_staleness + 1) * work.samples * each
     for key, size in _weights_on_hosts(recipe, dims):
         for tenant in places.of(ROLLOUT) if key == REPLICAS else ():
             held[tenant.component, tenant.node][key] += size

@@ -10,11 +10,12 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mopd.config.student import Freeze, LoraConfig, ParallelConfig, StudentConfig
+from mopd.config.student import Freeze, FrozenPart, LoraConfig, ParallelConfig, StudentConfig
 from mopd.conversion.models import families
 from mopd.conversion.models.adapted import adapted_parts
 from mopd.conversion.models.dims import ModelDims
-from mopd.conversion.models.rows import Param
+from mopd.conversion.models.frozen import part_of
+from mopd.conversion.models.rows import EMBEDDING, LM_HEAD, Param
 from mopd.conversion.models.stages import stages_of
 from mopd.conversion.models.towers import is_merger
 
@@ -40,13 +41,16 @@ class Shard:
     """Weights of the vision tower without its mergers, on the first stage, whole on each of its ranks."""
     mergers: int
     """Weights of the mergers, which turn the tower's features into embeddings, likewise."""
+    frozen: int = 0
+    """Weights outside the experts that ``student.freeze`` names."""
     adapters: tuple[int, int] | None = None
     """Weights of adapters outside and beside experts; ``None`` of a student that trains its own weights."""
 
     def trained_dense(self, freeze: Freeze) -> int:
-        """Return the weights outside the experts, with what ``student.vision.freeze`` leaves of the vision tower."""
+        """Return the weights outside the experts that are trained, with what ``student.vision.freeze`` leaves of the
+        vision tower."""
         tower = {"none": self.tower + self.mergers, "tower": self.mergers, "tower_and_merger": 0}
-        return self.dense + tower[freeze]
+        return self.dense - self.frozen + tower[freeze]
 
     def trained(self, freeze: Freeze) -> tuple[int, int]:
         """Return the weights with gradients, outside experts and in them."""
@@ -93,9 +97,30 @@ def shard(dims: ModelDims, parallel: ParallelConfig, stage: int) -> Shard:
 def student_shard(dims: ModelDims, student: StudentConfig, stage: int) -> Shard:
     """Return the shard of every rank of a pipeline stage of the student, adapters included."""
     own = shard(dims, student.parallel, stage)
-    return (
-        own if student.lora is None else replace(own, adapters=_adapters(dims, student.parallel, student.lora, stage))
+    if student.lora is not None:
+        return replace(own, adapters=_adapters(dims, student.parallel, student.lora, stage))
+    return replace(own, frozen=_frozen(dims, student.parallel, student.freeze, stage)) if student.freeze else own
+
+
+@lru_cache(maxsize=4096)
+def _frozen(dims: ModelDims, parallel: ParallelConfig, parts: tuple[FrozenPart, ...], stage: int) -> int:
+    """Return a rank's weights of the ``parts``, without those that are kept in fp32."""
+    tp, last = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size - 1
+    sizes = families.sizes(dims) | {"vocab": dims.padded_vocab_size(tp)}
+    rows = [param for layer in own_layers(dims, parallel)[stage] for param in families.layer_params(dims, layer)]
+    rows += [EMBEDDING] if stage == 0 else []
+    if stage == last and not (dims.tied_embeddings and last == 0):
+        rows.append(EMBEDDING if dims.tied_embeddings else LM_HEAD)
+    return sum(
+        _share(param, _numel(param, sizes), tp) for param in rows if part_of(param) in parts and not param.stays_fp32
     )
+
+
+@lru_cache(maxsize=64)
+def _frozen_weights(dims: ModelDims, parts: tuple[FrozenPart, ...]) -> int:
+    """Return the weights of the ``parts``, each once."""
+    frozen = (placed for placed in families.all_params(dims) if part_of(placed.param) in parts)
+    return sum(math.prod(shape) for placed in frozen for shape in placed.hf_shapes)
 
 
 @lru_cache(maxsize=4096)
@@ -162,7 +187,7 @@ def total_weights(dims: ModelDims) -> int:
 
 
 def update_bytes(dims: ModelDims, student: StudentConfig, *, adapters: bool = False) -> int:
-    """Return the bytes of an update of the weights for a rollout replica that is up: all but a frozen tower;
+    """Return the bytes of an update of the weights for a rollout replica that is up: all but what is frozen;
     ``adapters`` alone, or the weights that they are merged into."""
     if student.lora is not None and adapters:
         return adapter_weights(dims, student.lora) * BYTES[student.dtype]
@@ -170,6 +195,7 @@ def update_bytes(dims: ModelDims, student: StudentConfig, *, adapters: bool = Fa
         return _adapted_weights(dims, student.lora) * BYTES[student.dtype]
     one = shard(dims, ParallelConfig(), 0)
     moving = total_weights(dims) - tower_weights(dims) + one.trained_dense(student.vision.freeze) - one.dense
+    moving -= _frozen_weights(dims, student.freeze) if student.freeze else 0
     return moving * BYTES[student.dtype]
 
 

@@ -95,17 +95,20 @@ class StudentModel(GPTModel):
         packed: PackedSequences | None = None,
         samples: tuple[Tensor, int] | None = None,
         images: ImageInput | None = None,
+        routes: tuple[Tensor, Tensor] | None = None,
         **options: Any,
     ) -> Tensor:
         """Run ``GPTModel.forward`` on right-padded sequences [B, S], or on ``packed`` ones [1, T]. ``position_ids`` are
         of that shape, with vision [3, B, S].
 
         ``samples`` is read by expert routers beside packed sequences: the sample of each row [T] of this rank, and how
-        many samples there are. ``images`` is read by the first chunk of a model with vision.
+        many samples there are; also ``routes`` (``student/model/replay.py``). ``images`` is read by the first chunk of
+        a model with vision.
         """
         params = self._sequences(input_ids, position_ids, packed)
         if params is not None:
             params.samples = samples  # Megatron hands it to every layer, and to its recomputation
+            params.routes = routes
         if hasattr(self, "vision_model"):
             embedded = self.embedding(input_ids=input_ids, position_ids=None)
             options["decoder_input"], context = with_images(

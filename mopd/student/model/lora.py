@@ -22,7 +22,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -43,6 +43,7 @@ from mopd.conversion.adapters import peft_names, read_start
 from mopd.conversion.models.adapted import adapted, adapted_modules, adapted_parts, check_lora, target_names
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
+from mopd.student.model.freezing import let_gradients_through
 from mopd.student.parallel import Layout
 
 NAME = ".lora."
@@ -203,9 +204,7 @@ def add_adapters(
             base = chunk.get_submodule(name)
             base.add_module("lora", Lora(config, own, dims, layout, next(base.parameters())))
             base.register_forward_hook(_add)
-        if hasattr(chunk, "embedding"):
-            # A recomputed layer whose input needs no gradient gives its adapters none.
-            cast(nn.Module, chunk.embedding).register_forward_hook(_with_gradient)
+    let_gradients_through(chunks)
     whole = _initial(config, student, dims, seed)
     with torch.no_grad():
         for factor in all_factors(chunks):
@@ -239,10 +238,6 @@ def _add(base: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tupl
     if norm is not None:  # TransformerEngine's layer with a norm in it is given what comes before the norm
         x = rms_norm(x, x.shape[-1:], norm, base.eps)
     return output[0] + base.lora(x, *splits), output[1]
-
-
-def _with_gradient(embedding: Any, inputs: Any, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def _initial(config: LoraConfig, student: StudentConfig, dims: ModelDims, seed: int) -> Slice:

@@ -102,6 +102,7 @@ OWNED: dict[str, str] = {
     "student.moe.moe_z_loss_coeff": "moe_z_loss_coeff",
     "student.moe.moe_router_bias_update_rate": "moe_router_bias_update_rate",
     "student.moe.moe_grouped_gemm": "moe_grouped_gemm moe_use_legacy_grouped_gemm",
+    "rollout.replay_routes": "moe_enable_routing_replay",
     "student.transformer_impl": """
         transformer_impl masked_softmax_fusion bias_activation_fusion bias_dropout_fusion apply_rope_fusion
         use_te_activation_func""",
@@ -120,7 +121,7 @@ REFUSED: dict[str, str] = {
         hetereogenous_dist_checkpoint moe_latent_size moe_apply_probs_on_input""",
     "it sends tokens to other experts than the model's router, or to none": """
         moe_router_force_load_balancing moe_router_topk_limited_devices moe_expert_capacity_factor
-        moe_pad_expert_input_to_capacity moe_token_drop_policy moe_token_dropping moe_enable_routing_replay""",
+        moe_pad_expert_input_to_capacity moe_token_drop_policy moe_token_dropping""",
     "the loss must be a function of weights and batch alone, without noise": """
         hidden_dropout attention_dropout moe_input_jitter_eps use_te_rng_tracker inference_rng_tracker""",
     "the weights come from student.model, nothing is drawn": """

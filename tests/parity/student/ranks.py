@@ -56,7 +56,7 @@ from mopd.student.worker import StudentWorker
 from tests.parity.student import hidden_cases
 from tests.parity.student.pictures import make_seen_samples
 from tests.parity.student.refused_saves import refused_saves
-from tests.parity.student.samples import DOMAINS, ENSEMBLE, hash_of, make_samples
+from tests.parity.student.samples import DOMAINS, ENSEMBLE, hash_of, make_routes, make_samples
 from tests.parity.student.sending import NUM_VERSIONS, run_sends
 
 TOP_K = 8
@@ -148,6 +148,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
                 num_layers_in_first_pipeline_stage=case.get("first_stage_layers"),
                 num_layers_in_last_pipeline_stage=case.get("last_stage_layers"),
             ),
+            freeze=tuple(case.get("frozen", ())),
             vision=VisionConfig(**({"freeze": case["freeze"]} if "freeze" in case else {})),
             moe=MoeConfig(**case.get("moe", {})),
             megatron_overrides=case.get("overrides", {}),
@@ -163,7 +164,7 @@ def make_recipe(model: str, case: dict[str, Any]) -> Recipe:
         ),
         teachers=teachers_of(case),
         data=DataConfig(train=(case.get("data", "unused"),), validation=("unused",), max_prompt_length=16),
-        rollout=RolloutConfig(max_response_length=16, samples_per_prompt=2),
+        rollout=RolloutConfig(max_response_length=16, samples_per_prompt=2, replay_routes=case.get("replay", False)),
         loss=LOSSES[case.get("loss", "default")],
         schedule=ScheduleConfig(
             steps=100 if "ema" in case else 10,
@@ -241,6 +242,9 @@ class Case:
             drawn |= {"weights": ENSEMBLE if "ensemble" in self.case else None, "lengths": self.case.get("lengths")}
             num = len(self.case.get("lengths", range(NUM_SAMPLES)))
             metas, fields = make_samples(num, vocab_size=self.worker.dims.vocab_size, **drawn)
+            if self.recipe.rollout.replay_routes:
+                assert self.worker.dims.moe is not None
+                fields["routes"] = make_routes(metas, self.worker.dims.moe.route_shape, seed=step)
             if self.recipe.has_chunks:
                 add_chunks(fields, step)
             if "hidden" in self.case:
@@ -385,6 +389,8 @@ def run_case(model: str, case: dict[str, Any]) -> dict[str, Any]:
         it.worker.finish_save()
     else:
         result["steps_after"] = it.train(case.get("steps_after", 0))
+    if "frozen" in case:
+        result["num_trained"] = sum(p.numel() for c in it.worker._chunks for b in _buffers(c) for p in b.params)
     if "ema" in case:
         result["average"] = it.average_report()
     if {"save", "load"} & case.keys():

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mopd.base.types import SampleMeta
+from mopd.base.types import RouteShape, SampleMeta
 
 DOMAINS = ("math", "code")
 Weights = dict[str, tuple[float, float]]
@@ -76,6 +76,13 @@ def make_samples(
             )
         )
     return metas, fields
+
+
+def make_routes(metas: Sequence[SampleMeta], shape: RouteShape, *, seed: int) -> list[Tensor]:
+    """Experts that some rollout might have chosen, of all tokens of each sample but the last."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.rand(meta.length - 1, shape.num_layers, shape.num_experts, generator=generator) for meta in metas)
+    return [scores.topk(shape.num_choices).indices.to(torch.uint8) for scores in drawn]
 
 
 def hash_of(weights: Iterable[tuple[str, Tensor]]) -> str:

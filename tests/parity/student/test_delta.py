@@ -52,7 +52,7 @@ if IS_WHOLE:
         (name, layout)
         for name in FAMILIES
         for layout in LAYOUTS
-        if layout != ("ep2" if name == "qwen3_5_text" else "tp2")  # experts need sequence parallelism
+        if layout not in ("cp2", "ep2" if name == "qwen3_5_text" else "tp2")  # experts need sequence parallelism
     ]
 PADDED = CASES if IS_WHOLE else CASES[1:]
 RESUMED = ("tp2_sp", "pp2")

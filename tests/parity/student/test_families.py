@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from transformers import AutoModelForCausalLM
 
 from mopd.conversion.hf.reader import WEIGHTS_FILE
 from tests.fixtures.tiny_models import add_mtp, make_hf_model
+from tests.parity.student import weight_cases
 from tests.parity.student.harness import run_ranks
 from tests.parity.student.ranks import ADAM_EPS
 from tests.parity.student.samples import make_samples
 from tests.parity.student.test_layouts import assert_logprobs, assert_same_step
+from tests.parity.student.test_weights import check, vllm_server
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
@@ -100,10 +103,14 @@ def ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @lru_cache
-def supervised(folder: Path, lrs: tuple[float, ...]) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step of plain PyTorch on transformers' model, with those learning rates."""
+def supervised(folder: Path, lrs: tuple[float, ...], frozen: tuple[str, ...] = ()) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of plain PyTorch on transformers' model, with those learning rates.
+    ``frozen``: ends of names of weights that are not trained."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    weights, plain = ([p for p in model.parameters() if (p.dim() > 1) == is_weight] for is_weight in (True, False))
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not name.endswith(frozen or ("\n",)))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights, plain = ([p for p in trained if (p.dim() > 1) == is_weight] for is_weight in (True, False))
     groups = [{"params": weights, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=ADAM_EPS)
     seen = []
@@ -157,3 +164,18 @@ def test_an_export_has_what_predicts_further_tokens(ranks: Results, models: dict
     assert before.keys() == after.keys()
     same = [name for name in before if torch.equal(before[name], after[name])]
     assert [name for name in same if "bias" not in name] == sorted(n for n in before if n.startswith("model.layers.2."))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not IS_WHOLE or find_spec("vllm") is None, reason="make families, with vLLM")
+@pytest.mark.parametrize(
+    ("family", "keys"), [("seed_oss", {}), ("phi3", {"hidden_size": 128}), ("gemma3_text", {"num_layers": 4})]
+)
+def test_vllm_follows_the_student(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
+    """In fp32, before and after updates by each way; heads of 32 channels, as vLLM's attention on a CPU wants them."""
+    model = str(make_hf_model(tmp_path / "model", family, scale=0.1, **keys))
+    with vllm_server(model, tmp_path, 1) as url:
+        case = weight_cases.case_of(model, "tp2", urls=[url])
+        found = run_ranks(2, {"model": model, "cases": {"sends": case}}, tmp_path / "ranks", timeout_s=850)
+    check(found["sends"], atol=1e-3)

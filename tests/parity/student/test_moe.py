@@ -5,7 +5,8 @@ with EP2, TP2+SP with experts split by rows or by number, PP2 (interleaved and u
 of these, for every family with experts (PP2 gives DeepSeek a stage without any); and the numbers are right: log-probs
 and gradient norm equal those of transformers' own model. The balancing losses are means over micro-batches: equal over
 layouts that cut the batch alike, packed or with padding, with recompute, and equal to their definitions, evaluated on
-transformers' router logits. Not exercised: CUDA; grouped products and the all-to-all dispatcher
+transformers' router logits. With replayed routes all equals transformers' model whose routers are made to choose alike.
+Not exercised: CUDA; grouped products and the all-to-all dispatcher
 (``test_transformer_engine.py``).
 """
 
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.fixtures.tiny_models import make_hf_model
-from tests.parity.student.balancing import by_definition
+from tests.parity.student.balancing import Forced, by_definition
 from tests.parity.student.conftest import OVERLAP, WARM_UP
 from tests.parity.student.harness import run_ranks
+from tests.parity.student.samples import DOMAINS, make_samples
 from tests.parity.student.test_layouts import assert_logprobs, assert_same_step
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
@@ -75,6 +79,14 @@ SAVED = {
     "pp2": {**TWO_RANK_LAYOUTS["pp2"], "moe": BIASED},
     "ep2_plain": {**TWO_RANK_LAYOUTS["ep2"], "distributed_optimizer": False},
 }
+REPLAYED: dict[str, Results] = {
+    "tp2_sp": TWO_RANK_LAYOUTS["tp2_sp"],
+    "tp2_sp_ep2": {**TWO_RANK_LAYOUTS["tp2_sp_ep2"], "recompute": "full"},
+    "vp2": {**PIPELINES["vp2"], "micro_batch_size": 2, "recompute": "full"},
+    "ep2": {**TWO_RANK_LAYOUTS["ep2"], "micro_batch_size": 3},
+    "cp2": {**ONE, "cp": 2},
+}
+"""Layouts in which routers choose as a rollout's did, of a model of 4 layers."""
 LOADED = ("ep2/ep2", "ep2/tp2_sp_ep2", "ep2/pp2", "pp2/ep2", "ep2_plain/ep2_plain", "ep2_plain/pp2_plain")
 
 
@@ -151,6 +163,8 @@ def moe_two_ranks(moe_models: dict[str, str], deep_models: dict[str, str], moe_f
         cases[f"load/{name}"] = {**layout, **loading, "model": moe_models["deepseek_v3"]}
     states = {"offload": 0.5, "load": str(moe_folder / "saved_ep2"), "steps_after": 2}
     cases["load/ep2/ep2_offload"] = {**SAVED["ep2"], **states, "model": moe_models["deepseek_v3"]}
+    replayed = {"model": deep_models["qwen3_moe"], "replay": True, "steps": 1, "logprobs": True}
+    cases |= {f"replay/{name}": {**layout, **replayed} for name, layout in REPLAYED.items()}
     cases |= {f"deep/{family}": _deep(PIPELINES[how], deep_models, family) for family, how in DEEP.items()}
     return run_ranks(2, {"model": "unused", "cases": cases}, moe_folder / "two")
 
@@ -254,6 +268,35 @@ def test_balancing_losses_are_weighed_once_on_two_ranks(
 ) -> None:
     """Over micro-batches, DP, TP, PP and EP, with padding, and with layers recomputed or not."""
     assert_weighed_once(moe_two_ranks[case]["steps"][0], BOTH, both_by_definition)
+
+
+@pytest.fixture(scope="session")
+def replayed_by_definition(deep_models: dict[str, str]) -> dict[str, float]:
+    return by_definition(deep_models["qwen3_moe"], routes=True)
+
+
+@pytest.mark.parametrize("layout", REPLAYED)
+def test_replayed_routes_are_those_that_are_gone(
+    moe_two_ranks: Results, replayed_by_definition: dict[str, float], layout: str
+) -> None:
+    step = moe_two_ranks[f"replay/{layout}"]["steps"][0]
+    for name, value in replayed_by_definition.items():
+        assert step[name] == pytest.approx(value, rel=1e-4), name
+    layers = [step[f"route_agreement_by_layer/{number}"] for number in range(4)]
+    assert sum(layers) / 4 == pytest.approx(replayed_by_definition["moe/route_agreement"], rel=1e-6)
+    assert {f"route_agreement/{domain}" for domain in DOMAINS} <= step.keys()
+
+
+@pytest.mark.parametrize("layout", REPLAYED)
+@torch.no_grad()
+def test_replayed_logprobs_equal_transformers(moe_two_ranks: Results, deep_models: dict[str, str], layout: str) -> None:
+    theirs, found = AutoModelForCausalLM.from_pretrained(deep_models["qwen3_moe"]), moe_two_ranks[f"replay/{layout}"]
+    metas, fields = make_samples(16, vocab_size=theirs.config.vocab_size, top_k=8, seed=0, first_id=0)
+    forced = Forced(theirs, metas, seed=0)
+    for i, row in zip((3, 1, 2, 5), found["logprobs"] + found["one_logprob"], strict=True):
+        forced.sample, tokens, start = i, fields["tokens"][i], metas[i].prompt_length
+        wanted = theirs(tokens[None]).logits[0].log_softmax(-1)[start - 1 : -1].gather(1, tokens[start:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(row), wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["ep2", "tp2_sp"])

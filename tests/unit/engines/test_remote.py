@@ -75,6 +75,7 @@ def right_responses(body: bytes) -> list[GenerateAnswer]:
             logprobs=np.zeros(2, dtype=np.float32),
             token_versions=ints(wanted.weight_version, wanted.weight_version),
             top_ids=ints(),
+            routes=np.zeros(0, np.uint8),
         )
         for index in reversed(range(len(wanted.lengths)))
     ]

@@ -14,11 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from mopd.cli.main import main
 from mopd.config.student import Freeze, ParallelConfig, StudentConfig, VisionConfig
 from mopd.conversion.hf.pretrained import build_tower
+from mopd.conversion.models.frozen import constant_names
 from mopd.conversion.models.reading import read_dims
 from mopd.planning.memory.activations import tower_bytes
 from mopd.planning.memory.shards import BYTES, shard, tensor_bytes, update_bytes
 from mopd.planning.vision import plan_tower
-from mopd.student.vision import constant_names, make_tower
+from mopd.student.vision import make_tower
 from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
 from tests.unit.conversion.test_vision_dims import QWEN2_5_VL_7B
 
@@ -69,7 +70,7 @@ def test_what_is_frozen_has_weights_alone(folder: Path, freeze: Freeze) -> None:
     assert first["weights"] == 4 * (text_on_first + whole)
     assert first["gradients"] == 4 * (text_on_first + trained)
     assert last["weights"] == last["gradients"] == 4 * shard(dims, parallel, 1).dense
-    constants = constant_names(dims, freeze)
+    constants = constant_names(dims, student)
     sent = sum(t.nbytes for name, t in load_file(folder / "model.safetensors").items() if name not in constants)
     assert update_bytes(dims, student) == sent
 

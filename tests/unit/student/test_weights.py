@@ -16,10 +16,10 @@ from mopd.base.types import UserError
 from mopd.config.student import StudentConfig, VisionConfig
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.frozen import constant_names
 from mopd.conversion.models.reading import read_dims
 from mopd.student import cpu_shim, parallel
 from mopd.student.model.gpt import build_model
-from mopd.student.vision import constant_names
 from mopd.student.weights import hf_senders, iter_hf_weights, iter_sender_weights, load_hf_into, num_senders, own_sender
 from tests.fixtures.tiny_models import make_hf_model
 from tests.fixtures.vision import VISION_FAMILIES, make_vision_model
@@ -173,7 +173,7 @@ def test_constants_are_what_has_no_gradient(family: str, layout: parallel.Layout
         with cpu_shim.activate():
             model = build_model(student, dims, layout)
         load(model, checkpoint, layout)
-        constants = constant_names(dims, freeze)
+        constants = constant_names(dims, student)
         frozen = [param for param in model.parameters() if not param.requires_grad]
         assert len(constants) == len(frozen) and bool(frozen) == (freeze != "none")
         for parameter in model.parameters():

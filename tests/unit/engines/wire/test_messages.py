@@ -105,6 +105,7 @@ def generate_answer(**changes: Any) -> GenerateAnswer:
         "logprobs": np.array([-0.5, -1.5, -2.5], dtype=np.float32),
         "token_versions": ints(7, 7, 8),
         "top_ids": ints(),
+        "routes": np.zeros(0, np.uint8),
     }
     return GenerateAnswer(**{**fields, **changes})
 
