@@ -33,6 +33,7 @@ from mopd.losses import combine
 from mopd.losses.sampled import domain_baselines
 from mopd.orchestrator.kept.scores import Questions, ScoreCache
 from mopd.orchestrator.support import NO_ID, Coverage, coverage_metrics, given_ids, support_rows, widened
+from mopd.orchestrator.traces import Traces
 
 Answers = dict[int, Scores | FailedSample]
 """One teacher's answers by sample id."""
@@ -120,6 +121,9 @@ class TeacherWorker:
         self.cache: ScoreCache | None = None
         """What teachers have said before. Absent until they have shown that they are the right ones: the checks before
         a run ask the teachers themselves."""
+        self.traces: Traces | None = None
+        """What the samples' rollout and teachers say token by token. Absent before the run, as the cache, and where no
+        rollout draws the samples."""
         self._rule, self._best = Rule(), dict[str, str]()
         self._told: dict[str, tuple[float, int]] = {}
         """Metric of the teachers of an ensemble -> its sum, and the number of tokens."""
@@ -168,6 +172,8 @@ class TeacherWorker:
                 own = fields[meta.sample_id] = self._joined(meta.domain, names, said, weights)
                 if self.cross and self._width:
                     own["chunk_advantage"] = chunk_advantage(said, weights)
+        if self.traces is not None:
+            await self.traces.note(metas, {sample_id: own[TOKEN_FIELD] for sample_id, own in fields.items()})
         if not keeps_all:
             await self._drop_rows(metas, fields)
         if fields:
@@ -201,7 +207,8 @@ class TeacherWorker:
         """Return the numbers of the cache, of what was joined and of other tokenizers, since the last call."""
         values = {name: total / count for name, (total, count) in sorted(self._told.items())}
         self._told.clear()
-        values |= {} if self.cache is None else self.cache.take_numbers()
+        for source in (self.cache, self.traces):
+            values |= {} if source is None else source.take_numbers()
         for name, (tokens, one_to_one, unscored, chunks) in self._counts.items():
             if tokens:
                 values[f"one_to_one_share/{name}"] = one_to_one / tokens

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.base.files.writing import write_json
-from mopd.base.metrics import StepMetrics, truncate_jsonl
+from mopd.base.metrics import MAX_LINE_BYTES, StepMetrics, truncate_jsonl
 from mopd.base.tasks import StopRequested
 from mopd.base.text import json_lines
 from mopd.base.types import SampleMeta, UserError
@@ -33,7 +33,8 @@ from mopd.orchestrator.ledger import Ledger
 from mopd.orchestrator.preflight.checks import Preflight
 from mopd.orchestrator.student import StudentGroup
 from mopd.orchestrator.teachers import Rule
-from mopd.orchestrator.validation import append_record, is_due
+from mopd.orchestrator.traces import traces_of
+from mopd.orchestrator.validation import append_record, is_due, plain_examples
 from mopd.orchestrator.workers import Workers
 from mopd.placement.sharing.rollout import TurnsGenerator
 from mopd.report.build import build_report, print_summary
@@ -150,6 +151,7 @@ def train_task(orchestrator: Orchestrator, *, resume: bool, from_step: str | Non
             async with callbacks_beside(recipe.callbacks, run.path) as callbacks:
                 await begin(training, loaded, manifests, is_fresh=is_fresh)
                 parts.workers.teachers.cache = cache
+                parts.workers.teachers.traces = traces_of(recipe, plane, parts.workers.tokenizer)
                 join_teachers(training)
                 await train(training, ledger, callbacks, is_fresh=is_fresh, as_json=as_json)
 
@@ -448,6 +450,9 @@ class RunObserver:
         validator = self.workers.validator
         assert validator is not None, "nothing is due without a validation section"
         record = await self.stop.unless_stop_requested(validator.record(self.workers.generator, step))
+        traces = self.workers.teachers.traces
+        if traces is not None and (shown := traces.take_shown()):
+            record["traces"] = plain_examples(shown, self.run.validation.name, MAX_LINE_BYTES // 4)
         append_record(self.run.validation, record)
         self.reweigh(record)
         self.sinks.log_validation(step, record["rewards"] | record["watched"])

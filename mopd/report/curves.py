@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,6 +157,10 @@ def panel_of(metric: str) -> Panel:
     """Return the chart of a metric, whatever its name."""
     if metric in PANELS:
         return PANELS[metric]
+    if turn := re.fullmatch(r"turn_(\d+)_kl", metric):
+        return Panel(
+            f"KL(student ‖ teacher) in turn {turn[1]}", "Nats per drawn token, log-prob of rollout less teacher."
+        )
     room, _, name = metric.partition("/")
     if room == "timing":
         phase = name.removesuffix("_s")

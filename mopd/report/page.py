@@ -30,6 +30,8 @@ from mopd.report.intervals import show_interval
 from mopd.report.pipeline import stage_label, stage_seconds
 from mopd.report.run_files import RunFiles
 
+HEATS = (0.1, 0.5, 1.5, 4.0)
+"""Nats from which a token's ground is one shade darker."""
 MAIN = ("kl_k1", "loss", "topk_overlap")
 """Metrics whose charts are open; the others are folded."""
 REWARD = ("Validation reward", "Mean on held-out prompts; dotted: each domain’s teacher.")
@@ -106,6 +108,7 @@ def render_page(
         group_charts=[chart for chart in group_charts if not chart["is_zero"]],
         zero_group_charts=[chart for chart in group_charts if chart["is_zero"]],
         examples=_examples(validations, report["best_step"], files.teacher_examples()),
+        traces=_traces(validations),
         pipeline=_pipeline(report["pipeline"], steps) if report["pipeline"] else None,
         ages=_ages(report["samples"]) if report["samples"] else None,
         phases=_phases(report["phases"]),
@@ -251,6 +254,24 @@ def _examples(
     for domain, examples in teachers.items():
         add("teacher", domain, examples)
     return {domain: list(rows.values()) for domain, rows in sorted(answers.items())}
+
+
+def _traces(validations: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the traces of the last validation that has some, with the heat of each drawn token."""
+    told = next((one for one in reversed(validations) if one.get("traces")), None)
+    if told is None:
+        return None
+    domains = {
+        domain: {
+            "prompt": trace["prompt"],
+            "segments": [
+                one | {"heat": 0 if one["kl"] is None else sum(one["kl"] >= least for least in HEATS)}
+                for one in trace["segments"]
+            ],
+        }
+        for domain, (trace, *_) in told["traces"].items()
+    }
+    return {"step": told["step"], "domains": domains, "heats": HEATS}
 
 
 def _prompt_text(prompt: Any) -> str:

@@ -240,6 +240,16 @@ def _is_example(row: Any) -> bool:
     )
 
 
+def _are_traces(rows: Any) -> bool:
+    return isinstance(rows, list) and all(
+        isinstance(row, dict)
+        and isinstance(row.get("prompt"), str)
+        and _are_segments(row.get("segments"))
+        and all(one.get("kl") is None or is_number(one["kl"]) for one in row["segments"])
+        for row in rows
+    )
+
+
 def _are_segments(parts: Any) -> bool:
     return isinstance(parts, list) and all(
         isinstance(one, dict) and isinstance(one.get("text"), str) and isinstance(one.get("is_given"), bool)
@@ -259,6 +269,7 @@ def _are_numbers(values: Any) -> bool:
 OF_DOMAINS: Mapping[str, Callable[[Any], bool]] = {
     "watched": is_number,
     "scores": _are_numbers,
+    "traces": _are_traces,
     "pass_at_k": is_number,
     "prompts": lambda value: isinstance(value, str),
 }

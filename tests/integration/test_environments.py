@@ -7,6 +7,7 @@ Invariant: what a run with an environment computes is a function of its recipe, 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,13 @@ def test_a_run_in_an_environment_learns_goes_on_and_does_not_depend_on_its_ranks
         given = [one["is_given"] for one in example["segments"]]
         assert given == [False, True] * (len(given) // 2) + [False]
         assert all("tool:" in one["text"] for one in example["segments"] if one["is_given"])
-    assert 'class="given">' in (tmp_path / "two" / "report.html").read_text()
+    for name in ("left", "right"):
+        told = [value for key, value in first.items() if re.fullmatch(rf"turn_\d_kl/{name}", key)]
+        assert len(told) > 1 and min(told) <= first[f"kl_k1/{name}"] <= max(told)
+        (trace,) = validation["traces"][name]
+        assert all((one["kl"] is None) == one["is_given"] for one in trace["segments"])
+    page = (tmp_path / "two" / "report.html").read_text()
+    assert 'class="given">' in page and "Where the teachers disagree" in page and 'class="heat heat' in page
     done = mopd("generate", tmp_path / "two", "left", "--environment", "--samples", "8", "--json")
     answers = json.loads(done.stdout)
     assert len(answers) == 8 and any(one["is_given"] for answer in answers for one in answer["segments"])
