@@ -42,8 +42,8 @@ class Traces:
         """Take in what teachers ``said`` of drawn tokens, log-probs [R] by sample id; samples that nobody scored are
         left out."""
         scored = [meta for meta in metas if meta.sample_id in said]
-        first = {meta.domain: meta for meta in reversed(scored) if meta.domain not in self._shown}
-        wanted = scored if self._has_turns else [meta for meta in scored if first.get(meta.domain) is meta]
+        first = {meta.domain: meta.sample_id for meta in reversed(scored) if meta.domain not in self._shown}
+        wanted = scored if self._has_turns else [meta for meta in scored if meta.sample_id in first.values()]
         if not wanted:
             return
         names = ("tokens", "loss_mask", "rollout_logprobs")
@@ -52,7 +52,7 @@ class Traces:
             divergence = (drawn.double() - said[meta.sample_id].double()).clamp(-MOST_NATS, MOST_NATS)
             if self._has_turns:
                 self._count(meta.domain, turns_of(mask), divergence, mask)
-            if first.get(meta.domain) is meta:
+            if meta.sample_id in first.values():
                 self._shown[meta.domain] = self._trace(tokens, meta.prompt_length, mask, divergence)
 
     def take_numbers(self) -> dict[str, float]:
@@ -94,7 +94,7 @@ class Traces:
         return {"prompt": self._text(tokens_L[:prompt_length].tolist()), "segments": segments}
 
     def _text(self, ids: Sequence[int]) -> str:
-        return encodable(str(self._tokenizer.decode(ids)))
+        return encodable(str(self._tokenizer.decode([*ids])))
 
 
 def traces_of(recipe: Recipe, plane: Storage, tokenizer: PreTrainedTokenizerBase) -> Traces | None:

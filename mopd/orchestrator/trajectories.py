@@ -9,6 +9,7 @@ Shapes: R response tokens of one trajectory, given ones included.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections import Counter, defaultdict
@@ -272,6 +273,8 @@ class Player:
                 raise self.environments.error(failed) from failed
             self._errors[row.domain] += 1
             logger.warning("%s: the environment %s", row.place, one_line(failed))
+            with contextlib.suppress(EnvironmentFailed):  # counted above
+                await one.episode.close()
         return False
 
     def _count(self, domain: str, one: _Playing) -> None:

@@ -338,3 +338,24 @@ def test_turns_that_are_answered_with_an_error_are_counted(
     errors = sum(tokenizer.decode(ids).count("tool:error: no") for ids in given)
     turns = sum(map(num_turns, fields["loss_mask"]))
     assert player.take_numbers()["tool_errors/sums"] == pytest.approx(errors / turns) and 0 < errors < turns
+
+
+def test_an_episode_that_fails_is_counted_and_closed(
+    engine: TorchEngine, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    source = f"""
+class Failing:
+    async def reset(self, row, seed):
+        return None
+
+    async def step(self, text):
+        raise RuntimeError("no")
+
+    def close(self):
+        with open({str(tmp_path / "closed")!r}, "a") as file:
+            file.write("x")
+"""
+    player = player_of(tokenizer, tmp_path, source, "Failing", on_error="end")
+    metas, _ = play(engine, tokenizer, player)
+    failed = int(player.take_numbers()["environment_errors/sums"])
+    assert 0 < failed <= len(metas) and (tmp_path / "closed").read_text() == len(metas) * "x"
