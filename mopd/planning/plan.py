@@ -15,6 +15,7 @@ from mopd.config.machine.places import NodePool, Places, engine_groups, path_of,
 from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.models.adapted import check_lora
+from mopd.conversion.models.adapter_updates import check_updates
 from mopd.conversion.models.dims import ModelDims, check_layout
 from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad, times_of
 from mopd.planning.devices import Cluster, Rates, gib
@@ -122,6 +123,7 @@ def check_models(loaded: Loaded, models: Mapping[str, ModelDims], *, with_layout
         try:
             check_layout(models[STUDENT], recipe.student.parallel)
             check_lora(models[STUDENT], recipe.student)
+            check_updates(recipe, models[STUDENT])
         except UserError as error:
             raise UserError(f"{loaded.path}: {error}") from error
     longest = recipe.longest_sequence()

@@ -20,6 +20,7 @@ from mopd.config.schema import Recipe
 from mopd.conversion.adapter_writer import base_hash, write_adapter
 from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import mtp_tensors, require_exportable, write_folder
+from mopd.conversion.models.adapter_updates import check_updates
 from mopd.conversion.models.families import Placed
 from mopd.data.packing import pack, packing_rules
 from mopd.data_plane.interface import Reader
@@ -84,6 +85,7 @@ class StudentWorker:
         self.domains = tuple(domains)
         self.weight_version = 0
         source, self.dims = open_model(Path(student.model))  # raises before a model of the config's size is built
+        check_updates(recipe, self.dims)
         self.constants = constant_names(self.dims, student.vision.freeze, student.lora)
         """``hf_name`` of every tensor that no step changes."""
         kept_files(Path(student.model))  # raises now what ``save_hf`` would after the last step
