@@ -15,7 +15,7 @@ from mopd.config.machine.places import NodePool, Places, engine_groups, path_of,
 from mopd.config.placements import ExternalConfig, InProcessConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.models.adapted import check_lora
-from mopd.conversion.models.adapter_updates import sends_adapters
+from mopd.conversion.models.adapter_updates import check_updates, sends_adapters
 from mopd.conversion.models.dims import ModelDims, check_layout, check_routes
 from mopd.conversion.models.frozen import check_freeze
 from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad, times_of
@@ -137,6 +137,7 @@ def check_models(loaded: Loaded, models: Mapping[str, ModelDims], *, with_layout
             check_lora(models[STUDENT], recipe.student)
             check_freeze(models[STUDENT], recipe.student)
             check_routes(models[STUDENT], replay_routes=recipe.rollout.replay_routes)
+            check_updates(recipe, models[STUDENT])
         except UserError as error:
             raise UserError(f"{loaded.path}: {error}") from error
     longest = recipe.longest_sequence()

@@ -26,6 +26,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -179,10 +180,17 @@ class CoreAttention(MegatronModule):
         pg_collection: Any,
         softmax_scale: float | None = None,
         window: int | None = None,
+        has_sinks: bool = False,
         **unread: Any,
     ) -> None:
-        """``window``: tokens that each one sees, itself included; None for all before."""
+        """``window``: tokens that each one sees, itself included; None for all before. ``has_sinks``: each head has a
+        learned score that takes part in its softmax, under the name that it has in Megatron's attention."""
         super().__init__(config=config)
+        self.softmax_offset: nn.Parameter | None = None
+        if has_sinks:
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+        self._tp_group = pg_collection.tp
         self._window = window
         self._scale = softmax_scale
         self._cp_group = pg_collection.cp
@@ -211,7 +219,7 @@ class CoreAttention(MegatronModule):
             key, value = both[rows.key_order].chunk(2, dim=-1)
         if not rows.is_packed:
             out = self._run(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), rows).transpose(0, 1)
-        elif query.is_cuda and query.dtype in _HALVES:
+        elif query.is_cuda and query.dtype in _HALVES and self.softmax_offset is None:
             out = self._varlen(query.squeeze(1), key.squeeze(1), value.squeeze(1), rows)[:, None]
         else:
             out = self._looped(query.squeeze(1), key.squeeze(1), value.squeeze(1), rows)[:, None]
@@ -251,8 +259,39 @@ class CoreAttention(MegatronModule):
         for part in rows.parts(key.shape[1]):
             q = query[:, part.first : part.first + part.num_queries].transpose(1, 2)
             k, v = (x[:, : part.num_keys].transpose(1, 2) for x in (key, value))
-            outs.append(_fused(q, k, v, self._scale, self._window).transpose(1, 2))
+            if self.softmax_offset is not None:
+                outs.append(self._beside_sinks(q, k, v, self.softmax_offset).transpose(1, 2))
+            else:
+                outs.append(_fused(q, k, v, self._scale, self._window).transpose(1, 2))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def _beside_sinks(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        """Attend as ``_fused`` does with a key more, whose value is 0 and whose score of a head is that of ``sinks``
+        [H]: it has one channel more, where queries have the score and other keys 0. Any kernel differentiates that."""
+        width = query.shape[-1]
+        scale = width**-0.5 if self._scale is None else self._scale
+        channel = (sinks / scale)[None, :, None, None].expand(*query.shape[:-1], 1)
+        # The kernels of a GPU want multiples of 8 channels.
+        missing = 8 - width % 8
+        query = pad(torch.cat((query, channel), dim=-1), (0, missing - 1))
+        key, value = (pad(x, (0, missing, 1, 0)) for x in (key, value))
+        one = torch.zeros_like(key[:, :, :1])
+        one[..., width] = 1
+        key = torch.cat((one, key[:, :, 1:]), dim=2)
+        return _fused(query, key, value, scale, self._window, has_sink=True)[..., :width]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Return Megatron's description of the sinks for checkpoints, empty without any."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
 
 class EngineAttention(MegatronModule):
@@ -277,16 +316,22 @@ class EngineAttention(MegatronModule):
         return out[:, None]
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, *, has_sink: bool = False
+) -> Tensor:
     """Return [N, H, S, D] from queries of that shape and keys [N, G, S', D], by a kernel that does not hold the scores;
-    the last query sees the last key, and each as many keys as the window has. On a GPU torch raises if no such kernel
-    fits."""
+    the last query sees the last key, and each as many keys as the window has; ``has_sink``: and the first key. On a
+    GPU torch raises if no such kernel fits."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     mask: Any = None
-    if window is not None and window < num_keys:
+    if has_sink or (window is not None and window < num_keys):
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         past = num_keys - num_queries  # keys before the first query's own
-        mask = mask.tril(past).triu(past - window + 1)
+        mask = mask.tril(past)
+        if window is not None:
+            mask = mask.triu(past - window + 1)
+        if has_sink:
+            mask[:, 0] = True
     elif num_queries != num_keys:
         mask = causal_lower_right(num_queries, num_keys)
     if query.is_cuda and query.dtype not in _HALVES:  # the fp32 kernel (memory-efficient) does not know groups

@@ -20,6 +20,7 @@ from mopd.config.schema import Recipe
 from mopd.conversion.adapter_writer import base_hash, write_adapter
 from mopd.conversion.hf.reader import kept_files, open_model
 from mopd.conversion.hf.writer import mtp_tensors, require_exportable, write_folder
+from mopd.conversion.models.adapter_updates import check_updates
 from mopd.conversion.models.dims import check_routes
 from mopd.conversion.models.families import Placed
 from mopd.conversion.models.frozen import constant_names
@@ -88,6 +89,7 @@ class StudentWorker:
         self.domains = tuple(domains)
         self.weight_version = 0
         source, self.dims = open_model(Path(student.model))  # raises before a model of the config's size is built
+        check_updates(recipe, self.dims)
         self.constants = constant_names(self.dims, student)
         """``hf_name`` of every tensor that no step changes."""
         kept_files(Path(student.model))  # raises now what ``save_hf`` would after the last step

@@ -74,7 +74,7 @@ def load_weights(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]
         loaded: Any = _auto_class(config).from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=_attention(config),
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -93,7 +93,7 @@ def build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
         require_weights_fit(folder, config)
     with _refusing(folder / CONFIG_FILE, "cannot be built"), no_init_weights(), device:
         model = _auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            config, dtype=dtype, attn_implementation=_attention(config), trust_remote_code=False
         )
         model.tie_weights()
     return cast(PreTrainedModel, model)
@@ -116,6 +116,11 @@ def build_tower(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 def _auto_class(config: PretrainedConfig) -> Any:
     """Return transformers' class for loading the model; it does not count models that see images as causal ones."""
     return AutoModelForImageTextToText if config.model_type in VISION_FORMATS else AutoModelForCausalLM
+
+
+def _attention(config: PretrainedConfig) -> str:
+    """Return transformers' kind of attention. Its fused kernel knows no sinks."""
+    return "eager" if config.model_type == "gpt_oss" else "sdpa"
 
 
 def require_computes(folder: Path, model: PreTrainedModel) -> None:

@@ -14,6 +14,7 @@ from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import shown_path
 from mopd.base.types import UserError
 from mopd.conversion.hf.header import MAX_NAME, TensorInfo, read_header
+from mopd.conversion.hf.stacked import expert_parts
 from mopd.conversion.job import sha256_of
 from mopd.conversion.mapped import DTYPE_NAMES, TORCH_DTYPES, map_tensor
 from mopd.conversion.models import families
@@ -144,15 +145,19 @@ class HfReader:
         index = _index_of(self.folder, allow_pickle)
         if index is not None:
             self._check_index(index)
+        self._parts = expert_parts({name: info.shape for name, (_, info) in self._where.items()})
+        stacked = {name for part in self._parts.values() for name in (part.stored, part.scales)}
+        self.names = (self.stored_names - stacked) | self._parts.keys()
+        """Names of all tensors, each expert's for itself."""
 
     @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors of the checkpoint."""
+    def stored_names(self) -> frozenset[str]:
+        """Names of all tensors as the files have them."""
         return frozenset(self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, without reading it."""
-        return self._find(name)[1].shape
+        return self._parts[name].shape if name in self._parts else self._find(name)[1].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor, without reading it.
@@ -160,6 +165,8 @@ class HfReader:
         Raises:
             UserError: a dtype of the format that torch cannot compute with.
         """
+        if name in self._parts:
+            return torch.bfloat16 if self._parts[name].scales else self.dtype(self._parts[name].stored)
         path, info = self._find(name)
         if info.dtype not in TORCH_DTYPES:
             raise UserError(f"{path}: tensor '{name}' has dtype {info.dtype}, which is no dtype of weights")
@@ -167,15 +174,19 @@ class HfReader:
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise UserError unless the tensor exists with this shape."""
-        path, info = self._find(name)
-        if info.shape != shape:
+        found = self.shape(name)
+        if found != shape:
+            path = self._find(self._parts[name].stored if name in self._parts else name)[0]
             raise UserError(
-                f"{path}: tensor '{name}' has shape {list(info.shape)}, config.json asks for {list(shape)}; "
+                f"{path}: tensor '{name}' has shape {list(found)}, config.json asks for {list(shape)}; "
                 "config and weights belong to different models"
             )
 
     def read(self, name: str) -> Tensor:
-        """Return the whole tensor on CPU, in the dtype of the file: a view of the file, which is read when touched."""
+        """Return the whole tensor on CPU, in the dtype of the file: a view of the file, which is read when touched;
+        or in bfloat16, if the file has an expert's weights in MXFP4."""
+        if name in self._parts:
+            return self._parts[name].of(self.read)
         path, info = self._find(name)
         if path in self._pickled:
             return self._pickled[path][name]

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from mopd.base.files.writing import sync, writing
 from mopd.conversion.hf.reader import INDEX_FILE, WEIGHTS_FILE, HfReader, kept_files
+from mopd.conversion.hf.stacked import put, restacked, stacked_shape, stored_name
 from mopd.conversion.job import MAX_FILE_BYTES, CheckInputs, Job, OutputFile, Written, grouped_by_size, require_new
 from mopd.conversion.mapped import DTYPE_NAMES, as_bytes
 from mopd.conversion.models import families
-from mopd.conversion.models.config_keys import CONFIG_FILE
+from mopd.conversion.models.config_keys import CONFIG_FILE, QUANTISATION, read_config, without_quantisation
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.known import FAMILIES
 
@@ -92,6 +93,7 @@ def hf_job(
         config: replaces ``config.json``; None copies it.
         max_file_bytes: a shard is ended before it would grow beyond this; one larger group has a shard of its own.
     """
+    groups = restacked_groups(groups)
     runs = grouped_by_size(groups, lambda group: group.num_bytes, max_file_bytes)
     # Wide elements first, so that each tensor begins at a multiple of its element size.
     shards = [sorted(run, key=lambda group: -group.dtypes[0].itemsize) for run in runs]
@@ -110,6 +112,38 @@ def hf_job(
         manifest=MANIFEST_FILE,
         check_inputs=check_inputs,
     )
+
+
+def restacked_groups(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups such that all experts of a layer are made together where checkpoints store them together."""
+    stacks: dict[str, list[Group]] = {}
+    for group in groups:
+        for stored in dict.fromkeys(map(stored_name, group.names)):
+            if stored is not None:
+                stacks.setdefault(stored, []).append(group)
+    found: dict[str, Group] = {}
+    for group in groups:
+        stored = stored_name(group.names[0])
+        if stored is None:
+            found[group.names[0]] = group
+        elif stored not in found:
+            found[stored] = _stack(stored, stacks[stored])
+    return list(found.values())
+
+
+def _stack(stored: str, groups: Sequence[Group]) -> Group:
+    num_parts, first = sum(len(group.names) for group in groups), groups[0]
+    num_experts = num_parts // (2 if "gate_up_proj" in stored else 1)
+    shape = stacked_shape(first.names[0], first.shapes[0], num_experts)
+
+    def read() -> list[Tensor]:
+        stacked = torch.empty(shape, dtype=first.dtypes[0])
+        for group in groups:
+            for name, tensor in zip(group.names, group.read(), strict=True):
+                put(stacked, name, tensor)
+        return [stacked]
+
+    return Group((stored,), (shape,), first.dtypes[:1], read)
 
 
 def require_exportable(target: Path, source: Path) -> None:
@@ -145,7 +179,9 @@ def write_folder(
     held: list[list[str]] = []
     num_bytes = 0
     try:
-        for run in grouped_by_size(_on_cpu(tensors), lambda item: item[1].nbytes, max_file_bytes):
+        config = read_config(source) if (source / CONFIG_FILE).exists() else {}
+        stored = restacked(tensors, config.get("num_local_experts", 0))
+        for run in grouped_by_size(_on_cpu(stored), lambda item: item[1].nbytes, max_file_bytes):
             with writing(target):
                 save_file(dict(run), folder / f"part-{len(held)}", metadata={"format": "pt"})
             held.append([name for name, _ in run])
@@ -178,12 +214,17 @@ def _on_cpu(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 def copy_side_files(source: Path, folder: Path, *, config: Mapping[str, Any] | None = None) -> None:
-    """Copy everything but the weights, byte for byte; ``config`` replaces ``config.json``."""
+    """Copy everything but the weights, byte for byte; ``config`` replaces ``config.json``, as does one without the
+    quantisation that the source's weights have."""
     for path in kept_files(source):
         copy = folder / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
+    if config is None and (source / CONFIG_FILE).is_file():
+        own = read_config(source)
+        config = own if any(own.get(key) is not None for key in QUANTISATION) else None
     if config is not None:
+        config = without_quantisation(config)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

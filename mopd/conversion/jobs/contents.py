@@ -131,7 +131,7 @@ def describe(folder: Path, *, allow_pickle: bool = False, lists_tensors: bool = 
 def _tensors(contents: Contents) -> list[dict[str, Any]]:
     reader = contents.reader
     if isinstance(reader, HfReader):
-        names = sorted(reader.names)
+        names = sorted(reader.stored_names)
     else:
         names = sorted({sharded_key(row, contents.dims).key for row in contents.rows()} & reader.keys)
     return [

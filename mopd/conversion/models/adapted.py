@@ -37,7 +37,9 @@ def adapted_parts(param: Param, targets: Targets) -> tuple[int, ...]:
     return tuple(
         number
         for number, tensor in enumerate(param.hf)
-        if len(tensor.shape) == 2 and (targets == "all_linear" or _last(tensor.name) in targets)
+        if len(tensor.shape) == 2
+        and tensor.name.endswith(_SUFFIX)
+        and (targets == "all_linear" or _last(tensor.name) in targets)
     )
 
 

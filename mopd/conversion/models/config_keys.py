@@ -117,10 +117,13 @@ class Keys:
             raise self.error(key, f"{self.config[key]!r:.200} is not supported, only {value!r} is{because}")
 
 
-def refuse_quantised(keys: Keys) -> None:
-    """Raise ``UserError`` for an object of a config, whole or nested, that announces quantised weights."""
+def refuse_quantised(keys: Keys, method: str = "") -> None:
+    """Raise ``UserError`` for an object of a config, whole or nested, that announces quantised weights, unless it is
+    by ``method``, which the reader of weights knows."""
     for key in QUANTISATION:
         if not keys.absent(key):
+            if method and keys.section(key).config.get("quant_method") == method:
+                continue
             raise keys.error(key, "quantised weights are not supported; use the unquantised checkpoint")
 
 

@@ -11,6 +11,8 @@ from mopd.base.types import RouteShape, UserError
 from mopd.config.student import ParallelConfig
 from mopd.conversion.models.stages import ONE_STAGE, Stages, stages_of
 
+SWIGLU_LIMIT = 7.0
+"""What gpt-oss's activation clamps to."""
 Naming = Literal["flat", "nested"]
 """Tensor naming of a Hugging Face checkpoint with vision. flat: ``visual.*`` and ``model.*``; nested:
 ``model.visual.*`` and ``model.language_model.*``. The head is ``lm_head`` in both."""
@@ -89,8 +91,8 @@ class WindowDims:
     """Tokens that one sees, itself included."""
     layers: tuple[bool, ...]
     """Flags of the layers: whether each has the window; the others see all tokens."""
-    rotary_base: float
-    """Base of these layers' rope, which is not scaled."""
+    rotary_base: float | None
+    """Base of these layers' rope, which is not scaled; None if their rope is that of the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +165,8 @@ class MoeDims:
     """Number of groups to choose from."""
     expert_bias: bool = False
     """Whether a bias per expert takes part in the choice, but not in the score."""
+    is_stacked: bool = False
+    """Whether checkpoints keep all experts of a layer in one tensor."""
     router_fp32: bool = False
     """Whether the router computes in fp32 whatever the model's dtype."""
 
@@ -252,7 +256,7 @@ class ModelDims:
     qk_norm: bool
     """Whether queries and keys pass an RMSNorm over ``head_dim``."""
     qkv_bias: bool
-    """Whether the query, key and value projections (and no other) have biases."""
+    """Whether the query, key and value projections have biases."""
     mla: MlaDims | None = None
     """Latent attention in place of grouped-query attention; ``head_dim`` then is that of a query."""
     moe: MoeDims | None = None
@@ -263,8 +267,12 @@ class ModelDims:
     """Whether attention and MLP also end with a norm."""
     scaled_embeddings: bool = False
     """Whether embeddings are multiplied by the root of ``hidden_size``, rounded as the weights are."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Function of the MLP's gate."""
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    """Function of the MLP's gate. ``clamped_swiglu``: gpt-oss's, which also clamps gate and up, and adds 1 to up."""
+    linear_bias: bool = False
+    """Whether attention's output, router and experts have biases too."""
+    has_sinks: bool = False
+    """Whether each attention head has a learned score that takes part in the softmax and stands for no token."""
     score_divisor: float | None = None
     """Number by whose root attention scores are divided; None for ``head_dim``."""
     window: WindowDims | None = None
@@ -377,6 +385,11 @@ def layout_problem(
         return (
             f"{spelled('context_parallel_size')} is {cp} and model_type {dims.family} has gated delta nets, whose "
             "state goes from token to token: set it to 1"
+        )
+    if etp > 1 and dims.linear_bias:
+        return (
+            f"{spelled('expert_tensor_parallel_size')} is {etp} and the experts of model_type {dims.family} have "
+            "biases, which each rank would add: set it to 1"
         )
     return division_problem(dims, stages, spelled, tp=tp, ep=ep, etp=etp) or _deepstack_problem(dims, stages)
 

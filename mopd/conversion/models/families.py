@@ -56,6 +56,7 @@ def sizes(dims: ModelDims) -> dict[str, int]:
         "kv": dims.num_query_groups * dims.head_dim,
         "qkv": dims.qkv_rows,
         "q_gated": 2 * heads * dims.head_dim,
+        "heads": heads,
         "one": 1,
         "gate_up": 2 * dims.ffn_hidden_size,
     }

@@ -45,6 +45,8 @@ class Family:
     """Kinds of layers that a config may name in ``layer_types``."""
     activation: str = "silu"
     """The supported ``hidden_act``."""
+    quantised: str = ""
+    """The ``quant_method`` of checkpoints that the reader turns into bfloat16; empty if there is none."""
     spelled: Callable[[Keys], Keys] | None = None
     """Function that returns the config with its keys spelled as other families spell them; None if they are."""
     has_vision: bool = False

@@ -129,7 +129,7 @@ def _flag(keys: Keys, known: bool | str) -> bool:
 
 def _refuse_unsupported(keys: Keys, family: str) -> None:
     """Raise ``UserError`` for the first property of the whole checkpoint that cannot be carried."""
-    refuse_quantised(keys)
+    refuse_quantised(keys, FAMILIES[family].quantised)
     architecture = FAMILIES[family].architecture
     if not keys.absent("architectures") and architecture not in keys.container("architectures", list):
         raise keys.error("architectures", f"{keys.config['architectures']!r} is not supported; {architecture} is")
@@ -140,7 +140,7 @@ def _refuse_unsupported(keys: Keys, family: str) -> None:
 
 def _refuse_unsupported_layers(keys: Keys, family: str) -> None:
     """Raise ``UserError`` for the first feature of the language model that the tables or Megatron-Core cannot carry."""
-    refuse_quantised(keys)
+    refuse_quantised(keys, FAMILIES[family].quantised)
     for key in sorted({"attention_bias", "attention_out_bias", "mlp_bias"} - {FAMILIES[family].qkv_bias}):
         if not keys.absent(key) and keys.flag(key):
             raise keys.error(key, f"true is not supported for model_type {family}")

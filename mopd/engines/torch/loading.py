@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from mopd.base.types import UserError
 from mopd.conversion.hf import pretrained
 from mopd.conversion.hf.pretrained import read_stop_ids
+from mopd.conversion.hf.stacked import split
 
 __all__ = ["build_empty_model", "load_model", "read_config", "read_stop_ids", "weight_slots"]
 
@@ -91,17 +92,19 @@ def weight_slots(model: PreTrainedModel, naming: Literal["flat", "nested"] | Non
     persistent = model.state_dict().keys()
     slots: dict[str, Tensor] = dict(model.named_parameters())
     slots |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    split: dict[str, Tensor] = {}
+    each: dict[str, Tensor] = {}
     for name, tensor in slots.items():
-        split |= _split_experts(name, tensor)
+        each |= _split_experts(name, tensor, is_stored_stacked=model.config.model_type == "gpt_oss")
     if model.config.model_type == "mixtral":
-        return {_mixtral_name(name): tensor for name, tensor in split.items()}
+        return {_mixtral_name(name): tensor for name, tensor in each.items()}
     if naming == "flat":
-        return {_flat_name(name): tensor for name, tensor in split.items()}
-    return split
+        return {_flat_name(name): tensor for name, tensor in each.items()}
+    return each
 
 
-def _split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
+def _split_experts(name: str, tensor: Tensor, *, is_stored_stacked: bool) -> dict[str, Tensor]:
+    if is_stored_stacked:
+        return split(name, tensor) if ".mlp.experts." in name else {name: tensor}
     if name.endswith(_FUSED_GATE_UP):
         prefix = name.removesuffix("gate_up_proj")
         parts = {"gate_proj": 0, "up_proj": 1}

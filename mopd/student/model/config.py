@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core import __version__ as megatron_version
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_te_version
@@ -20,7 +21,7 @@ from torch.nn.functional import gelu, silu
 from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.config.student import MoeConfig, StudentConfig, VisionConfig
-from mopd.conversion.models.dims import ModelDims, YarnRope, check_layers, layout_problem
+from mopd.conversion.models.dims import SWIGLU_LIMIT, ModelDims, YarnRope, check_layers, layout_problem
 from mopd.conversion.models.stages import Stages, stages_of
 from mopd.data.packing import FP8_MULTIPLE
 from mopd.student.model.overrides import check_overrides
@@ -29,7 +30,16 @@ from mopd.student.parallel import Layout
 TRANSFORMER_ENGINE = ">=2.9,<2.13"
 """Versions of TransformerEngine that go with megatron-core 0.16.1: its extra declares 2.9 to 2.11, and its lock file
 builds 2.12."""
-_ACTIVATIONS = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
+_ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "silu": {"activation_func": silu},
+    "gelu_tanh": {"activation_func": partial(gelu, approximate="tanh")},
+    "clamped_swiglu": {
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": SWIGLU_LIMIT,
+    },
+}
+"""Megatron's fields by ``ModelDims.activation``."""
 UNFUSED_MAX_LENGTH = 4096
 """Longest sequence, in tokens, for which whole score matrices are acceptable: 2 GiB a layer for 32 heads in fp32."""
 
@@ -269,8 +279,8 @@ def _model_fields(dims: ModelDims) -> dict[str, Any]:
         "layernorm_epsilon": dims.norm_epsilon,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": _ACTIVATIONS[dims.activation],
-        "add_bias_linear": False,
+        **_ACTIVATIONS[dims.activation],
+        "add_bias_linear": dims.linear_bias,
         "add_qkv_bias": dims.qkv_bias,
         "qk_layernorm": dims.qk_norm,
         "attention_output_gate": dims.gated_attention,

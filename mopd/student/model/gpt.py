@@ -46,7 +46,7 @@ from mopd.conversion.models.dims import ModelDims
 from mopd.student.attention import CoreAttention, EngineAttention, PackedSequences, RowParams, RowRotary
 from mopd.student.model.config import rotary_base, transformer_config, uses_transformer_engine
 from mopd.student.model.gated_delta_net import GatedAttention, GatedDeltaNet
-from mopd.student.model.norms import NormedRowParallel, RMSNorm, ZeroCenteredRMSNorm
+from mopd.student.model.norms import BiasedRowParallel, NormedRowParallel, RMSNorm, ZeroCenteredRMSNorm
 from mopd.student.model.ropes import PairedRotary, scaled_frequencies
 from mopd.student.parallel import Layout
 from mopd.student.vision import ImageInput, image_features, make_tower
@@ -231,7 +231,7 @@ def _build_chunk(
         rope.inv_freq = scaled_frequencies(rope.inv_freq, dims, dims.rope_scaling)
     if dims.vision is not None:
         _add_vision(model, student, dims)
-    if dims.window is not None:
+    if dims.window is not None and dims.window.rotary_base is not None:
         windowed = RotaryEmbedding(
             dims.head_dim,
             1.0,
@@ -293,6 +293,14 @@ def _mark_shards(model: StudentModel) -> None:
             dim = 1 if isinstance(module, RowParallelLinear) else 0
             if module.weight is not None:
                 set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+            if getattr(module, "is_expert", False) and model.config.expert_tensor_parallel_size == 1:
+                # Each tensor-parallel rank's tokens make a part of the gradient, which Megatron sums with EP > 1 alone.
+                for parameter in module.parameters():
+                    parameter.allreduce = model.config.tensor_model_parallel_size == 1 and parameter.allreduce
+            if isinstance(module, BiasedRowParallel):  # each rank has tokens of its own
+                set_tensor_model_parallel_attributes(module.bias, is_parallel=True, dim=0, stride=1)
+        elif isinstance(module, CoreAttention) and module.softmax_offset is not None:
+            set_tensor_model_parallel_attributes(module.softmax_offset, is_parallel=True, dim=0, stride=1)
 
 
 def _hand_on_padding_mask(model: StudentModel) -> None:
@@ -360,7 +368,11 @@ def _local_spec(dims: ModelDims, number: int) -> ModuleSpec:
         submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": dims.delta})
     elif dims.gated_attention:
         submodules.self_attention.module = GatedAttention
-    attention.core_attention = ModuleSpec(module=CoreAttention, params={"window": dims.window_of(number)})
+    attention.core_attention = ModuleSpec(
+        module=CoreAttention, params={"window": dims.window_of(number), "has_sinks": dims.has_sinks}
+    )
+    if dims.linear_bias:
+        submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedRowParallel
     if dims.post_norms:
         ended = ModuleSpec(module=NormedRowParallel, params={"norm": norm})
         attention.linear_proj = submodules.mlp.submodules.linear_fc2 = ended

@@ -1,4 +1,4 @@
-"""RMSNorms of the local layers."""
+"""RMSNorms and row-parallel linear layers of the local layers."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
+
+
+class BiasedRowParallel(RowParallelLinear):
+    """An expert's second linear layer with a bias, which Megatron's MLP adds in place: autograd takes that from no view
+    of another output. Megatron would sum the bias's gradient over tensor-parallel ranks, which have other experts."""
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.bias.sequence_parallel = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out, bias = super().forward(x)
+        return out.clone(), bias
 
 
 class NormedRowParallel(RowParallelLinear):

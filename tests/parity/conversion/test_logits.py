@@ -94,6 +94,7 @@ def test_logits_equal_those_of_transformers(family: str, tied: bool, layout: par
         ("llama", {"rope_parameters": YARN | {"attention_factor": 0.7}}),
         ("mistral", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
         ("llama", {"rope_parameters": LLAMA_3_ON_THE_WAY}),
+        ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}, "layer_types": ["full_attention"] * 2}),
     ],
 )
 def test_variants_of_a_family(family: str, keys: dict[str, Any], layout: parallel.Layout, tmp_path: Path):

@@ -62,6 +62,11 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
         "sliding_window": [3, 30], "sliding_window_pattern": [1, 2, 4], "query_pre_attn_scalar": [8, 20],
         "attention_bias": [False, False, True], "final_logit_softcapping": [None, None, 30.0],
     },
+    "gpt_oss": {
+        "num_local_experts": [3, 5], "num_experts_per_tok": [2, 3, 1], "sliding_window": [3, 30],
+        "attention_bias": [*[True] * 5, False], "swiglu_limit": [*[7.0] * 5, 1.0], "swiglu_alpha": [*[1.702] * 5, 1.0],
+        "layer_types": [None, ["full_attention", "sliding_attention", "full_attention"], ["full_attention"] * 3],
+    },
     "mistral": {"sliding_window": [None, 8]},
     "llama": {"attention_bias": [False, True], "mlp_bias": [False, True]},
     "qwen3": {"attention_bias": [False, True]},
@@ -91,6 +96,8 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     if draw(st.integers(0, 5)) == 5:
         rope["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1.0]))
     own = {key: draw(st.sampled_from(values)) for key, values in CHOICES.get(family, {}).items()}
+    if own.get("layer_types"):
+        own["layer_types"] = own["layer_types"][: keys["num_layers"]]
     if family == "gemma3_text":
         rope = {"full_attention": rope, "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}
     return keys | own | {"rope_parameters": rope}

@@ -23,9 +23,10 @@ FAMILIES: Cases = {
     "experts": {"family": "qwen3_moe"},
     "mixtral": {"family": "mixtral", "tie_word_embeddings": False},
     "latent": {"family": "deepseek_v3", "tie_word_embeddings": False},
+    "stacked": {"family": "gpt_oss", "tie_word_embeddings": False},
 }
-"""Heads of all but the last, which vLLM refuses on a CPU, are 32 wide."""
-FEW = (("tied", "pp2"), ("experts", "ep2"), ("latent", "tp2"))
+"""Heads of all but the latent, which vLLM refuses on a CPU, are 32 wide; the stacked one takes no updates there."""
+FEW = (("tied", "pp2"), ("experts", "ep2"), ("latent", "tp2"), ("stacked", "ep2"))
 """Of every combination, those that ``make test`` runs; in fp32."""
 DTYPES = {"bf16_to_fp32": ("bfloat16", "float32"), "fp32_to_bf16": ("float32", "bfloat16")}
 """Student's and rollout's."""
@@ -38,12 +39,13 @@ def make_models(folder: Path) -> dict[str, str]:
 
 def case_of(model: str, layout: str, *, student: str = "float32", **sends: Any) -> dict[str, Any]:
     """``sends``: see ``run_sends``."""
-    return {**LAYOUTS[layout], "model": model, "dtype": student, "sends": {"dtype": "float32", **sends}}
+    own = {"etp": 1} if Path(model).name == "stacked" else {}
+    return {**LAYOUTS[layout], **own, "model": model, "dtype": student, "sends": {"dtype": "float32", **sends}}
 
 
 def layouts_of(family: str) -> list[str]:
     """Experts have ranks of their own in one."""
-    return [name for name in LAYOUTS if name != "ep2" or family in ("experts", "mixtral", "latent")]
+    return [name for name in LAYOUTS if name != "ep2" or family in ("experts", "mixtral", "latent", "stacked")]
 
 
 def on_two_ranks(models: dict[str, str], frozen: dict[str, Any]) -> Cases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from mopd.base.types import UserError
+from mopd.conversion.models import families
 from mopd.conversion.models.dims import Llama3Rope, MlaDims, ModelDims, MoeDims, WindowDims, YarnRope, layout_problem
 from mopd.conversion.models.reading import dims_from_config, read_dims
 from mopd.conversion.models.stages import Stages
@@ -93,6 +95,21 @@ GEMMA_3_1B = {
     "sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "attention_bias": False,
     "final_logit_softcapping": None, "attn_logit_softcapping": None, "tie_word_embeddings": True,
 }  # fmt: skip
+GPT_OSS_20B = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "num_hidden_layers": 24,
+    "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "hidden_act": "silu", "vocab_size": 201088, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
+    "rope_theta": 150000, "sliding_window": 128, "attention_bias": True, "tie_word_embeddings": False,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "swiglu_limit": 7.0,
+    "initial_context_length": 4096, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    },
+}  # fmt: skip
 PATH = Path("model/config.json")
 
 
@@ -102,6 +119,13 @@ def test_published_qwen3_config():
         num_query_groups=8, head_dim=128, vocab_size=151936, max_positions=40960, rotary_base=1e6,
         norm_epsilon=1e-6, tied_embeddings=True, qk_norm=True, qkv_bias=False,
     )  # fmt: skip
+
+
+def test_published_gpt_oss_config():
+    dims = dims_from_config(GPT_OSS_20B, PATH)
+    assert sum(math.prod(shape) for shape in families.hf_tensors(dims).values()) == 20_914_757_184
+    assert [dims.window_of(layer) for layer in range(3)] == [128, None, 128]
+    assert isinstance(dims.rope_scaling, YarnRope) and not dims.rope_scaling.is_truncated
 
 
 def test_llama_2_config_without_optional_keys():

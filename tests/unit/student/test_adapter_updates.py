@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mopd.base.types import UserError
 from mopd.config.data import DataConfig
 from mopd.config.groups import SglangEngineConfig, TeacherConfig, TorchEngineConfig
 from mopd.config.losses import TopKLossConfig
@@ -20,7 +21,7 @@ from mopd.config.rollout import RolloutConfig
 from mopd.config.schedule import ScheduleConfig
 from mopd.config.schema import Recipe
 from mopd.config.student import LoraConfig, OptimizerConfig, StudentConfig
-from mopd.conversion.models.adapter_updates import sends_adapters
+from mopd.conversion.models.adapter_updates import check_updates, sends_adapters
 from mopd.conversion.models.reading import read_dims
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.torch.engine import TorchEngine
@@ -100,3 +101,17 @@ def test_where_engines_cannot_follow_adapters_are_merged(tmp_path: Path) -> None
     assert not sends_adapters(replace(recipe, rollout=replace(recipe.rollout, placement=shared)), dims)
     sglang = replace(recipe.rollout, engine=SglangEngineConfig(type="sglang"), placement=LocalConfig(type="local"))
     assert not sends_adapters(replace(recipe, rollout=sglang), dims)
+
+
+def test_engines_and_folders_that_stacked_experts_do_not_go_with_are_refused(tmp_path: Path) -> None:
+    """gpt-oss: vLLM and SGLang copy its experts past a reload, and a student's weights are not packed."""
+    folder = make_hf_model(tmp_path, "gpt_oss")
+    recipe, dims = make_recipe(folder, lora=None), read_dims(folder)
+    check_updates(recipe, dims)
+    elsewhere = replace(recipe, rollout=replace(recipe.rollout, engine=SglangEngineConfig(type="sglang")))
+    with pytest.raises(UserError, match="only the torch engine takes updates of a student of model_type gpt_oss"):
+        check_updates(elsewhere, dims)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(UserError, match=r"its experts are MXFP4 and a student's are bfloat16: convert the folder"):
+        check_updates(recipe, read_dims(folder))

@@ -111,10 +111,10 @@ def test_some_layers_have_adapters(base: Path, layout: Layout) -> None:
     assert len(factors) == 2 * 3 * 2
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_routers_have_none(tmp_path: Path, family: str) -> None:
     dims = read_dims(make_hf_model(tmp_path, family))
-    assert not {"gate", "lm_head", "embed_tokens"} & {*target_names(dims, "all_linear")}
+    assert not {"gate", "router", "lm_head", "embed_tokens"} & {*target_names(dims, "all_linear")}
     assert all(json.dumps(own.module).count("norm") == 0 for own in adapted_modules(dims, "all_linear"))
 
 
