@@ -12,10 +12,12 @@ Shapes: R response tokens of the student, N of the teacher, C chunks, K most pro
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -197,6 +199,7 @@ class CrossTokenizer:
         for i, other in reversed(self._special.items()):  # of several the first, eos
             if other is not None:
                 self._student_ids[other] = i
+        self._first_piece = cache(lambda text: ours.by_bytes.get(text, _first_piece(text, writes, ours)))
 
     def student_ids(self, ids: Tensor) -> Tensor:
         """Return the student's ids int64 of the same bytes, or the same role, as the teacher's; of a token that the
@@ -213,6 +216,47 @@ class CrossTokenizer:
         shares = logprobs.double().exp().gather(1, order)
         mass = torch.zeros_like(shares).scatter_add(1, place, shares)
         return found, mass.log().float().masked_fill(found == NO_TOKEN, -torch.inf)
+
+    def as_text(
+        self, rows: tuple[Tensor, Tensor], after: Tensor, before: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``student_rows`` [M, K] as distributions over what follows a text, however the teacher cuts it.
+
+        A teacher that reads ``a`` does not expect ``b`` where ``ab`` is one token: it would have said that. With q the
+        row at which ``a`` was read, and r the one after it, the probability of a student's id y is
+
+            (q(a) r(y) + sum of q(z) over tokens z that are ``a`` and more, which begins with y) / M
+
+        M is the sum of q over ``a`` and all such z of the row. The K most probable are kept; rows after a token that
+        no other continues are as they were. What longer tokens two or more back would have said is left out.
+
+        Args:
+            rows: ids and log-probs.
+            after: [M] int64: the teacher's token before each row; ``NO_TOKEN`` for none.
+            before: of each row the one before it: the teacher's ids [M, K], log-probs [M, K], those of ``after`` [M].
+        """
+        found, mass = rows[0].clone(), rows[1].clone()
+        for row, token in enumerate(after.tolist()):
+            begun = self._their_texts.get(token, b"")
+            more = [
+                (self._first_piece(text[len(begun) :]), logprob)
+                for i, logprob in zip(before[0][row].tolist(), before[1][row].tolist(), strict=True)
+                if begun and len(text := self._their_texts.get(i, b"")) > len(begun) and text.startswith(begun)
+            ]
+            if not more:
+                continue
+            again, shares = float(before[2][row].exp()), Counter[int]()
+            whole = again + sum(math.exp(logprob) for _, logprob in more)
+            for i, logprob in zip(found[row].tolist(), mass[row].tolist(), strict=True):
+                shares[i] += again * math.exp(logprob) / whole
+            for i, logprob in more:
+                shares[i] += math.exp(logprob) / whole
+            del shares[NO_TOKEN]
+            best = [(i, math.log(share)) for i, share in shares.most_common(found.shape[1]) if share > 0]
+            found[row], mass[row] = NO_TOKEN, -torch.inf
+            found[row, : len(best)] = torch.tensor([i for i, _ in best], dtype=found.dtype)
+            mass[row, : len(best)] = torch.tensor([logprob for _, logprob in best])
+        return found, mass
 
     def align(self, response: Sequence[int]) -> Aligned:
         """Return a response in the teacher's tokens, which are encoded apart from the prompt, as its start is a

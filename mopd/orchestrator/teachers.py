@@ -412,7 +412,7 @@ def in_students_tokens(
 ) -> TeacherRows:
     """Return what a teacher with another tokenizer says of its own N tokens as rows of the student's R.
 
-    Tokens with a row of the teacher's (``Aligned.rows``) have it with the student's ids (``student_rows``); other rows
+    Tokens with a row of the teacher's (``Aligned.rows``) have it with the student's ids (``as_text``); other rows
     are empty, and have an advantage. ``rollout_logprobs`` [R] of the student's tokens ``response`` [R] divide a chunk's
     log-prob (``Aligned.spread``).
     """
@@ -427,7 +427,12 @@ def in_students_tokens(
         own, logprobs[chosen_R, :asked] = cross.student_rows(scores.ids[rows], scores.logprobs[rows])
         ids[chosen_R, :asked] = own.masked_fill(own == NO_TOKEN, NO_ID).int()
         first = torch.where(ids == response[:, None], logprobs, -torch.inf).amax(1)
-        advantage = aligned.advantage(scores.token_logprobs, rollout_logprobs, first)
+        advantage = aligned.advantage(scores.token_logprobs, rollout_logprobs, first)  # of chunks as the teacher cuts
+        last = (rows - 1).clamp_min(0)
+        after = aligned.tokens[last].masked_fill(rows == 0, NO_TOKEN)
+        before = scores.ids[last], scores.logprobs[last], scores.token_logprobs[last]
+        own, logprobs[chosen_R, :asked] = cross.as_text((own, logprobs[chosen_R, :asked]), after, before)
+        ids[chosen_R, :asked] = own.masked_fill(own == NO_TOKEN, NO_ID).int()
     return TeacherRows(ids, logprobs, token_logprobs, advantage=advantage)
 
 

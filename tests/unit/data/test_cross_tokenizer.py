@@ -12,10 +12,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mopd.base.types import UserError
 from mopd.data.cross_tokenizer import NO_CHUNK, NO_ROW, NO_TOKEN, Aligned, CrossTokenizer, common_chunks
+from tools.quickstart.tokenizer import build_other_tokenizer, build_tokenizer
 
 WORDS = ["".join(random.Random(i).choices("abcdefghij", k=2 + i % 5)) for i in range(600)]
 ALPHABETS = [
@@ -28,6 +30,7 @@ ALPHABETS = [
     "ﬁ①Ａ\u0301\u200d\ufeff",
 ]
 SPECIAL = ("<eos>", "<pad>", "<think>")
+UNSCORED = ("<pad>", "<bos>", "<unk>", "<user>", "<assistant>")
 OTHER_SPECIAL = ("</s>", "<pad>", "<reason>")
 
 
@@ -256,6 +259,34 @@ def test_rows_add_up_what_begins_with_one_token() -> None:
         assert found == pytest.approx(wanted, rel=1e-5)
         assert kept.sum() == len(wanted) and (got[row][~kept] == -torch.inf).all()
     assert num_joined > 100
+
+
+def test_rows_after_a_cut_are_those_of_the_text() -> None:
+    """A teacher of independent letters, of which ``a`` before ``b`` is one token with it: where it reads ``a`` alone it
+    leaves ``b`` out, and the letters' probabilities come back from both rows, exactly."""
+    letter = {"a": 0.3, "b": 0.6, "c": 0.1}
+    free = 1 - letter["b"]
+    q = {"a": letter["a"] * free, "ab": letter["a"] * letter["b"], "b": letter["b"], "c": letter["c"]}
+    r = {token: share / free for token, share in q.items() if token != "b"}
+    cross = CrossTokenizer(
+        build_tokenizer(), build_other_tokenizer(256), dict.fromkeys(UNSCORED), most_tokens=9, key="t"
+    )
+    ours, theirs = build_tokenizer().get_vocab(), build_other_tokenizer(256).get_vocab()
+    no_id = theirs["<|pad|>"]
+
+    def row(shares: dict[str, float]) -> tuple[Tensor, Tensor]:
+        ids = [theirs[token] for token in shares] + [no_id] * (4 - len(shares))
+        return torch.tensor([ids]), torch.tensor([[*shares.values()] + [0.0] * (4 - len(shares))]).log()
+
+    read = cross.student_rows(*row(r))
+    after, before = torch.tensor([theirs["a"]]), (*row(q), torch.tensor([q["a"]]).log())
+    ids, logprobs = cross.as_text(read, after, before)
+    kept = ids[0] != NO_TOKEN
+    found = dict(zip(ids[0][kept].tolist(), logprobs[0][kept].exp().tolist(), strict=True))
+    assert found == pytest.approx({ours[name]: share for name, share in letter.items()}, rel=1e-5)
+    for unchanged in (theirs["c"], NO_TOKEN):  # no token begins with it; none was read
+        same = cross.as_text(read, torch.tensor([unchanged]), before)
+        assert all(torch.equal(one, other) for one, other in zip(same, read, strict=True))
 
 
 def test_a_response_that_is_too_long_for_the_teacher_ends_at_a_chunk() -> None:
