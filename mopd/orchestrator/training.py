@@ -452,7 +452,8 @@ class RunObserver:
         record = await self.stop.unless_stop_requested(validator.record(self.workers.generator, step))
         traces = self.workers.teachers.traces
         if traces is not None and (shown := traces.take_shown()):
-            record["traces"] = plain_examples(shown, self.run.validation.name, MAX_LINE_BYTES // 4)
+            told = plain_examples(shown, self.run.traces.name, MAX_LINE_BYTES)
+            write_json(self.run.traces, {"step": step, "domains": told})
         append_record(self.run.validation, record)
         self.reweigh(record)
         self.sinks.log_validation(step, record["rewards"] | record["watched"])

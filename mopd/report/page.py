@@ -108,7 +108,7 @@ def render_page(
         group_charts=[chart for chart in group_charts if not chart["is_zero"]],
         zero_group_charts=[chart for chart in group_charts if chart["is_zero"]],
         examples=_examples(validations, report["best_step"], files.teacher_examples()),
-        traces=_traces(validations),
+        traces=_traces(files.last_traces()),
         pipeline=_pipeline(report["pipeline"], steps) if report["pipeline"] else None,
         ages=_ages(report["samples"]) if report["samples"] else None,
         phases=_phases(report["phases"]),
@@ -256,9 +256,8 @@ def _examples(
     return {domain: list(rows.values()) for domain, rows in sorted(answers.items())}
 
 
-def _traces(validations: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the traces of the last validation that has some, with the heat of each drawn token."""
-    told = next((one for one in reversed(validations) if one.get("traces")), None)
+def _traces(told: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the traces of the last validation with the heat of each drawn token."""
     if told is None:
         return None
     domains = {
@@ -269,7 +268,7 @@ def _traces(validations: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
                 for one in trace["segments"]
             ],
         }
-        for domain, (trace, *_) in told["traces"].items()
+        for domain, (trace, *_) in told["domains"].items()
     }
     return {"step": told["step"], "domains": domains, "heats": HEATS}
 

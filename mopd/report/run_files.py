@@ -42,6 +42,7 @@ class RunFiles:
         self.answers = path / "answers"
         self.samples_kept = path / "samples"
         self.stop = path / "stop"
+        self.traces = path / "traces.json"
         self.attempts = path / "attempts.json"
         self.report_json = path / "report.json"
         self.report_html = path / "report.html"
@@ -114,6 +115,21 @@ class RunFiles:
         """Read, by domain, the teacher's answers to the first validation prompts; without the domains that have
         none."""
         return self._of_teachers("examples", _are_examples)
+
+    def last_traces(self) -> dict[str, Any] | None:
+        """Read ``step`` and ``domains`` of the traces of the last validation; ``None`` if there are none."""
+        if not os.path.lexists(self.traces):
+            return None
+        cure = f"{CURE}, or remove it"
+        record = read_json_object(self.traces, cure=cure)
+        domains = record.get("domains")
+        if (
+            type(record.get("step")) is not int
+            or not isinstance(domains, dict)
+            or not all(map(_are_traces, domains.values()))
+        ):
+            raise UserError(f"{shown_path(self.traces)}: holds what are no traces: {cure}")
+        return record
 
     def _of_teachers(self, key: str, is_sound: Callable[[Any], bool]) -> dict[str, Any]:
         cure = f"{CURE}, or remove it"
@@ -241,12 +257,16 @@ def _is_example(row: Any) -> bool:
 
 
 def _are_traces(rows: Any) -> bool:
-    return isinstance(rows, list) and all(
-        isinstance(row, dict)
-        and isinstance(row.get("prompt"), str)
-        and _are_segments(row.get("segments"))
-        and all(one.get("kl") is None or is_number(one["kl"]) for one in row["segments"])
-        for row in rows
+    return (
+        isinstance(rows, list)
+        and bool(rows)
+        and all(
+            isinstance(row, dict)
+            and isinstance(row.get("prompt"), str)
+            and _are_segments(row.get("segments"))
+            and all(one.get("kl") is None or is_number(one["kl"]) for one in row["segments"])
+            for row in rows
+        )
     )
 
 
@@ -269,7 +289,6 @@ def _are_numbers(values: Any) -> bool:
 OF_DOMAINS: Mapping[str, Callable[[Any], bool]] = {
     "watched": is_number,
     "scores": _are_numbers,
-    "traces": _are_traces,
     "pass_at_k": is_number,
     "prompts": lambda value: isinstance(value, str),
 }

@@ -54,7 +54,7 @@ def test_a_run_in_an_environment_learns_goes_on_and_does_not_depend_on_its_ranks
     for name in ("left", "right"):
         told = [value for key, value in first.items() if re.fullmatch(rf"turn_\d_kl/{name}", key)]
         assert len(told) > 1 and min(told) <= first[f"kl_k1/{name}"] <= max(told)
-        (trace,) = validation["traces"][name]
+        (trace,) = json.loads((tmp_path / "two" / "traces.json").read_text())["domains"][name]
         assert all((one["kl"] is None) == one["is_given"] for one in trace["segments"])
     page = (tmp_path / "two" / "report.html").read_text()
     assert 'class="given">' in page and "Where the teachers disagree" in page and 'class="heat heat' in page

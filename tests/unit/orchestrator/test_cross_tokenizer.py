@@ -159,6 +159,27 @@ class Definition:
         with torch.no_grad():
             self.logprobs = model(torch.tensor([[*prompt, *ids]])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
         self.sums = self.logprobs.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+        self._written = [samples.teacher.decode([own]) for own in ids]
+
+    def as_text(self, row: int, known: dict[int, float], samples: Samples) -> dict[int, float]:
+        """What follows the text before a row: ``known`` if the teacher reads it as it did, or the rest of a longer
+        token that it would have said in the place of the last one."""
+        before = self._written[row - 1] if row else ""
+        listed = self.logprobs[row - 1].topk(TOP_K) if row else None
+        longer: dict[str, float] = {}
+        for value, other in zip(listed.values.exp().tolist(), listed.indices.tolist(), strict=True) if listed else ():
+            text = samples.teacher.decode([other])
+            if len(text) > len(before) and text.startswith(before) and other not in samples.teacher.all_special_ids:
+                longer[text[len(before)]] = longer.get(text[len(before)], 0.0) + value
+        if not longer:
+            return known
+        again = self.sums[row - 1].exp().item()
+        whole = again + sum(longer.values())
+        found = {own: again * share / whole for own, share in known.items()}
+        for letter, share in longer.items():
+            own = samples.student.get_vocab()[letter]
+            found[own] = found.get(own, 0.0) + share / whole
+        return dict(sorted(found.items(), key=lambda item: -item[1])[:TOP_K])
 
     def spread(self, drawn: Tensor) -> Tensor:
         """Each chunk's log-prob by the shares of its characters' own."""
@@ -218,7 +239,7 @@ def test_a_topk_loss_reads_rows_where_chunks_begin_and_an_advantage_of_the_rest(
                     for a, b in zip(ids[place].tolist(), logprobs[place].tolist(), strict=True)
                     if a != NO_ID
                 }
-                assert got == pytest.approx(known, abs=2e-5)
+                assert got == pytest.approx(wanted.as_text(row, known, samples), abs=2e-5)
                 assert ((ids[place] == NO_ID) == (logprobs[place] == -torch.inf)).all()
     assert num_rest > 1
 

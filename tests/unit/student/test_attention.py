@@ -121,7 +121,7 @@ def test_the_kernel_of_gpus_gets_what_the_loop_takes(
     key, value = torch.randn(2, sum(lengths), 2, 8)
     positions = torch.cat([torch.arange(length) for length in lengths])
     rows = RowParams(positions, lengths, is_packed=True, cp_size=cp_size, cp_rank=rank)
-    groups: Any = SimpleNamespace(cp=layout.cp_group)
+    groups: Any = SimpleNamespace(cp=layout.cp_group, tp=layout.tp_group)
     with cpu_shim.activate():
         core = attention.CoreAttention(config=make_model(layout, DIMS, "none").config, pg_collection=groups)
     torch.testing.assert_close(core._varlen(query, key, value, rows), core._looped(query, key, value, rows))

@@ -68,6 +68,7 @@ def recipe(models: Path, tmp_path: Path) -> Callable[..., Path]:
             },
             "data": {"train": [str(tmp_path / "rows.parquet")], "max_prompt_length": 192},
             "rollout": {"max_response_length": 64},
+            "loss": {"type": "topk_forward_kl", "top_k": 8},
             "schedule": {"steps": 1, "prompts_per_step": 1},
         }
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
