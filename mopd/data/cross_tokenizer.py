@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -245,14 +245,15 @@ class CrossTokenizer:
             ]
             if not more:
                 continue
-            again, shares = float(before[2][row].exp()), Counter[int]()
+            again, shares = float(before[2][row].exp()), defaultdict[int, float](float)
             whole = again + sum(math.exp(logprob) for _, logprob in more)
             for i, logprob in zip(found[row].tolist(), mass[row].tolist(), strict=True):
                 shares[i] += again * math.exp(logprob) / whole
             for i, logprob in more:
                 shares[i] += math.exp(logprob) / whole
-            del shares[NO_TOKEN]
-            best = [(i, math.log(share)) for i, share in shares.most_common(found.shape[1]) if share > 0]
+            shares.pop(NO_TOKEN, None)
+            best = [(i, math.log(share)) for i, share in sorted(shares.items(), key=lambda own: -own[1]) if share > 0]
+            best = best[: found.shape[1]]
             found[row], mass[row] = NO_TOKEN, -torch.inf
             found[row, : len(best)] = torch.tensor([i for i, _ in best], dtype=found.dtype)
             mass[row, : len(best)] = torch.tensor([logprob for _, logprob in best])
