@@ -12,12 +12,11 @@ Shapes: R response tokens of the student, N of the teacher, C chunks, K most pro
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -35,6 +34,8 @@ NO_ROW = -1
 """The teacher's row of a token that begins nothing that it has a distribution over."""
 NO_TOKEN = -1
 """The student's id of a token that only the teacher has."""
+MAX_PAIRS = 2**20
+"""Pairs of the teacher's tokens of which is remembered what one has behind the other."""
 _SPACE = "\u2581"
 """What sentencepiece writes for a space."""
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -199,7 +200,11 @@ class CrossTokenizer:
         for i, other in reversed(self._special.items()):  # of several the first, eos
             if other is not None:
                 self._student_ids[other] = i
-        self._first_piece = cache(lambda text: ours.by_bytes.get(text, _first_piece(text, writes, ours)))
+        self._first = cache(lambda text: ours.by_bytes.get(text, _first_piece(text, writes, ours)))
+        self._rest_of = lru_cache(maxsize=MAX_PAIRS)(self._rest)
+        self._lengths, self._first_bytes = torch.zeros_like(self._student_ids), torch.zeros_like(self._student_ids)
+        for i, text in theirs.texts.items():
+            self._lengths[i], self._first_bytes[i] = len(text), text[0] if text else 0
 
     def student_ids(self, ids: Tensor) -> Tensor:
         """Return the student's ids int64 of the same bytes, or the same role, as the teacher's; of a token that the
@@ -210,11 +215,7 @@ class CrossTokenizer:
         """Return rows of the teacher's ids [M, K] and log-probs [M, K] fp32 as rows of the student's, without repeats:
         the probability of a student's id is that of all the teacher's tokens that begin with it (``student_ids``).
         A place without an id holds ``NO_TOKEN`` and -inf."""
-        own, order = self.student_ids(ids).sort(dim=1)
-        place = torch.nn.functional.pad((own[:, 1:] != own[:, :-1]).cumsum(1), (1, 0))
-        found = torch.full_like(own, NO_TOKEN).scatter(1, place, own)
-        shares = logprobs.double().exp().gather(1, order)
-        mass = torch.zeros_like(shares).scatter_add(1, place, shares)
+        found, mass = _added_up(self.student_ids(ids), logprobs.double().exp())
         return found, mass.log().float().masked_fill(found == NO_TOKEN, -torch.inf)
 
     def as_text(
@@ -235,29 +236,45 @@ class CrossTokenizer:
             after: [M] int64: the teacher's token before each row; ``NO_TOKEN`` for none.
             before: of each row the one before it: the teacher's ids [M, K], log-probs [M, K], those of ``after`` [M].
         """
-        found, mass = rows[0].clone(), rows[1].clone()
-        for row, token in enumerate(after.tolist()):
-            begun = self._their_texts.get(token, b"")
-            more = [
-                (self._first_piece(text[len(begun) :]), logprob)
-                for i, logprob in zip(before[0][row].tolist(), before[1][row].tolist(), strict=True)
-                if begun and len(text := self._their_texts.get(i, b"")) > len(begun) and text.startswith(begun)
-            ]
-            if not more:
-                continue
-            again, shares = float(before[2][row].exp()), defaultdict[int, float](float)
-            whole = again + sum(math.exp(logprob) for _, logprob in more)
-            for i, logprob in zip(found[row].tolist(), mass[row].tolist(), strict=True):
-                shares[i] += again * math.exp(logprob) / whole
-            for i, logprob in more:
-                shares[i] += math.exp(logprob) / whole
-            shares.pop(NO_TOKEN, None)
-            best = [(i, math.log(share)) for i, share in sorted(shares.items(), key=lambda own: -own[1]) if share > 0]
-            best = best[: found.shape[1]]
-            found[row], mass[row] = NO_TOKEN, -torch.inf
-            found[row, : len(best)] = torch.tensor([i for i, _ in best], dtype=found.dtype)
-            mass[row, : len(best)] = torch.tensor([logprob for _, logprob in best])
-        return found, mass
+        begins, rest = self._continued(after, before[0])
+        chosen = begins.any(1)
+        if not chosen.any():
+            return rows
+        again = before[2][chosen].double().exp()
+        more = before[1][chosen].double().exp() * begins[chosen]
+        shares = torch.cat([again[:, None] * rows[1][chosen].double().exp(), more], 1)
+        both, mass = _added_up(torch.cat([rows[0][chosen], rest[chosen]], 1), shares)
+        best = mass.masked_fill(both == NO_TOKEN, 0.0).topk(rows[0].shape[1], dim=1)
+        shares = best.values / (again + more.sum(1))[:, None]
+        found, logprobs = rows[0].clone(), rows[1].clone()
+        found[chosen] = both.gather(1, best.indices).masked_fill(shares == 0, NO_TOKEN)
+        logprobs[chosen] = shares.log().float()
+        return found, logprobs
+
+    def _continued(self, after: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which of the teacher's ``ids`` [M, K] are more than the tokens ``after`` [M], which they begin with,
+        and the student's first id of what they have behind these; ``NO_TOKEN`` where it has none, and elsewhere."""
+        last = len(self._lengths) - 1
+        ids, after = ids.long().clamp_max(last), after.masked_fill(after == NO_TOKEN, last)
+        lengths = self._lengths[after][:, None]
+        begins = (
+            (lengths > 0)
+            & (self._lengths[ids] > lengths)
+            & (self._first_bytes[ids] == self._first_bytes[after][:, None])
+        )
+        row, place = begins.nonzero(as_tuple=True)
+        pairs, where = torch.unique(after[row] * (last + 1) + ids[row, place], return_inverse=True)
+        found = [self._rest_of(pair // (last + 1), pair % (last + 1)) for pair in pairs.tolist()]
+        rest = torch.full_like(ids, NO_TOKEN)
+        begins[row, place] = torch.tensor([own is not None for own in found], dtype=torch.bool)[where]
+        rest[row, place] = torch.tensor([NO_TOKEN if own is None else own for own in found], dtype=ids.dtype)[where]
+        return begins, rest
+
+    def _rest(self, begun: int, token: int) -> int | None:
+        """Return the student's first id of what the teacher's ``token`` has behind the token ``begun``; None if it does
+        not begin with that."""
+        start, text = self._their_texts[begun], self._their_texts[token]
+        return self._first(text[len(start) :]) if text.startswith(start) else None
 
     def align(self, response: Sequence[int]) -> Aligned:
         """Return a response in the teacher's tokens, which are encoded apart from the prompt, as its start is a
@@ -378,6 +395,14 @@ def _counterparts(
         found[ours.added[token]] = None if other is None else theirs.added[other]
     shared = {i: theirs.special[token] for token, i in ours.special.items() if token in theirs.special}
     return found | {i: other for i, other in shared.items() if i not in found}
+
+
+def _added_up(ids: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ids [M, K] without repeats, ``NO_TOKEN`` behind them, and the sum [M, K] of each one's shares."""
+    own, order = ids.sort(dim=1)
+    place = torch.nn.functional.pad((own[:, 1:] != own[:, :-1]).cumsum(1), (1, 0))
+    found = torch.full_like(own, NO_TOKEN).scatter(1, place, own)
+    return found, torch.zeros_like(shares).scatter_add(1, place, shares.gather(1, order))
 
 
 def _first_piece(text: bytes, student: Tokenizer, vocabulary: Vocabulary) -> int:
