@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mopd.base.files.writing import sync, writing
-from mopd.conversion.adapters import CONFIG_FILE, WEIGHTS_FILE
 from mopd.conversion.hf.header import read_header
 from mopd.conversion.hf.reader import weight_files
 from mopd.conversion.hf.writer import MANIFEST_FILE, Group, shard_file
 from mopd.conversion.job import CheckInputs, Job, Written, require_new
-from mopd.conversion.models.config_keys import CONFIG_FILE as MODEL_CONFIG_FILE
+from mopd.conversion.models.adapted import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from mopd.conversion.models.config_keys import CONFIG_FILE
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
@@ -27,7 +27,7 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 def base_hash(folder: Path) -> str:
     """Return a hash of a model folder's config, of names, dtypes and shapes of its tensors, and of the first bytes of
     some of them: models that were trained apart differ there."""
-    digest = hashlib.sha256((folder / MODEL_CONFIG_FILE).read_bytes())
+    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
     tensors = {name: (path, info) for path in weight_files(folder) for name, info in read_header(path).items()}
     every = -(-len(tensors) // _NUM_SAMPLES)
     for number, (name, (path, info)) in enumerate(sorted(tensors.items())):
@@ -50,11 +50,11 @@ def adapter_job(
     """Return the job of writing adapters and the content of their ``adapter_config.json``."""
 
     def finish(folder: Path, written: Mapping[str, Written]) -> None:
-        (folder / CONFIG_FILE).write_text(_config_text(config), encoding="utf-8")
+        (folder / ADAPTER_CONFIG).write_text(_config_text(config), encoding="utf-8")
 
     return Job(
         target=target,
-        files=[shard_file(WEIGHTS_FILE, groups)],
+        files=[shard_file(ADAPTER_WEIGHTS, groups)],
         description=description,
         finish=finish,
         manifest=MANIFEST_FILE,
@@ -80,8 +80,8 @@ def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[s
         with writing(target):
             folder.chmod(0o755)  # mkdtemp makes private folders
             whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(whole, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-            (folder / CONFIG_FILE).write_text(_config_text(config), encoding="utf-8")
+            save_file(whole, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            (folder / ADAPTER_CONFIG).write_text(_config_text(config), encoding="utf-8")
             for path in folder.iterdir():
                 sync(path)
             folder.rename(target)

@@ -23,9 +23,9 @@ from mopd.config.student import LoraConfig
 from mopd.conversion.hf.header import TensorInfo, read_header
 from mopd.conversion.hf.reader import HfReader
 from mopd.conversion.mapped import TORCH_DTYPES, map_tensor
+from mopd.conversion.models.adapted import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from mopd.conversion.models.mapping import merged
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 _REFUSED = (
@@ -62,7 +62,7 @@ class Adapter:
         """Return the tensors by PEFT's names, in the dtype of the file. ``UserError`` for one that is not finite."""
         found = {}
         for name, info in self.infos.items():
-            tensor = map_tensor(self.path / WEIGHTS_FILE, info.start, info.shape, TORCH_DTYPES[info.dtype]).clone()
+            tensor = map_tensor(self.path / ADAPTER_WEIGHTS, info.start, info.shape, TORCH_DTYPES[info.dtype]).clone()
             if not torch.isfinite(tensor).all():
                 raise UserError(f"{self.path}: {name!r} holds NaN or infinite values: train the adapter again")
             found[name] = tensor
@@ -77,10 +77,12 @@ def read_adapter(folder: str | Path, base: str | Path | None = None) -> Adapter:
             or of another base.
     """
     folder = Path(folder)
-    path = folder / WEIGHTS_FILE
-    if not (folder / CONFIG_FILE).is_file() or not path.is_file():
-        raise UserError(f"{folder}: no {CONFIG_FILE} with {WEIGHTS_FILE}: name a folder that PEFT or mopd has saved")
-    config = read_json_object(folder / CONFIG_FILE, cure="save the adapter again")
+    path = folder / ADAPTER_WEIGHTS
+    if not (folder / ADAPTER_CONFIG).is_file() or not path.is_file():
+        raise UserError(
+            f"{folder}: no {ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}: name a folder that PEFT or mopd has saved"
+        )
+    config = read_json_object(folder / ADAPTER_CONFIG, cure="save the adapter again")
     rank, scale = _read_scale(folder, config)
     infos = read_header(path)
     modules = _modules_of(folder, infos, rank)
@@ -111,7 +113,7 @@ def read_start(folder: str | Path, base: str | Path, config: LoraConfig, modules
 
 
 def _read_scale(folder: Path, config: Mapping[str, Any]) -> tuple[int, float]:
-    where = folder / CONFIG_FILE
+    where = folder / ADAPTER_CONFIG
     if config.get("peft_type") != "LORA":
         raise UserError(f"{where}: peft_type is {config.get('peft_type')!r}: only LORA adapters can be used")
     for key in _REFUSED:
@@ -149,9 +151,9 @@ def _modules_of(folder: Path, infos: Mapping[str, TensorInfo], rank: int) -> tup
             raise UserError(f"{folder}: {module!r} has lora_{min(halves)} alone: save the adapter again")
         a, b = (infos[name].shape for name in peft_names(module))
         if len(a) != 2 or len(b) != 2 or (a[0], b[1]) != (rank, rank):
-            raise UserError(f"{folder}: {module!r} has A {list(a)} and B {list(b)}, {CONFIG_FILE} says rank {rank}")
+            raise UserError(f"{folder}: {module!r} has A {list(a)} and B {list(b)}, {ADAPTER_CONFIG} says rank {rank}")
     if not modules:
-        raise UserError(f"{folder}: {WEIGHTS_FILE} holds no tensor: save the adapter again")
+        raise UserError(f"{folder}: {ADAPTER_WEIGHTS} holds no tensor: save the adapter again")
     return tuple(sorted(modules))
 
 

@@ -13,6 +13,7 @@ from mopd.base.types import UserError
 from mopd.config.load import Loaded
 from mopd.config.student import LoraConfig
 from mopd.conversion.hf.header import read_header
+from mopd.conversion.models.adapted import ADAPTER_WEIGHTS
 from mopd.conversion.models.config_keys import CONFIG_FILE
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.reading import read_dims
@@ -21,7 +22,6 @@ from mopd.planning.memory.shards import adapter_weights
 from mopd.planning.memory.stored import StoredFormat, stored_format
 
 STUDENT = "student"
-ADAPTER_FILE = "adapter_model.safetensors"
 ABSENT_RANK = 32
 """Rank, on all linear layers, of a teacher's adapter that is not on this machine."""
 
@@ -71,7 +71,7 @@ def read_models(loaded: Loaded, configs: Path | None) -> ReadModels:
 
 
 def _adapter_weights(folder: Path, dims: ModelDims) -> int:
-    path = folder / ADAPTER_FILE
+    path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         return adapter_weights(dims, LoraConfig(rank=ABSENT_RANK))
     return sum(prod(info.shape) for info in read_header(path).values())

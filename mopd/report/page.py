@@ -258,13 +258,13 @@ def _examples(
 
 def _traces(told: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the traces of the last validation with the heat of each drawn token."""
-    if told is None:
+    if told is None or not told["domains"]:  # they are left out where a file's reader would refuse them
         return None
     domains = {
         domain: {
             "prompt": trace["prompt"],
             "segments": [
-                one | {"heat": 0 if one["kl"] is None else sum(one["kl"] >= least for least in HEATS)}
+                one | {"heat": 0 if one["is_given"] else sum(one["kl"] >= least for least in HEATS)}
                 for one in trace["segments"]
             ],
         }

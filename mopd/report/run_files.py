@@ -264,7 +264,7 @@ def _are_traces(rows: Any) -> bool:
             isinstance(row, dict)
             and isinstance(row.get("prompt"), str)
             and _are_segments(row.get("segments"))
-            and all(one.get("kl") is None or is_number(one["kl"]) for one in row["segments"])
+            and all(one["is_given"] or is_number(one.get("kl")) for one in row["segments"])
             for row in rows
         )
     )

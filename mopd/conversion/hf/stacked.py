@@ -85,8 +85,13 @@ def view_of(stacked: Tensor, expert: int, part: str) -> Tensor:
 
 def split(name: str, stacked: Tensor) -> dict[str, Tensor]:
     """Return the views of every expert by name."""
-    parts = _PARTS[name.rpartition(".")[2].removesuffix("_bias")]
+    parts = parts_of(name)
     return {f"{name}.{e}.{part}": view_of(stacked, e, part) for e in range(len(stacked)) for part in parts}
+
+
+def parts_of(stored: str) -> tuple[str, ...]:
+    """Return the tensors of each expert in a stored one."""
+    return _PARTS[stored.rpartition(".")[2].removesuffix("_bias")]
 
 
 def stored_name(name: str) -> str | None:
@@ -125,7 +130,7 @@ def restacked(tensors: Iterable[tuple[str, Tensor]], num_experts: int) -> Iterat
         stacked, seen = held[stored]
         put(stacked, name, tensor)
         seen.add(name)
-        if len(seen) == num_experts * len(_PARTS[stored.rpartition(".")[2].removesuffix("_bias")]):
+        if len(seen) == num_experts * len(parts_of(stored)):
             del held[stored]
             yield stored, stacked
     if held:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mopd.base.files.writing import sync, writing
 from mopd.conversion.hf.reader import INDEX_FILE, WEIGHTS_FILE, HfReader, kept_files
-from mopd.conversion.hf.stacked import put, restacked, stacked_shape, stored_name
+from mopd.conversion.hf.stacked import parts_of, put, restacked, stacked_shape, stored_name
 from mopd.conversion.job import MAX_FILE_BYTES, CheckInputs, Job, OutputFile, Written, grouped_by_size, require_new
 from mopd.conversion.mapped import DTYPE_NAMES, as_bytes
 from mopd.conversion.models import families
@@ -132,8 +132,7 @@ def restacked_groups(groups: Sequence[Group]) -> list[Group]:
 
 
 def _stack(stored: str, groups: Sequence[Group]) -> Group:
-    num_parts, first = sum(len(group.names) for group in groups), groups[0]
-    num_experts = num_parts // (2 if "gate_up_proj" in stored else 1)
+    first, num_experts = groups[0], sum(len(group.names) for group in groups) // len(parts_of(stored))
     shape = stacked_shape(first.names[0], first.shapes[0], num_experts)
 
     def read() -> list[Tensor]:

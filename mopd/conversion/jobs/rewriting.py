@@ -22,8 +22,6 @@ from torch import Tensor
 from mopd.base.files.json_text import read_json_object
 from mopd.base.files.reading import shown_path
 from mopd.base.types import UserError
-from mopd.conversion.adapters import CONFIG_FILE as ADAPTER_CONFIG
-from mopd.conversion.adapters import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from mopd.conversion.hf.header import TensorInfo, read_header
 from mopd.conversion.hf.reader import (
     HfReader,
@@ -38,6 +36,7 @@ from mopd.conversion.hf.writer import Group, hf_job
 from mopd.conversion.job import MAX_FILE_BYTES, Job, sha256_of
 from mopd.conversion.mapped import TORCH_DTYPES, map_tensor
 from mopd.conversion.models import families
+from mopd.conversion.models.adapted import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from mopd.conversion.models.config_keys import CONFIG_FILE, read_config
 from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.mapping import merged, pad_rows

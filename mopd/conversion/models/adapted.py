@@ -13,6 +13,8 @@ from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
 from mopd.conversion.models.rows import Param
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of an adapter in PEFT's format."""
 Targets = Literal["all_linear"] | Sequence[str]
 """What gets adapters: all linear layers, or those with these last names (``q_proj``)."""
 _MERGES = ("qkv", "gate_up", "rows", "columns", "replicated")

@@ -25,6 +25,7 @@ from mopd.config.machine.places import engine_groups, place_on_machine
 from mopd.config.payloads import always_ids_of, token_ids
 from mopd.config.reading.tree import dotted
 from mopd.conversion.models.adapter_updates import check_updates
+from mopd.conversion.models.dims import check_routes
 from mopd.conversion.models.reading import read_dims
 from mopd.data.columns import survey
 from mopd.data.files import quoted
@@ -242,6 +243,7 @@ class StaticChecks:
         check_machine(self._loaded)
         dims = check_student_layout(self._recipe.student)
         check_updates(self._recipe, dims)
+        check_routes(dims, replay_routes=self._recipe.rollout.replay_routes)
         self._student_sees = dims.vision is not None
         return f"{self._recipe.student.parallel.world_size} ranks for {dims.num_layers} layers of {dims.family}"
 

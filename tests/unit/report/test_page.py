@@ -188,3 +188,28 @@ def test_shares_stand_beside_their_targets_and_pairs_in_a_chart_of_their_own(run
 def _html(run_dir: Path) -> str:
     build_report(run_dir)
     return (run_dir / "report.html").read_text()
+
+
+SEGMENTS = [{"text": "<b>sure", "is_given": False, "kl": 0.02}, {"text": "odd", "is_given": False, "kl": 2.5}]
+
+
+def test_tokens_darken_where_the_teacher_disagrees(run_dir: Path) -> None:
+    given = {"text": "tool: 4", "is_given": True, "kl": None}
+    traces = {"code": [{"prompt": "2+2?", "segments": [*SEGMENTS, given]}]}
+    (run_dir / "traces.json").write_text(json.dumps({"step": 20, "domains": traces}))
+    page_of(run_dir)
+    page = (run_dir / "report.html").read_text()
+    assert '<span class="heat heat0" title="0.02 nats">&lt;b&gt;sure</span>' in page
+    assert '<span class="heat heat3" title="2.50 nats">odd</span><span class="given">tool: 4</span>' in page
+    (run_dir / "traces.json").write_text(json.dumps({"step": 20, "domains": {}}))
+    assert "Where the teachers disagree" in page
+    page_of(run_dir)
+    assert "Where the teachers disagree" not in (run_dir / "report.html").read_text()
+
+
+@pytest.mark.parametrize("kl", [None, "1.0", True])
+def test_a_drawn_token_without_a_number_is_refused(run_dir: Path, kl: object) -> None:
+    traces = {"code": [{"prompt": "2+2?", "segments": [{"text": "4", "is_given": False, "kl": kl}]}]}
+    (run_dir / "traces.json").write_text(json.dumps({"step": 20, "domains": traces}))
+    with pytest.raises(UserError, match=r"traces\.json: holds what are no traces"):
+        page_of(run_dir)

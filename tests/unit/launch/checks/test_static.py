@@ -66,6 +66,14 @@ OF_FILES = {
         ("validation: {every_steps: 5}", "loss: {type: topk_forward_kl, top_k: 65}"),
         "loss.top_k: 65 is above the 64 ids of student.model: lower it",
     ),
+    "routes": (
+        ("validation: {every_steps: 5}", "rollout: {replay_routes: true}"),
+        "rollout.replay_routes is true, and model_type llama has no experts: remove it",
+    ),
+    "frozen": (
+        ("{model: models/student}", "{model: models/student, freeze: [router]}"),
+        "student.freeze names router, which this model of model_type llama does not have",
+    ),
     "tokenizer": (("models/law", "models/other"), "do not share a tokenizer: 1 of 3 ids mean different tokens"),
     "stop token": (
         ("validation: {every_steps: 5}", "rollout: {stop_token_ids: [a, b, 7]}"),
