@@ -33,6 +33,7 @@ ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
 TWO_RANK_LAYOUTS = {
     "ep2": {"tp": 1, "pp": 1, "dp": 2, "sp": False, "ep": 2},
     "tp2_sp": {"tp": 2, "pp": 1, "dp": 1, "sp": True},
+    "tp2_sp_etp1": {"tp": 2, "pp": 1, "dp": 1, "sp": True, "ep": 1, "etp": 1},
     "tp2_sp_ep2": {"tp": 2, "pp": 1, "dp": 1, "sp": True, "ep": 2, "etp": 1},
     "pp2": {"tp": 1, "pp": 2, "dp": 1, "sp": False},
     "dp2": {"tp": 1, "pp": 1, "dp": 2, "sp": False},
@@ -77,6 +78,7 @@ BIASED = {"moe_router_bias_update_rate": 0.01}
 SAVED = {
     "ep2": {**TWO_RANK_LAYOUTS["ep2"], "moe": BIASED, **OVERLAP},
     "pp2": {**TWO_RANK_LAYOUTS["pp2"], "moe": BIASED},
+    "tp2_sp_etp1": TWO_RANK_LAYOUTS["tp2_sp_etp1"],
     "ep2_plain": {**TWO_RANK_LAYOUTS["ep2"], "distributed_optimizer": False},
 }
 REPLAYED: dict[str, Results] = {
@@ -87,7 +89,16 @@ REPLAYED: dict[str, Results] = {
     "cp2": {**ONE, "cp": 2},
 }
 """Layouts in which routers choose as a rollout's did, of a model of 4 layers."""
-LOADED = ("ep2/ep2", "ep2/tp2_sp_ep2", "ep2/pp2", "pp2/ep2", "ep2_plain/ep2_plain", "ep2_plain/pp2_plain")
+LOADED = (
+    "tp2_sp_etp1/pp2",
+    "tp2_sp_etp1/tp2_sp_etp1",
+    "ep2/ep2",
+    "ep2/tp2_sp_ep2",
+    "ep2/pp2",
+    "pp2/ep2",
+    "ep2_plain/ep2_plain",
+    "ep2_plain/pp2_plain",
+)
 
 
 @pytest.fixture(scope="session")
