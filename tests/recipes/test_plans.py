@@ -64,7 +64,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("configs")
     for shipped in (ROOT / "recipes" / "models").iterdir():
         (folder / shipped.name).symlink_to(shipped)
-    text = dict.fromkeys(("base", "reversal", "sorting", "next_letter", "sorter", "copier", "sums"), CONFIG)
+    text = dict.fromkeys(("base", "reversal", "sorting", "next_letter", "sorter", "copier", "sums", "mixed"), CONFIG)
     for model, config in {**text, "vision-base": VISION_CONFIG, "reader": VISION_CONFIG}.items():
         (folder / model).mkdir()
         (folder / model / "config.json").write_text(json.dumps(config))
