@@ -21,7 +21,7 @@ from mopd.config.losses import CustomLossConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.adapters import read_adapter
 from mopd.conversion.hf.header import read_header
-from mopd.conversion.hf.manifest import ADAPTER_HASH, Manifest, compare_manifests, make_manifest
+from mopd.conversion.hf.manifest import ADAPTER_HASH, HASHES, Manifest, compare_manifests, make_manifest
 from mopd.conversion.hf.reader import INDEX_FILE, PROCESSOR_PATTERNS, WEIGHTS_FILE, matching_files, weight_files
 from mopd.conversion.job import sha256_of
 from mopd.conversion.models.config_keys import CONFIG_FILE
@@ -159,7 +159,8 @@ def check_unchanged(path: Path, current: Mapping[str, Manifest]) -> None:
     """Refuse to resume with another model than the run began with.
 
     Raises:
-        UserError: names the model's key, its folder and what changed; the file is not what ``write_manifests`` writes.
+        UserError: names the key of the model, or of an adapter that alone has changed, and what changed; the file is
+            not what ``write_manifests`` writes.
     """
     stored = _read(path)[0]
     unmatched = sorted(set(stored) ^ set(current))
@@ -169,9 +170,12 @@ def check_unchanged(path: Path, current: Mapping[str, Manifest]) -> None:
     for key, manifest in current.items():
         differences = compare_manifests(stored[key], manifest)
         if differences:
+            what, which = "model", f"{key}.model {manifest.path!r}"
+            if stored[key].identity[: len(HASHES)] == manifest.identity[: len(HASHES)]:
+                what, which = "adapter", "student.lora.path" if key == "student" else f"{key}.adapter"
             raise UserError(
-                f"{key}.model {manifest.path!r} is not what the run began with: {'; '.join(differences)}: "
-                "restore that model, or set another run_dir"
+                f"{which} is not what the run began with: {'; '.join(differences)}: restore that {what}, or set "
+                "another run_dir"
             )
 
 

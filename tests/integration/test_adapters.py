@@ -137,7 +137,9 @@ def test_a_run_with_two_adapters(tiny: World, world: World, tmp_path: Path) -> N
     shutil.copytree(tiny.folder / "adapter_left", own, dirs_exist_ok=True)
     refused = mopd("train", recipe, "--resume", "--set", "schedule.steps=4")
     assert refused.returncode == 2, refused.stderr
-    assert "teachers.right.model" in (line := refused.stderr.splitlines()[-1]) and "adapter_sha256 was" in line, line
+    assert "teachers.right.adapter is" in (line := refused.stderr.splitlines()[-1]) and "adapter_sha256 was" in line, (
+        line
+    )
 
 
 def test_refusals_are_one_line(tiny: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

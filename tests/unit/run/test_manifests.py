@@ -60,7 +60,7 @@ def test_the_adapter_that_a_student_begins_with_counts(tmp_path: Path, monkeypat
     write_manifests(path, make_manifests(recipe), {}, {})
     check_unchanged(path, make_manifests(recipe))
     write_adapter(adapter, random_adapter(base, 1))
-    with pytest.raises(UserError, match=r"^student\.model .* not what the run began with: adapter_sha256 was"):
+    with pytest.raises(UserError, match=r"^student\.lora\.path is not what the run began with: adapter_sha256 was"):
         check_unchanged(path, make_manifests(recipe))
 
 
