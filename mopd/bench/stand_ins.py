@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mopd.config.data import DataConfig
 from mopd.config.groups import TeacherConfig
@@ -29,7 +27,7 @@ from mopd.config.student import StudentConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.stream import PromptStream
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import Generation, ResponseCallback, SamplingParams, Scores
+from mopd.engines.interface import Generation, ResponseCallback, Scores, ToDraw, ToScore
 
 VOCAB_SIZE = 1024
 LOGPROB = -20.0
@@ -76,25 +74,17 @@ class SleepingGenerator:
         self.weight_version, self._swapped_at = weight_version, asyncio.get_running_loop().time()
         self._works.set()
 
-    async def generate(
-        self,
-        prompts: Any,
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        **_: Any,
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         came_at = asyncio.get_running_loop().time()
 
         async def one(i: int, seed: int) -> Generation:
             async with self._turns:
-                response = await self._respond(came_at, self._lengths.draw(seed, sampling.max_new_tokens))
+                response = await self._respond(came_at, self._lengths.draw(seed, asked.sampling.max_new_tokens))
             if on_response is not None:
                 on_response(i, response)
             return response
 
-        return await all_or_none(one(i, seed) for i, seed in enumerate(seeds))
+        return await all_or_none(one(i, seed) for i, seed in enumerate(asked.seeds))
 
     async def _respond(self, came_at: float, length: int) -> Generation:
         await self._works.wait()
@@ -128,21 +118,19 @@ class SleepingScorer:
         self._turn = asyncio.Lock()
         self._free_at = 0.0
 
-    async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, top_k: int, **_: Any
-    ) -> list[Scores]:
+    async def score(self, asked: ToScore) -> list[Scores]:
         loop = asyncio.get_running_loop()
         came_at = loop.time()
         async with self._turn:
-            self._free_at = max(self._free_at, came_at) + self._s_per_token * sum(map(len, tokens))
+            self._free_at = max(self._free_at, came_at) + self._s_per_token * sum(map(len, asked.tokens))
             await asyncio.sleep(max(0.0, self._free_at - loop.time()))
         return [
             Scores(
-                ids=torch.arange(top_k, dtype=torch.int32).expand(len(sequence) - start, top_k),
-                logprobs=torch.full((len(sequence) - start, top_k), LOGPROB),
+                ids=torch.arange(asked.top_k, dtype=torch.int32).expand(len(sequence) - start, asked.top_k),
+                logprobs=torch.full((len(sequence) - start, asked.top_k), LOGPROB),
                 token_logprobs=torch.full((len(sequence) - start,), LOGPROB),
             )
-            for sequence, start in zip(tokens, prompt_lengths, strict=True)
+            for sequence, start in zip(asked.tokens, asked.prompt_lengths, strict=True)
         ]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ from mopd.config.losses import TopKLossConfig
 from mopd.config.payloads import Asked, Payload, asked
 from mopd.conversion.hf.pretrained import load_weights
 from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.interface import ToScore
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
@@ -143,7 +143,8 @@ def _path(router: Router, wants: Asked, lengths: Sequence[int]) -> Score:
     ids = torch.arange(wants.given, dtype=torch.int32)
     given = [ids.expand(length - PROMPT_LENGTH, -1).contiguous() for length in lengths] if wants.given else None
     size = MODEL["hidden_size"] if wants.hidden else 0
-    return functools.partial(router.score, top_k=wants.own, temperature=1.0, given=given, hidden_size=size)
+    more: dict[str, Any] = {"top_k": wants.own, "temperature": 1.0, "given": given, "hidden_size": size}
+    return lambda tokens, starts: router.score(ToScore(tokens, starts, **more))
 
 
 def _engine_config(engine: str) -> TorchEngineConfig | VllmEngineConfig:
@@ -165,7 +166,7 @@ async def _bare(model: Path, cfg: TorchEngineConfig | VllmEngineConfig, wanted: 
     """Yield the score function of the engine alone, without any of our code around vLLM's."""
     if isinstance(cfg, TorchEngineConfig):
         engine = TorchEngine.from_pretrained(model, cfg, "cuda" if torch.cuda.is_available() else "cpu")
-        yield functools.partial(engine.score, **wanted)
+        yield lambda tokens, starts: engine.score(ToScore(tokens, starts, **wanted))
         return
     from mopd.engines.vllm import start as vllm
 
@@ -206,7 +207,7 @@ def measure_size(
         model.eval().to(device)
 
         def score() -> None:
-            asyncio.run(engine.score(tokens, [prompt] * len(tokens), top_k=top_k, temperature=1.0))
+            asyncio.run(engine.score(ToScore(tokens, [prompt] * len(tokens), top_k=top_k, temperature=1.0)))
 
         @torch.inference_mode()
         def forward() -> None:

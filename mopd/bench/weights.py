@@ -58,7 +58,7 @@ from mopd.config.student import LoraConfig
 from mopd.config.weights import MAX_BUCKET_MIB, CollectiveConfig, HttpConfig, IpcConfig
 from mopd.conversion.models.reading import read_dims
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import SamplingParams, ToDraw
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from mopd.engines.student_adapter import StudentAdapter
@@ -322,7 +322,7 @@ class Updates:
         await self._students[way].publish(self._version)
         seconds = time.perf_counter() - started
         for engine in self._engines:
-            (drawn,) = await engine.generate([[3, 4, 5]], SAMPLING, [0])
+            (drawn,) = await engine.generate(ToDraw([[3, 4, 5]], SAMPLING, [0]))
             self._answers.append((drawn.tokens.tolist(), drawn.logprobs.tolist()))
         return seconds
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mopd.base.types import RouteShape, UserError
-from mopd.engines.interface import ROUTE_DTYPES, Generation, Given, SamplingParams, Scores, WeightsLost, num_routed
+from mopd.engines.interface import ROUTE_DTYPES, Generation, Scores, ToDraw, ToScore, WeightsLost, num_routed
 
 MAX_EXCESS = 1e-4
 """Probability mass above 1 that rounding explains (``docs/losses.md``); a log-prob may exceed 0 by as much."""
@@ -39,30 +39,21 @@ def check_adapter(adapter: str, known: Collection[str], *, name: str) -> None:
         raise ValueError(f"adapter {adapter!r} is not loaded in the engine of {name}, which has {there}")
 
 
-def check_scoring(tokens: Sequence[Tensor], prompt_lengths: Sequence[int]) -> None:
+def check_scoring(asked: ToScore) -> None:
     """Raise ``ValueError`` for a sequence whose prompt is empty or longer than the sequence."""
-    for i, (sequence, start) in enumerate(zip(tokens, prompt_lengths, strict=True)):
+    for i, (sequence, start) in enumerate(zip(asked.tokens, asked.prompt_lengths, strict=True)):
         if not 1 <= start <= len(sequence):
             raise ValueError(f"sequence {i} has {len(sequence)} tokens and prompt length {start}: need 1 or more")
 
 
-def check_sampling(
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    seeds: Sequence[int],
-    stop_ids: Sequence[int],
-    *,
-    name: str,
-) -> None:
+def check_sampling(asked: ToDraw, stop_ids: Sequence[int], *, name: str) -> None:
     """Raise for a request for responses that cannot be served.
 
     Raises:
-        ValueError: the numbers of seeds and prompts differ, a prompt is empty or has no token before ``num_begun``, or
-            ``max_new_tokens`` is below 1.
+        ValueError: a prompt is empty or has no token before ``num_begun``, or ``max_new_tokens`` is below 1.
         UserError: no token ends a response; the message names the checkpoint, ``name``.
     """
-    if len(seeds) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
+    prompts, sampling = asked.prompts, asked.sampling
     if sampling.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}: set 1 or more")
     if not all(prompts):
@@ -93,34 +84,18 @@ def check_length(longest: int, max_new_tokens: int | None, limit: int, limit_key
     raise UserError(f"{problem} > {limit_key} {limit} of {name}: {cure}")
 
 
-def check_scores(
-    scores: Sequence[Scores],
-    tokens: Sequence[Tensor],
-    prompt_lengths: Sequence[int],
-    *,
-    top_k: int,
-    vocab_size: int | None,
-    given: Given = None,
-    hidden_size: int = 0,
-) -> None:
-    """Raise ``ValueError`` unless ``scores`` can be those of the responses ``tokens[i][prompt_lengths[i]:]``.
+def check_scores(scores: Sequence[Scores], asked: ToScore, *, vocab_size: int | None) -> None:
+    """Raise ``ValueError``, one line with the sequence, the row and what is wrong, unless ``scores`` can answer.
 
     Checks every promise of ``Scores``. Rows are ordered, most probable id first; ids of equal log-prob may stand in any
     order. A listed log-prob may be -inf: the entry then leaves the loss's set S. The token's own log-prob must be
-    finite.
-
-    Args:
-        vocab_size: ids are below it; ``None`` if it is unknown.
-        given: the ids that were asked for beside the most probable ones.
-        hidden_size: size of the hidden states that were asked for; 0: none were.
-
-    Raises:
-        ValueError: one line: which sequence, which row, what is wrong.
+    finite. Ids are below ``vocab_size``; ``None``: it is unknown.
     """
-    if len(scores) != len(tokens):
-        raise ValueError(f"{len(scores)} answers for {len(tokens)} sequences")
-    counts = [len(sequence) - start for sequence, start in zip(tokens, prompt_lengths, strict=True)]
-    num_given = num_given_of(given)
+    top_k, num_given, hidden_size = asked.top_k, asked.num_given, asked.hidden_size
+    if len(scores) != len(asked):
+        raise ValueError(f"{len(scores)} answers for {len(asked)} sequences")
+    responses = [tokens[start:] for tokens, start in zip(asked.tokens, asked.prompt_lengths, strict=True)]
+    counts = [len(response) for response in responses]
     for i, (own, count) in enumerate(zip(scores, counts, strict=True)):
         _check_tensor(own.ids, "ids", (count, top_k), torch.int32, i)
         _check_tensor(own.logprobs, "logprobs", (count, top_k), torch.float32, i)
@@ -135,22 +110,17 @@ def check_scores(
         return
     rows = _Rows(counts)
     own_R = torch.cat([own.token_logprobs for own in scores]).numpy()
-    sampled_R = torch.cat([t[start:] for t, start in zip(tokens, prompt_lengths, strict=True)]).numpy()
+    sampled_R = torch.cat(responses).numpy()
     ids_RK = torch.cat([own.ids for own in scores]).numpy()
     logprobs_RK = torch.cat([own.logprobs for own in scores]).numpy()
     if top_k:
         rows.check(ids_RK, logprobs_RK, own_R, sampled_R, vocab_size)
     else:
         rows.check_own(own_R)
-    if given is not None and num_given:
-        ids_RG = torch.cat([*given]).numpy()
+    if asked.given is not None and num_given:
+        ids_RG = torch.cat([*asked.given]).numpy()
         given_RG = torch.cat([own.given_logprobs for own in scores if own.given_logprobs is not None]).numpy()
         rows.check_given(ids_RG, given_RG, own_R, sampled_R)
-
-
-def num_given_of(given: Given) -> int:
-    """Return G, the number of ids that each row is to be scored at."""
-    return given[0].shape[1] if given else 0
 
 
 def check_hidden_size(hidden_size: int, own: int, *, name: str) -> None:
@@ -159,16 +129,13 @@ def check_hidden_size(hidden_size: int, own: int, *, name: str) -> None:
         raise ValueError(f"hidden states of size {hidden_size} are asked for: those of {name} have {own}")
 
 
-def check_given(
-    given: Given, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], *, vocab_size: int, name: str
-) -> None:
-    """Raise ``ValueError`` unless ``given`` has a row of as many ids, all in the vocabulary of ``name``, for each
+def check_given(asked: ToScore, *, vocab_size: int, name: str) -> None:
+    """Raise ``ValueError`` unless the ids ``given`` are a row of as many, all in the vocabulary of ``name``, for each
     response token."""
-    if given is None:
+    if asked.given is None:
         return
-    num = num_given_of(given)
-    for i, (ids, sequence, start) in enumerate(zip(given, tokens, prompt_lengths, strict=True)):
-        _check_tensor(ids, "given ids", (len(sequence) - start, num), torch.int32, i)
+    for i, (ids, sequence, start) in enumerate(zip(asked.given, asked.tokens, asked.prompt_lengths, strict=True)):
+        _check_tensor(ids, "given ids", (len(sequence) - start, asked.num_given), torch.int32, i)
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
             raise ValueError(f"sequence {i}: given ids are outside the vocabulary of {vocab_size} of {name}")
 

@@ -8,9 +8,9 @@ Shapes: R response tokens of one sample, K = top-k.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -221,26 +221,107 @@ Given = Sequence[Tensor] | None
 """Ids at which log-probs are asked for: [R, G] int32 for each sequence of a request, G the same; ``None`` for no ids.
 An id may stand twice in a row."""
 
-SequenceT = TypeVar("SequenceT")
-Item = tuple[SequenceT, int, tuple[PromptImage, ...], Tensor | None]
-"""A sequence, its number (prompt length or seed), its images, and the ids that it is to be scored at."""
 NO_VISION = "the model sees no images: route rows with images to one that does"
 
 
-def join(
-    sequences: Sequence[SequenceT], numbers: Sequence[int], images: Images, given: Given = None
-) -> list[Item[SequenceT]]:
-    """Return one item per sequence; ``ValueError`` unless every sequence has its number, its images and its ids."""
-    seen = [()] * len(sequences) if images is None else [tuple(own) for own in images]
-    ids = [None] * len(sequences) if given is None else given
-    return list(zip(sequences, numbers, seen, ids, strict=True))
+class _Columns:
+    """Request about N sequences: each of its ``COLUMNS`` is ``None`` or has one entry for each sequence."""
+
+    __slots__ = ()
+    COLUMNS: ClassVar[tuple[str, ...]]
+    images: Images
+
+    def __post_init__(self) -> None:
+        counts = {name: len(column) for name in self.COLUMNS if (column := getattr(self, name)) is not None}
+        if len({*counts.values()}) > 1:
+            raise ValueError("a request has " + " but ".join(f"{count} {name}" for name, count in counts.items()))
+
+    def __len__(self) -> int:
+        return len(getattr(self, self.COLUMNS[0]))
+
+    def at(self, places: Sequence[int]) -> Self:
+        """Return the request about some of the sequences."""
+        columns = {name: getattr(self, name) for name in self.COLUMNS}
+        chosen = {name: own if own is None else [own[i] for i in places] for name, own in columns.items()}
+        return replace(self, **chosen)  # type: ignore[type-var]
+
+    @property
+    def seen(self) -> Sequence[Sequence[PromptImage]]:
+        """The images of each sequence, none where it has none."""
+        return [()] * len(self) if self.images is None else self.images
 
 
-def split(items: Sequence[Item[SequenceT]]) -> tuple[list[SequenceT], list[int], Images, Given]:
-    """Undo ``join``; the images are ``None`` if no sequence has one, the ids if the first sequence has none."""
-    images = [item[2] for item in items]
-    given = [ids for item in items if (ids := item[3]) is not None]
-    return [item[0] for item in items], [item[1] for item in items], images if any(images) else None, given or None
+@dataclass(frozen=True, slots=True, eq=False)
+class ToScore(_Columns):
+    """What a ``Scorer`` is asked of the responses of N sequences, ``tokens[i][prompt_lengths[i]:]``. ``ValueError``
+    unless each sequence has its own of what there is one of for each."""
+
+    COLUMNS = ("tokens", "prompt_lengths", "images", "given")
+    tokens: Sequence[Tensor]
+    """Ids of each sequence, with one placeholder for each token of an image (after merging)."""
+    prompt_lengths: Sequence[int]
+    """Tokens of each sequence before its response, 1 or more."""
+    _: KW_ONLY
+    top_k: int
+    """K, the number of most probable ids that a row tells; 0: none."""
+    temperature: float
+    """Divides the logits."""
+    images: Images = None
+    given: Given = None
+    hidden_size: int = 0
+    """H, the model's, to be told its hidden states too; 0: they are not told."""
+    adapter: str = ""
+    """Name of the adapter beside the weights that answers (``EngineInfo.adapters``); empty: none, or the student's."""
+
+    def __post_init__(self) -> None:
+        _Columns.__post_init__(self)  # super() does not know a class with slots
+        if not self.num_given:
+            object.__setattr__(self, "given", None)
+
+    @property
+    def num_given(self) -> int:
+        """G, the number of ids that each row is given."""
+        return self.given[0].shape[1] if self.given else 0
+
+    @property
+    def kind(self) -> Hashable:
+        """What requests have in common that can be ``joined``."""
+        return ToScore, self.top_k, self.temperature, self.num_given, self.hidden_size, self.adapter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ToDraw(_Columns):
+    """What a ``Generator`` is asked for: one response to each of N prompts. ``ValueError`` as of ``ToScore``."""
+
+    COLUMNS = ("prompts", "seeds", "images")
+    prompts: Sequence[Sequence[int]]
+    """Ids of each prompt, with placeholders as in ``ToScore``."""
+    sampling: SamplingParams
+    seeds: Sequence[int]
+    """Seed of each response, in [0, 2**63)."""
+    _: KW_ONLY
+    images: Images = None
+    adapter: str = ""
+    """As in ``ToScore``."""
+
+    @property
+    def kind(self) -> Hashable:
+        """What requests have in common that can be ``joined``."""
+        return ToDraw, self.sampling, self.adapter
+
+
+RequestT = TypeVar("RequestT", ToScore, ToDraw)
+
+
+def joined(requests: Sequence[RequestT]) -> RequestT:
+    """Return requests of one ``kind``, at least one, as one request."""
+    columns: dict[str, Any] = {
+        name: [one for asked in requests for one in getattr(asked, name)]
+        for name in requests[0].COLUMNS
+        if name != "images" and getattr(requests[0], name) is not None
+    }
+    images = [own for asked in requests for own in asked.seen]
+    return replace(requests[0], **columns, images=images if any(images) else None)
 
 
 def refuse_images(images: Images, name: str, *, because: str = NO_VISION) -> None:
@@ -281,24 +362,13 @@ class Generator(Protocol):
         """Version of the weights that answer now; -1 before the first that came from a student."""
         ...
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-        adapter: str = "",
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         """Draw one response per prompt. A response depends on its prompt, its seed and the weights, not on its
-        neighbours' seeds. ``seeds`` are non-negative and below 2**63. ``adapter`` as for ``Scorer.score``.
+        neighbours' seeds. Placeholders and other tokens that only an image may stand for are never drawn.
 
         ``on_response`` is called on the caller's event loop for each response as soon as it is complete, at most once
         each; an engine that knows a response only at the end never calls it. The returned list holds all responses.
-
-        A prompt holds one placeholder for each token of its ``images``. ``EngineRejected`` for images that the engine
-        cannot see. Placeholders and other tokens that only an image may stand for are never drawn.
+        ``EngineRejected`` for images that the engine cannot see, ``ValueError`` for an adapter that is not there.
         """
         ...
 
@@ -344,26 +414,9 @@ class Incoming(Protocol):
 class Scorer(Protocol):
     """An engine that scores given responses with fixed weights."""
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-        given: Given = None,
-        hidden_size: int = 0,
-        adapter: str = "",
-    ) -> list[Scores]:
-        """Score the response part of each sequence (``tokens[i][prompt_lengths[i]:]``): its own tokens, the ``top_k``
-        most probable ids (0: none), and the ids ``given``. With ``hidden_size``, which must be the model's, also
-        return its hidden states. ``adapter`` names the one beside the weights that answers (``EngineInfo.adapters``);
-        empty: none, or that of the student. ``ValueError`` for one that is not there.
-
-        ``tokens`` hold one placeholder for each token of an image (after merging), as for ``Generator.generate``.
-        ``EngineRejected`` for images that the engine cannot see.
-        """
+    async def score(self, asked: ToScore) -> list[Scores]:
+        """Score the response part of each sequence. ``EngineRejected`` for images that the engine cannot see,
+        ``ValueError`` for an adapter that is not there."""
         ...
 
 

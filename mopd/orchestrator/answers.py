@@ -25,7 +25,7 @@ from mopd.conversion.hf.manifest import ADAPTER_HASH, HASHES, Manifest
 from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import Generation, SamplingParams
+from mopd.engines.interface import Generation, SamplingParams, ToDraw
 from mopd.engines.replicas.interface import SampleFailed
 from mopd.orchestrator.rollout import put_samples
 from mopd.orchestrator.teachers import TeacherGroup
@@ -127,7 +127,7 @@ class AnswerWorker:
         try:
             async with group.kept_awake():
                 images = self.dataset.images_of(rows) if group.sees_images else None
-                drawn = await group.generate(prompts, self.sampling, seeds, images=images)
+                drawn = await group.generate(ToDraw(prompts, self.sampling, seeds, images=images))
         except SampleFailed as error:
             failed = [asked[i].prompt for i in error.positions]
             named = named_samples([prompt.sample_id for prompt in failed], {prompt.domain for prompt in failed})

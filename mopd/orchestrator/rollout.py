@@ -18,7 +18,7 @@ from mopd.data.image_refs import image_refs_to_tensor
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import Generation, Generator, Images, SamplingParams
+from mopd.engines.interface import Generation, Generator, Images, SamplingParams, ToDraw
 from mopd.engines.replicas.interface import SampleFailed
 from mopd.orchestrator.prefixes import Prefixes, behind
 from mopd.orchestrator.trajectories import Player, Segmented, Trajectory, draw_turns, join_parts
@@ -145,7 +145,8 @@ class RolloutWorker:
             prefix = torch.cat([own.tokens for own in parts]).tolist()
             sampling = replace(self.sampling, max_new_tokens=limit - len(prefix), num_begun=len(prefix))
             images = self.dataset.images_of([row])
-            parts += await self.generator.generate([(*start, *prefix)], sampling, [next_seed()], images=images)
+            asked = ToDraw([(*start, *prefix)], sampling, [next_seed()], images=images)
+            parts += await self.generator.generate(asked)
         return part if len(parts) == 1 else join_parts(parts, parts[-1].finish_reason)
 
     def take_numbers(self) -> dict[str, float]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +25,12 @@ from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.prompts import PromptDataset
 from mopd.data_plane.interface import Storage
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import CorruptAnswer, Generation, SamplingParams, Scores
+from mopd.engines.interface import CorruptAnswer, Generation, ResponseCallback, Scores, ToDraw, ToScore
 from mopd.engines.replicas.interface import NoReplica, SampleFailed
 from mopd.engines.replicas.router import Router
 from mopd.losses import combine
 from mopd.losses.sampled import domain_baselines
-from mopd.orchestrator.kept.scores import Questions, ScoreCache
+from mopd.orchestrator.kept.scores import ScoreCache
 from mopd.orchestrator.support import NO_ID, Coverage, coverage_metrics, given_ids, support_rows, widened
 from mopd.orchestrator.traces import Traces
 
@@ -61,30 +60,26 @@ class TeacherGroup:
         """Set up the group. ``vocab_size`` is the teacher's own: no answer may name an id beyond it. ``hidden_size``:
         that of the states that it sends; 0 where it sends none. ``adapter``: what its requests name."""
         self.name = name
-        self._options: dict[str, Any] = {"adapter": adapter} if adapter else {}
+        self._adapter = adapter
         self.hidden_size = hidden_size
         self.sees_images = sees_images
         self.router = router
         self.router.vocab_size = vocab_size
         self.kept_awake = kept_awake
 
-    async def score(
-        self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], **options: Any
-    ) -> list[Scores | SampleFailed]:
-        """Score the response part of each sequence, with the replicas awake and the options of ``Router.score``."""
+    async def score(self, asked: ToScore, *, stop_at_failure: bool = True) -> list[Scores | SampleFailed]:
+        """Score as ``Router.score``, with the replicas awake and the teacher's adapter."""
         async with self.kept_awake():
-            return await self.router.score(tokens, prompt_lengths, **self._options, **options)
+            return await self.router.score(replace(asked, adapter=self._adapter), stop_at_failure=stop_at_failure)
 
     @property
     def weight_version(self) -> int:
         """Version of the weights that answer, as ``Generator`` has it."""
         return self.router.weight_version
 
-    async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int], **options: Any
-    ) -> list[Generation]:
-        """Draw one response per prompt, as ``Router.generate`` does; the caller holds ``kept_awake``."""
-        return await self.router.generate(prompts, sampling, seeds, **self._options, **options)
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
+        """Draw as ``Router.generate`` with the teacher's adapter; the caller holds ``kept_awake``."""
+        return await self.router.generate(replace(asked, adapter=self._adapter), on_response=on_response)
 
 
 class TeacherWorker:
@@ -293,14 +288,21 @@ class TeacherWorker:
             self._count(group.name, aligned)
         rows_of_all = zip(metas, fields["tokens"], aligned, strict=True)
         read = [with_prompt(prompts.get(meta.sample_id), meta, own, other) for meta, own, other in rows_of_all]
-        tokens, starts = [own for own, _ in read], [start for _, start in read]
         students = fields.get("student_ids", [None] * len(metas))
         given = [
             given_ids(asked, own, self._always_ids, meta.response_length)
             for meta, own in zip(metas, students, strict=True)
         ]
-        questions = Questions(tokens, starts, images, given, asked.own, group.hidden_size)
-        answers = await self._kept_or_asked(group, metas, questions)
+        request = ToScore(
+            [own for own, _ in read],
+            [start for _, start in read],
+            top_k=asked.own,
+            temperature=self._temperature,
+            images=images,
+            given=[ids for ids in given if ids is not None] or None,  # all have some, or none has
+            hidden_size=group.hidden_size,
+        )
+        answers = await self._kept_or_asked(group, metas, request)
         said: dict[int, TeacherRows | FailedSample] = {}
         for i, (meta, ids_RG) in enumerate(zip(metas, given, strict=True)):
             answer, other = answers[meta.sample_id], aligned[i]
@@ -318,7 +320,7 @@ class TeacherWorker:
     def _count(self, name: str, aligned: Sequence[Aligned]) -> None:
         self._counts[name] = [sum(own) for own in zip(self._counts[name], *(a.counts() for a in aligned), strict=True)]
 
-    async def _kept_or_asked(self, group: TeacherGroup, metas: Sequence[SampleMeta], asked: Questions) -> Answers:
+    async def _kept_or_asked(self, group: TeacherGroup, metas: Sequence[SampleMeta], asked: ToScore) -> Answers:
         """Return what the cache holds, and have the teacher score the rest."""
         if self.cache is None:
             return await self._answers(group, metas, asked)
@@ -330,20 +332,10 @@ class TeacherWorker:
         await self.cache.keep(kept)
         return {meta.sample_id: own for meta, own in zip(metas, found, strict=True) if own is not None} | fresh
 
-    async def _answers(self, group: TeacherGroup, metas: Sequence[SampleMeta], asked: Questions) -> Answers:
+    async def _answers(self, group: TeacherGroup, metas: Sequence[SampleMeta], asked: ToScore) -> Answers:
         """Have a teacher score the samples."""
-        options: dict[str, Any] = {} if asked.given_ids is None else {"given": asked.given_ids}
-        options |= {"hidden_size": asked.hidden_size} if asked.hidden_size else {}
         try:
-            scores = await group.score(
-                asked.tokens,
-                asked.starts,
-                top_k=asked.top_k,
-                temperature=self._temperature,
-                images=asked.images,
-                stop_at_failure=not self._keep_going,
-                **options,
-            )
+            scores = await group.score(asked, stop_at_failure=not self._keep_going)
         except SampleFailed as error:
             raise self._end(group, [metas[i] for i in error.positions], error) from error
         answers: Answers = {}

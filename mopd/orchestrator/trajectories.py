@@ -26,7 +26,7 @@ from mopd.data.prompts import PromptRow
 from mopd.data.tokenizer import read_texts
 from mopd.data.turns import TurnFrame
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import FinishReason, Generation, Generator, Images, SamplingParams
+from mopd.engines.interface import FinishReason, Generation, Generator, Images, SamplingParams, ToDraw
 from mopd.environments.process import EnvironmentFailed, Environments, Episode
 
 logger = logging.getLogger(__name__)
@@ -151,13 +151,8 @@ async def draw_turns(
 
     async def draw(limit: int) -> None:
         own = [place for place, one in enumerate(limits) if one == limit]
-        parts = await generator.generate(
-            [starts[place] for place in own],
-            replace(sampling, max_new_tokens=limit),
-            [seeds[place] for place in own],
-            on_response=lambda i, part: on_response(numbers[own[i]], part),
-            images=None if images is None else [images[place] for place in own],
-        )
+        asked = ToDraw(starts, replace(sampling, max_new_tokens=limit), seeds, images=images).at(own)
+        parts = await generator.generate(asked, on_response=lambda i, part: on_response(numbers[own[i]], part))
         drawn.update(zip(own, parts, strict=True))
 
     await all_or_none(draw(limit) for limit in dict.fromkeys(limits))

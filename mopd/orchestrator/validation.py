@@ -26,7 +26,7 @@ from mopd.config.schema import Recipe
 from mopd.data.image_files import read_rgb
 from mopd.data.prompts import PromptDataset, PromptView
 from mopd.data.tokenizer import load_tokenizer, stops_of
-from mopd.engines.interface import Generation, Generator, SamplingParams
+from mopd.engines.interface import Generation, Generator, SamplingParams, ToDraw
 from mopd.orchestrator.rollout import derive_seed, play_turns, reward_item
 from mopd.orchestrator.trajectories import Player, Segment, Trajectory, last_turns, segments_of
 from mopd.report.thumbnails import MAX_THUMBNAILS, thumbnail
@@ -171,7 +171,8 @@ class Validator:
     ) -> Sequence[Generation]:
         """Return the response to each prompt, those of rows ``order``, played in the environment if there is one."""
         if self._player is None:
-            return await generator.generate(prompts, sampling, seeds, images=self._dataset.images_of(order))
+            asked = ToDraw(prompts, sampling, seeds, images=self._dataset.images_of(order))
+            return await generator.generate(asked)
         rows = [replace(self._dataset.row(row), tokens=tuple(own)) for row, own in zip(order, prompts, strict=True)]
         return await play_turns(self._player, generator, rows, sampling, seeds, self._dataset.images_of(order))
 

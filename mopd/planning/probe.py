@@ -30,7 +30,7 @@ from mopd.config.schema import Recipe
 from mopd.config.student import MoeConfig, ParallelConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import SamplingParams, ToDraw, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import stage_updates
 from mopd.planning.devices import Rates
@@ -155,7 +155,7 @@ def _scoring(engine: TorchEngine, dims: ModelDims, work: Workload) -> float:
     tokens = _sequences(engine, count, max(length, prompt + 1))
 
     def score() -> None:
-        asyncio.run(engine.score(tokens, [prompt] * count, top_k=min(16, engine.vocab_size), temperature=1.0))
+        asyncio.run(engine.score(ToScore(tokens, [prompt] * count, top_k=min(16, engine.vocab_size), temperature=1.0)))
 
     rows = count * (len(tokens[0]) - prompt)
     return _flops(dims, tokens=count * len(tokens[0]), length=length, rows=rows) / _least_s(score)
@@ -168,7 +168,7 @@ def _decoding(engine: TorchEngine, work: Workload) -> float:
     seeds = list(range(len(prompts)))
 
     def draw(num_tokens: int) -> None:
-        asyncio.run(engine.generate(prompts, SamplingParams(max_new_tokens=num_tokens), seeds))
+        asyncio.run(engine.generate(ToDraw(prompts, SamplingParams(max_new_tokens=num_tokens), seeds)))
 
     return max(0.0, _least_s(lambda: draw(1 + NUM_STEPS)) - _least_s(lambda: draw(1))) / NUM_STEPS
 

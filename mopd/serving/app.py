@@ -19,7 +19,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ from mopd.engines.interface import (
     Generation,
     ResponseCallback,
     SamplingParams,
+    ToDraw,
+    ToScore,
     WeightsLost,
 )
 from mopd.engines.wire.images import MAX_BODY_BYTES as MAX_IMAGES_BODY_BYTES
@@ -175,19 +177,19 @@ class EngineServer:
         images = self.images.of(message.images, sequences)
         lengths = message.lengths - message.prompt_lengths
         rows = torch.from_numpy(message.given_ids).view(message.num_rows, message.num_given)
-        options: dict[str, Any] = {"given": rows.split(lengths.tolist())} if message.num_given else {}
-        options |= {"hidden_size": message.hidden_size} if message.hidden_size else {}
-        options |= {"adapter": message.adapter} if message.adapter else {}
+        asked = ToScore(
+            sequences,
+            message.prompt_lengths.tolist(),
+            top_k=message.top_k,
+            temperature=message.temperature,
+            images=images,
+            given=rows.split(lengths.tolist()) if message.num_given else None,
+            hidden_size=message.hidden_size,
+            adapter=message.adapter,
+        )
 
         async def call() -> ScoreAnswer:
-            scores = await self.served.host.work.score(
-                sequences,
-                message.prompt_lengths.tolist(),
-                top_k=message.top_k,
-                temperature=message.temperature,
-                images=images,
-                **options,
-            )
+            scores = await self.served.host.work.score(asked)
             at_given = [own.given_logprobs.reshape(-1) for own in scores if own.given_logprobs is not None]
             states = [torch.zeros(0, dtype=torch.bfloat16)]
             states += [own.hidden.reshape(-1) for own in scores if own.hidden is not None]
@@ -243,15 +245,11 @@ class EngineServer:
         )
         prompts = [prompt.tolist() for prompt in np.split(message.tokens, split_points(message.lengths))]
         images = self.images.of(message.images, prompts)
-        options = {"adapter": message.adapter} if message.adapter else {}
+        asked = ToDraw(prompts, sampling, message.seeds.tolist(), images=images, adapter=message.adapter)
 
         async def draw(on_response: ResponseCallback) -> list[Generation]:
             with self.admission.running():
-                seeds = message.seeds.tolist()
-                call = self.served.host.work.generate(
-                    prompts, sampling, seeds, on_response=on_response, images=images, **options
-                )
-                return await self._engine_call(call)
+                return await self._engine_call(self.served.host.work.generate(asked, on_response=on_response))
 
         reservation = self.admission.admit(len(message.tokens), num_sequences=len(prompts))
         try:

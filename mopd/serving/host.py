@@ -12,22 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
-
-from mopd.engines.checks import num_given_of
 from mopd.engines.interface import (
     Generation,
     Generator,
-    Given,
-    Images,
-    Item,
     ResponseCallback,
-    SamplingParams,
     Scorer,
     Scores,
     TakesWeights,
-    join,
-    split,
+    ToDraw,
+    ToScore,
+    joined,
 )
 from mopd.engines.vision import EngineVision
 
@@ -96,7 +90,7 @@ class EngineHost:
 
 
 _Call = Callable[[list[Any], Callable[..., object]], Coroutine[Any, Any, list[Any]]]
-"""``call(items, tell)`` returns all results in order and may report some earlier by ``tell(i, result)``."""
+"""``call(requests, tell)`` returns all results in order and may report some earlier by ``tell(i, result)``."""
 
 
 @dataclass(slots=True)
@@ -105,13 +99,12 @@ class _Job:
 
     key: Hashable
     """Jobs of equal keys can share a call."""
-    items: list[Any]
-    """Items, one for each sample."""
+    asked: ToScore | ToDraw | tuple[()]
     num_tokens: int
     call: _Call
     result: asyncio.Future[list[Any]]
     on_result: Callable[[int, Any], None] | None = None
-    """``on_result(i, result)`` for item i, called on the host's event loop as soon as it is known."""
+    """``on_result(i, result)`` for sample i, called on the host's event loop as soon as it is known."""
 
 
 class ThreadHost(EngineHost):
@@ -157,54 +150,22 @@ class ThreadHost(EngineHost):
             job.result.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-        given: Given = None,
-        hidden_size: int = 0,
-        adapter: str = "",
-    ) -> list[Scores]:
+    async def score(self, asked: ToScore) -> list[Scores]:
         """Score in the engine's thread (``Scorer.score``), joined with waiting requests of the same kind."""
 
-        async def call(items: list[Item[Tensor]], _: Any) -> list[Scores]:
-            sequences, starts, own, ids = split(items)
-            options: dict[str, Any] = {} if ids is None else {"given": ids}
-            options |= {"hidden_size": hidden_size} if hidden_size else {}
-            options |= {"adapter": adapter} if adapter else {}
-            return await self.engine.score(
-                sequences, starts, top_k=top_k, temperature=temperature, images=own, **options
-            )
+        async def call(requests: list[ToScore], _: Any) -> list[Scores]:
+            return await self.engine.score(joined(requests))
 
-        num_given = num_given_of(given)
-        items = join(tokens, prompt_lengths, images, given if num_given else None)
-        kind = ("score", adapter, top_k, num_given, hidden_size, temperature)
-        return await self._submit(kind, items, sum(map(len, tokens)), call)
+        return await self._submit(asked.kind, asked, sum(map(len, asked.tokens)), call)
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-        adapter: str = "",
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         """Draw responses in the engine's thread (``Generator.generate``), joined as those of ``score``."""
 
-        async def call(items: list[Item[Sequence[int]]], tell: ResponseCallback) -> list[Generation]:
-            texts, numbers, own, _ = split(items)
-            options: dict[str, Any] = {"adapter": adapter} if adapter else {}
-            return await self.engine.generate(texts, sampling, numbers, on_response=tell, images=own, **options)
+        async def call(requests: list[ToDraw], tell: ResponseCallback) -> list[Generation]:
+            return await self.engine.generate(joined(requests), on_response=tell)
 
-        items = join(prompts, seeds, images)
-        num_tokens = sum(map(len, prompts)) + len(prompts) * sampling.max_new_tokens
-        return await self._submit(("generate", adapter, sampling), items, num_tokens, call, on_response)
+        num_tokens = sum(map(len, asked.prompts)) + len(asked) * asked.sampling.max_new_tokens
+        return await self._submit(asked.kind, asked, num_tokens, call, on_response)
 
     async def between_calls(self, change: Callable[[], Coroutine[Any, Any, T]], *, interrupt: bool) -> T:
         """Run ``change`` in the engine's thread as the very next call: waiting requests are done after it."""
@@ -217,13 +178,13 @@ class ThreadHost(EngineHost):
         if interrupt:
             self._blocking.interrupt()
         # a key of its own: no other job can join this call
-        await self._submit(object(), [], 0, call, is_next=True)
+        await self._submit(object(), (), 0, call, is_next=True)
         return results[0]
 
     async def _submit(
         self,
         key: Hashable,
-        items: list[Any],
+        asked: ToScore | ToDraw | tuple[()],
         num_tokens: int,
         call: Any,
         on_response: Callable[[int, Any], None] | None = None,
@@ -232,7 +193,7 @@ class ThreadHost(EngineHost):
     ) -> list[Any]:
         if self._worker is None or self._worker.done():
             raise RuntimeError("the engine's host is not running")
-        job = _Job(key, items, num_tokens, call, asyncio.get_running_loop().create_future(), on_response)
+        job = _Job(key, asked, num_tokens, call, asyncio.get_running_loop().create_future(), on_response)
         if is_next:
             self._waiting.appendleft(job)
         else:
@@ -249,9 +210,9 @@ class ThreadHost(EngineHost):
             if not batch:
                 self._arrival.clear()
                 continue
-            items = [item for job in batch for item in job.items]
+            requests = [job.asked for job in batch]
             try:
-                work = functools.partial(self._compute, batch[0].call, items, _reporter(batch, loop))
+                work = functools.partial(self._compute, batch[0].call, requests, _reporter(batch, loop))
                 results = await loop.run_in_executor(self._pool, work)
             except asyncio.CancelledError:
                 for job in batch:
@@ -262,22 +223,22 @@ class ThreadHost(EngineHost):
                     if not job.result.done():
                         job.result.set_exception(error)
                 continue
-            # results lie in the order of the joined jobs' items
+            # results lie in the order of the joined jobs' samples
             rest = iter(results)
             for job in batch:
-                share = [next(rest) for _ in job.items]
+                share = [next(rest) for _ in range(len(job.asked))]
                 if not job.result.done():
                     job.result.set_result(share)
 
-    def _compute(self, call: _Call, items: list[Any], tell: Callable[..., object]) -> list[Any]:
+    def _compute(self, call: _Call, requests: list[Any], tell: Callable[..., object]) -> list[Any]:
         """Run the call in the thread, on a loop of its own: the engine's coroutines compute without ever waiting."""
         self._computing.set()
         try:
-            results = asyncio.run(call(items, tell))
+            results = asyncio.run(call(requests, tell))
         finally:
             self._computing.clear()
-        if len(results) != len(items):
-            raise RuntimeError(f"the engine answered {len(results)} of {len(items)} samples")
+        if len(results) != (count := sum(map(len, requests))):
+            raise RuntimeError(f"the engine answered {len(results)} of {count} samples")
         return results
 
     def _take_batch(self) -> list[_Job]:
@@ -296,8 +257,8 @@ class ThreadHost(EngineHost):
 
 
 def _reporter(batch: Sequence[_Job], loop: asyncio.AbstractEventLoop) -> Callable[[int, Any], None]:
-    """Return ``tell(i, result)`` of a joined call, where i counts the items of all jobs. Thread-safe."""
-    owners = [(job, i) for job in batch for i in range(len(job.items))]
+    """Return ``tell(i, result)`` of a joined call, where i counts the samples of all jobs. Thread-safe."""
+    owners = [(job, i) for job in batch for i in range(len(job.asked))]
 
     def pass_on(place: int, result: Any) -> None:
         job, i = owners[place]

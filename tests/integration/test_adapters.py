@@ -16,7 +16,7 @@ import torch
 
 from mopd.cli.main import main
 from mopd.config.schema import Recipe
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import SamplingParams, ToDraw, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.teachers import TeacherGroup
 from mopd.orchestrator.workers import teacher_group
@@ -71,7 +71,9 @@ def stack() -> Iterator[ExitStack]:
 async def require_right_answers(world: World, groups: dict[str, TeacherGroup]) -> None:
     """Both teachers at the same time, scored and drawn, against a plain forward of their merged folders."""
     tokens, starts = make_samples(6)
-    asked = [groups[name].score(tokens, starts, top_k=TOP_K, temperature=1.0) for name in ANSWERS for _ in range(2)]
+    asked = [
+        groups[name].score(ToScore(tokens, starts, top_k=TOP_K, temperature=1.0)) for name in ANSWERS for _ in range(2)
+    ]
     found = await asyncio.gather(*asked)
     sampling = SamplingParams(max_new_tokens=4, temperature=0)
     for i, name in enumerate(ANSWERS):
@@ -81,7 +83,7 @@ async def require_right_answers(world: World, groups: dict[str, TeacherGroup]) -
             assert_same_scores(scores, expected)  # type: ignore[arg-type]
         here = TorchEngine.from_pretrained(folder, make_engine())
         prompts = [own[:4].tolist() for own in tokens]
-        drawn = [await one.generate(prompts, sampling, [0] * 6) for one in (groups[name], here)]
+        drawn = [await one.generate(ToDraw(prompts, sampling, [0] * 6)) for one in (groups[name], here)]
         assert [own.tokens.tolist() for own in drawn[0]] == [own.tokens.tolist() for own in drawn[1]]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mopd.config.schema import Recipe
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import Generation, SamplingParams, Scores, StaleWeights
+from mopd.engines.interface import Generation, SamplingParams, Scores, StaleWeights, ToDraw, ToScore
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.placement import server_group as placement_of_servers
@@ -66,7 +66,7 @@ def local_recipe(models: World, folder: Path, *, replicas: int, **routing: float
 
 
 async def score(router: Router, samples: tuple[list[Tensor], list[int]]) -> list[Scores]:
-    return await router.score(*samples, top_k=TOP_K, temperature=1.0)
+    return await router.score(ToScore(*samples, top_k=TOP_K, temperature=1.0))
 
 
 async def kill_in_the_middle(router: Router, pid: int, work: asyncio.Task[list[Scores]]) -> None:
@@ -163,8 +163,8 @@ def test_a_server_killed_during_an_update_never_serves_half_of_it(
             assert not victims
             local = TorchEngine.empty(models.student, make_engine())
             await local.load_weights(student.weights.items(), 2)
-            right = await local.generate(prompts, SAMPLING, seeds)
-            for given in (await routers[ROLLOUT].generate(prompts, SAMPLING, seeds), await restarted(groups)):
+            right = await local.generate(ToDraw(prompts, SAMPLING, seeds))
+            for given in (await routers[ROLLOUT].generate(ToDraw(prompts, SAMPLING, seeds)), await restarted(groups)):
                 for one, other in zip(given, right, strict=True):
                     assert one.tokens.tolist() == other.tokens.tolist()
                     torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=0)
@@ -179,9 +179,9 @@ def test_a_server_killed_during_an_update_never_serves_half_of_it(
         for version in (1, -1):
             engine.weight_version = version
             with pytest.raises(StaleWeights):
-                await engine.generate(prompts, SAMPLING, seeds)
+                await engine.generate(ToDraw(prompts, SAMPLING, seeds))
         engine.weight_version = 2
-        drawn = list(await engine.generate(prompts, SAMPLING, seeds))
+        drawn = list(await engine.generate(ToDraw(prompts, SAMPLING, seeds)))
         await engine.close()
         return drawn
 
@@ -199,7 +199,7 @@ def test_a_replica_killed_in_mid_response_loses_and_doubles_none_of_many_callers
     async def work() -> None:
         local = TorchEngine.empty(models.student, make_engine())
         await local.load_weights(student.weights.items(), 1)
-        right = await local.generate(prompts, sampling, range(160))
+        right = await local.generate(ToDraw(prompts, sampling, range(160)))
         async with started(recipe, None, [ROLLOUT], student) as (groups, routers):
             await student.publish(1)
             router, pid = routers[ROLLOUT], pid_of(groups, ROLLOUT, 0)
@@ -212,7 +212,7 @@ def test_a_replica_killed_in_mid_response_loses_and_doubles_none_of_many_callers
             async def caller(i: int) -> list[Generation]:
                 own = [2 * i, 2 * i + 1]
                 return await router.generate(
-                    [prompts[j] for j in own], sampling, own, on_response=lambda k, given: hear(own[k])
+                    ToDraw([prompts[j] for j in own], sampling, own), on_response=lambda k, given: hear(own[k])
                 )
 
             callers = [asyncio.create_task(caller(i)) for i in range(80)]

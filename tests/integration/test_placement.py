@@ -15,6 +15,7 @@ import torch
 
 from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig
+from mopd.engines.interface import ToDraw, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.weights import sync as syncing
 from mopd.placement.groups import Groups
@@ -80,14 +81,14 @@ def test_every_placement_scores_like_transformers(models: World, tmp_path: Path)
                     "teachers.far": models.student,
                 }
                 for key, folder in folders.items():
-                    given = await routers[key].score(tokens, starts, top_k=TOP_K, temperature=1.0)
+                    given = await routers[key].score(ToScore(tokens, starts, top_k=TOP_K, temperature=1.0))
                     assert_same_scores(given, score_here(folder, tokens, starts, top_k=TOP_K))
                 assert {n.name: n.num_samples > 0 for n in routers[LEFT].take_numbers().replicas} == {
                     "left.0": True,
                     "left.1": True,
                 }
                 await student.publish(7)
-                (drawn,) = await routers[ROLLOUT].generate([[3, 4, 5]], SAMPLING, [11])
+                (drawn,) = await routers[ROLLOUT].generate(ToDraw([[3, 4, 5]], SAMPLING, [11]))
                 sequence = torch.cat([torch.tensor([3, 4, 5]), drawn.tokens])
                 expected = score_here(models.student, [sequence], [3], top_k=TOP_K)[0].token_logprobs
                 torch.testing.assert_close(drawn.logprobs, expected, atol=1e-4, rtol=0)
@@ -141,7 +142,7 @@ def test_servers_of_another_interpreter(models: World, tmp_path: Path) -> None:
 
     async def work() -> None:
         async with started(recipe, None, [LEFT]) as (groups, routers):
-            given = await routers[LEFT].score(tokens, starts, top_k=TOP_K, temperature=1.0)
+            given = await routers[LEFT].score(ToScore(tokens, starts, top_k=TOP_K, temperature=1.0))
             assert_same_scores(given, score_here(models.teachers["left"], tokens, starts, top_k=TOP_K))
             assert_is_of(python, pid_of(groups, LEFT, 0))
 
@@ -207,7 +208,7 @@ def test_an_external_rollout_server_that_stays_away_is_given_up_by_name(
                 await until(lambda: len(routers[ROLLOUT].replicas) == 1)
                 (told,) = (line for line in caplog.messages if "given up" in line)
                 assert told.startswith("rollout.1 is given up: rollout.1: ") and told.endswith(", for 1 s")
-                assert len(await routers[ROLLOUT].generate([[3, 4, 5]], SAMPLING, [11])) == 1
+                assert len(await routers[ROLLOUT].generate(ToDraw([[3, 4, 5]], SAMPLING, [11]))) == 1
 
     run(work())
 

@@ -19,6 +19,7 @@ import pytest
 
 from mopd.base.types import UserError
 from mopd.cli.main import main
+from mopd.engines.interface import ToDraw, ToScore
 from mopd.launch.failure import STOPPED_CODE
 from mopd.placement.groups import plan_groups
 from mopd.placement.interface import ROLLOUT
@@ -71,9 +72,9 @@ def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
         student = Student(models.student)
         async with started(recipe, tmp_path / "logs", [LEFT, ROLLOUT], student) as (groups, routers):
             placement = server_group(groups, LEFT)
-            assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
+            assert_same_scores(await routers[LEFT].score(ToScore(*samples, top_k=8, temperature=1.0)), expected)
             await student.publish(1)
-            await routers[ROLLOUT].generate([[3, 4, 5]], SAMPLING, [1])
+            await routers[ROLLOUT].generate(ToDraw([[3, 4, 5]], SAMPLING, [1]))
             tables = ray().util.placement_group_table()
             rooms = [table for table in tables.values() if table["state"] == "CREATED"]
             assert sorted(len(room["bundles"]) for room in rooms) == [1, 2]
@@ -82,10 +83,10 @@ def test_replicas_on_ray(models: World, tmp_path: Path) -> None:
             agent = parent_of(parent_of(pid_of(groups, LEFT, 1)))  # server, reaper, agent
             orphan = pid_of(groups, LEFT, 1)
             os.kill(agent, signal.SIGKILL)
-            assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
+            assert_same_scores(await routers[LEFT].score(ToScore(*samples, top_k=8, temperature=1.0)), expected)
             await until(lambda: placement.restarts == [1, 1] and None not in placement.pids, timeout_s=200.0)
             assert not is_alive(orphan)
-            assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
+            assert_same_scores(await routers[LEFT].score(ToScore(*samples, top_k=8, temperature=1.0)), expected)
             assert psutil.Process(pid_of(groups, ROLLOUT, 0)).cmdline()[0] == python
             pids = [pid_of(groups, LEFT, 0), pid_of(groups, LEFT, 1), pid_of(groups, ROLLOUT, 0)]
         assert not any(is_alive(pid) for pid in pids)
@@ -143,7 +144,7 @@ def test_a_replica_lies_on_one_node_of_a_cluster_that_others_run(
 
     async def work() -> None:
         async with started(recipe, tmp_path / "logs", [LEFT]) as (_, routers):
-            assert_same_scores(await routers[LEFT].score(*samples, top_k=8, temperature=1.0), expected)
+            assert_same_scores(await routers[LEFT].score(ToScore(*samples, top_k=8, temperature=1.0)), expected)
             tables = ray().util.placement_group_table().values()
             (room,) = [table for table in tables if table["state"] == "CREATED"]
             assert len(set(room["bundles_to_node_id"].values())) == 2

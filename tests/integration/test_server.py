@@ -21,7 +21,15 @@ import torch
 from mopd.cli.main import main
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineBusy, EngineRejected, EngineUnavailable, SamplingParams, Scores
+from mopd.engines.interface import (
+    EngineBusy,
+    EngineRejected,
+    EngineUnavailable,
+    SamplingParams,
+    Scores,
+    ToDraw,
+    ToScore,
+)
 from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.servers import engine_file, random_tokens, serve_process
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
@@ -69,7 +77,7 @@ def is_healthy(url: str) -> bool:
 
 
 async def score_one(engine: RemoteEngine) -> list[Scores]:
-    return await engine.score(random_tokens(9), [4], top_k=4, temperature=1.0)
+    return await engine.score(ToScore(random_tokens(9), [4], top_k=4, temperature=1.0))
 
 
 def test_start_ready_and_drain(folder: Path, local: TorchEngine, tmp_path: Path) -> None:
@@ -83,7 +91,7 @@ def test_start_ready_and_drain(folder: Path, local: TorchEngine, tmp_path: Path)
 
         async def work(engine: RemoteEngine) -> None:
             await score_one(engine)
-            running = asyncio.create_task(engine.generate(prompts, sampling, list(range(len(prompts)))))
+            running = asyncio.create_task(engine.generate(ToDraw(prompts, sampling, list(range(len(prompts))))))
             while "mopd_running_requests 1.0" not in (await asyncio.to_thread(get, f"{line['url']}/metrics")).text:
                 assert not running.done()
             os.kill(line["pid"], signal.SIGTERM)
@@ -95,7 +103,7 @@ def test_start_ready_and_drain(folder: Path, local: TorchEngine, tmp_path: Path)
             await other.close()
             drawn = await running
             for theirs, ours in zip(
-                drawn, await local.generate(prompts, sampling, list(range(len(prompts)))), strict=True
+                drawn, await local.generate(ToDraw(prompts, sampling, list(range(len(prompts))))), strict=True
             ):
                 assert torch.equal(theirs.tokens, ours.tokens)
 
@@ -207,7 +215,7 @@ def test_a_thousand_concurrent_requests(
         start = time.monotonic()
         while True:
             try:
-                (scores,) = await engine.score(tokens, [10], top_k=8, temperature=1.0)
+                (scores,) = await engine.score(ToScore(tokens, [10], top_k=8, temperature=1.0))
             except EngineBusy as refused:
                 num_busy += 1
                 await asyncio.sleep(refused.retry_after_s)
@@ -233,7 +241,7 @@ def test_a_thousand_concurrent_requests(
         wall_s = time.monotonic() - start
         status = Path(f"/proc/{ready['pid']}/status").read_text()
         metrics = get(f"{url}/metrics").text
-    flat = asyncio.run(local.score([r[0] for r in requests], [10] * num_requests, top_k=8, temperature=1.0))
+    flat = asyncio.run(local.score(ToScore([r[0] for r in requests], [10] * num_requests, top_k=8, temperature=1.0)))
     for theirs, ours in zip(results, flat, strict=True):
         torch.testing.assert_close(theirs.logprobs, ours.logprobs, atol=1e-4, rtol=0)
         torch.testing.assert_close(theirs.token_logprobs, ours.token_logprobs, atol=1e-4, rtol=0)

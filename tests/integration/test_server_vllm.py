@@ -25,7 +25,16 @@ from mopd.config.groups import RoutingConfig, TorchEngineConfig, VllmEngineConfi
 from mopd.config.weights import CollectiveConfig
 from mopd.data.image_processing import read_image_processing
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores, StaleWeights
+from mopd.engines.interface import (
+    EngineRejected,
+    EngineUnavailable,
+    Generation,
+    SamplingParams,
+    Scores,
+    StaleWeights,
+    ToDraw,
+    ToScore,
+)
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
@@ -81,11 +90,11 @@ def core_of(pid: int) -> Iterator[psutil.Process]:
 
 async def assert_serves(remote: RemoteEngine, local: TorchEngine) -> None:
     """Samples, scores and their log-probs are those of ``local``'s weights."""
-    drawn = await remote.generate(PROMPTS, SAMPLING, SEEDS)
+    drawn = await remote.generate(ToDraw(PROMPTS, SAMPLING, SEEDS))
     tokens = [torch.cat([torch.tensor(p), g.tokens]) for p, g in zip(PROMPTS, drawn, strict=True)]
     lengths = [len(prompt) for prompt in PROMPTS]
-    ours = await local.score(tokens, lengths, top_k=8, temperature=1.0)
-    theirs = await remote.score(tokens, lengths, top_k=8, temperature=1.0)
+    ours = await local.score(ToScore(tokens, lengths, top_k=8, temperature=1.0))
+    theirs = await remote.score(ToScore(tokens, lengths, top_k=8, temperature=1.0))
     for generation, one, other in zip(drawn, theirs, ours, strict=True):
         torch.testing.assert_close(generation.logprobs, other.token_logprobs, atol=1e-4, rtol=0)
         torch.testing.assert_close(one.token_logprobs, other.token_logprobs, atol=1e-4, rtol=0)
@@ -96,7 +105,7 @@ async def use(remote: RemoteEngine, source: TorchEngine) -> None:
     info = await remote.info()
     assert (info.kind, info.vocab_size, info.dtype, info.weight_version) == ("vllm", 48, "float32", -1)
     with pytest.raises(StaleWeights, match="no weights yet"):
-        await remote.generate(PROMPTS, SAMPLING, SEEDS)
+        await remote.generate(ToDraw(PROMPTS, SAMPLING, SEEDS))
     for version in (1, 2):
         await load(remote, source.weight_slots.items(), version)
         assert (await remote.info()).weight_version == version
@@ -104,12 +113,12 @@ async def use(remote: RemoteEngine, source: TorchEngine) -> None:
         for parameter in source.model.parameters():
             parameter.mul_(0.7)
     requests = [random_tokens(20 + i, 9, seed=i) for i in range(40)]
-    many = await asyncio.gather(*(remote.score(r, [5, 4], top_k=4, temperature=1.0) for r in requests))
+    many = await asyncio.gather(*(remote.score(ToScore(r, [5, 4], top_k=4, temperature=1.0)) for r in requests))
     assert [[len(scores.ids) for scores in given] for given in many] == [[15 + i, 5] for i in range(40)]
     with pytest.raises(EngineRejected, match="temperature"):
-        await remote.score(requests[0], [5, 4], top_k=4, temperature=0.5)
+        await remote.score(ToScore(requests[0], [5, 4], top_k=4, temperature=0.5))
     with pytest.raises(EngineRejected, match="gives at most"):
-        await remote.score(requests[0], [5, 4], top_k=40, temperature=1.0)
+        await remote.score(ToScore(requests[0], [5, 4], top_k=40, temperature=1.0))
 
 
 LONG = SamplingParams(max_new_tokens=240)
@@ -159,20 +168,20 @@ async def update_in_mid_response(remote: RemoteEngine, models: dict[int, TorchEn
     assert (await remote.info()).limits.max_running_tokens == 32 * 2**20 // BYTES_PER_TOKEN
     staged = stage_updates(models[new].weight_slots.items(), new)
     await bring(remote, staged)
-    running = asyncio.create_task(remote.generate(MANY, LONG, range(24), on_response=hear))
+    running = asyncio.create_task(remote.generate(ToDraw(MANY, LONG, range(24)), on_response=hear))
     await first_of(running, first)
     metrics = await asyncio.to_thread(httpx.get, f"{remote.url}/metrics", trust_env=False, verify=False)
     assert "mopd_running_requests 1.0" in metrics.text
     assert 0 < len(told) < len(MANY)
     core.resume()
-    (aside,) = await remote.generate([[9, 9]], SAMPLING, [3], on_response=lambda *_: core.suspend())
+    (aside,) = await remote.generate(ToDraw([[9, 9]], SAMPLING, [3]), on_response=lambda *_: core.suspend())
     assert aside.token_versions.unique().tolist() == [old]
     await update_what_runs(remote, staged, core)
     drawn = await running
     versions = [tuple(given.token_versions.unique().tolist()) for given in drawn]
     assert {(old,), (old, new)} <= set(versions) and all(given.finish_reason != "handed_back" for given in drawn)
     whole = [torch.cat([torch.tensor(p), g.tokens]) for p, g in zip(MANY, drawn, strict=True)]
-    by = {v: await m.score(whole, [3] * 24, top_k=1, temperature=1.0) for v, m in models.items()}
+    by = {v: await m.score(ToScore(whole, [3] * 24, top_k=1, temperature=1.0)) for v, m in models.items()}
     error, apart = 0.0, 0.0
     for given, before, after in zip(drawn, by[old], by[new], strict=True):
         own = torch.where(given.token_versions == new, after.token_logprobs, before.token_logprobs)
@@ -241,7 +250,7 @@ def test_a_rollout_server_on_vllm(tmp_path: Path, temporary: Path) -> None:
             await over_a_group(remote, source, 6)
             core.kill()
             with pytest.raises(EngineUnavailable):
-                await remote.generate(PROMPTS, SAMPLING, SEEDS)
+                await remote.generate(ToDraw(PROMPTS, SAMPLING, SEEDS))
             await remote.close()
 
         with core_of(ready["pid"]) as core:
@@ -263,9 +272,11 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path], core: p
         update = stage_updates(whole[version].items(), version)
         await push(remote, update)
         router.set_weight_version(version)
-        drawn = await router.generate(prompts, SAMPLING, [1, 2, 3, 4], images=images)
+        drawn = await router.generate(ToDraw(prompts, SAMPLING, [1, 2, 3, 4], images=images))
         tokens = [torch.tensor([*p, *g.tokens.tolist()]) for p, g in zip(prompts, drawn, strict=True)]
-        scores = cast("list[Scores]", await router.score(tokens, starts, top_k=8, temperature=1.0, images=images))
+        scores = cast(
+            "list[Scores]", await router.score(ToScore(tokens, starts, top_k=8, temperature=1.0, images=images))
+        )
         for i, given in enumerate(scores):
             rows = references[version].logprobs(tokens[i].tolist(), starts[i], images[i])
             own = rows.gather(1, drawn[i].tokens[:, None]).squeeze(1)
@@ -280,7 +291,7 @@ async def see_and_update(remote: RemoteEngine, folders: dict[int, Path], core: p
             core.suspend()
         first.set()
 
-    drawing = remote.generate(prompts * 6, sampling, range(many), images=images * 6, on_response=hear)
+    drawing = remote.generate(ToDraw(prompts * 6, sampling, range(many), images=images * 6), on_response=hear)
     staged = stage_updates(whole[3].items(), 3)
     await bring(remote, staged)
     running = asyncio.create_task(drawing)
@@ -318,7 +329,7 @@ def test_a_rollout_server_on_vllm_that_sees_images(
             assert (await remote.info()).image_processing == read_image_processing(one, None).fingerprint
             await see_and_update(remote, {1: one, 2: other, 3: mixed}, core)
             with pytest.raises(EngineRejected, match="at temperature 1 alone"):
-                await remote.generate([[1, 5]], replace(SAMPLING, temperature=0.5), [1])
+                await remote.generate(ToDraw([[1, 5]], replace(SAMPLING, temperature=0.5), [1]))
             await remote.close()
 
         with core_of(ready["pid"]) as core:

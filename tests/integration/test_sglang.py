@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mopd.base.types import UserError
 from mopd.engines.clients.sglang import SglangClient
-from mopd.engines.interface import EngineRejected, Generation, SamplingParams
+from mopd.engines.interface import EngineRejected, Generation, SamplingParams, ToDraw, ToScore
 from mopd.engines.replicas.router import Router
 from mopd.placement.interface import ROLLOUT
 from tests.fixtures.ports import free_port
@@ -76,7 +76,7 @@ def test_a_teacher_scores_like_transformers_and_comes_back_after_a_death(models:
     expected = score_here(models.teachers["left"], samples, starts, top_k=8)
 
     async def score(router: Router) -> None:
-        assert_same_scores(await router.score(samples, starts, top_k=8, temperature=1.0), expected)
+        assert_same_scores(await router.score(ToScore(samples, starts, top_k=8, temperature=1.0)), expected)
 
     async def work() -> None:
         async with started(recipe, tmp_path / "logs", [LEFT]) as (groups, routers):
@@ -88,7 +88,7 @@ def test_a_teacher_scores_like_transformers_and_comes_back_after_a_death(models:
             info = await engine.info()
             assert (info.kind, info.dtype, info.limits.max_running_tokens) == ("sglang", "float32", 4096)
             with pytest.raises(EngineRejected, match="no hidden states"):
-                await engine.score(samples[:1], starts[:1], top_k=1, temperature=1.0, hidden_size=64)
+                await engine.score(ToScore(samples[:1], starts[:1], top_k=1, temperature=1.0, hidden_size=64))
             server = pid_of(groups, LEFT, 0)
             family = children_of(server)
             assert len(family) >= 3  # the server of SGLang, its scheduler, its detokenizer
@@ -130,13 +130,13 @@ def test_a_rollout_draws_by_the_weights_that_it_names(models: World, tmp_path: P
                 SamplingParams(max_new_tokens=30, temperature=0.0),
                 SamplingParams(max_new_tokens=30, ignore_eos=True, stop_token_ids=(9, 10)),
             ):
-                drawn = await router.generate(prompts, sampling, [1, 2, 3])
+                drawn = await router.generate(ToDraw(prompts, sampling, [1, 2, 3]))
                 assert_drawn_by(folders, prompts, drawn, sampling, {1})
             assert all(g.finish_reason == "length" or int(g.tokens[-1]) in (9, 10) for g in drawn)
             long = SamplingParams(max_new_tokens=200, ignore_eos=True)
             for version in range(2, 8):  # until an update has met responses under way
                 student.weights = both[version % 2]
-                running = asyncio.create_task(router.generate(prompts, long, [4, 5, version]))
+                running = asyncio.create_task(router.generate(ToDraw(prompts, long, [4, 5, version])))
                 await asyncio.sleep(0.1 * version)
                 await student.publish(version)
                 drawn = await running
@@ -145,7 +145,7 @@ def test_a_rollout_draws_by_the_weights_that_it_names(models: World, tmp_path: P
                     break
             else:
                 raise AssertionError("no update came in mid-response")
-            drawn = await router.generate(prompts, long, [7, 8, 9])
+            drawn = await router.generate(ToDraw(prompts, long, [7, 8, 9]))
             assert_drawn_by(folders, prompts, drawn, long, {version})
 
     run(work(), timeout_s=START_S)
@@ -257,9 +257,9 @@ async def score_stock(url: str, folder: Path) -> bool:
     client = SglangClient(url, folder, timeout_s=60.0)
     await client.health(timeout_s=60.0)
     assert (await client.info()).model == str(folder)
-    given = await client.score(samples, starts, top_k=8, temperature=1.0)
+    given = await client.score(ToScore(samples, starts, top_k=8, temperature=1.0))
     assert_same_scores(given, score_here(folder, samples, starts, top_k=8))
     with pytest.raises(UserError, match="longer than the model"):
-        await client.score([torch.full((300,), 5)], [1], top_k=1, temperature=1.0)
+        await client.score(ToScore([torch.full((300,), 5)], [1], top_k=1, temperature=1.0))
     await client.close()
     return True

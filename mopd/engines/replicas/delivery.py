@@ -7,8 +7,8 @@ checked.
                                       │
                                       └── failure: samples without a result go back to their callers, who ask again
 
-``Scoring`` and ``Generating`` are the two kinds of work. Works that are equal may travel in one request, of whatever
-calls.
+``Scoring`` and ``Drawing`` are the two kinds of work. What is asked of one ``kind`` may travel in one request, of
+whatever calls.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import contextvars
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
-
-from torch import Tensor
 
 from mopd.config.groups import RoutingConfig
 from mopd.engines.checks import check_generations, check_scores
@@ -32,12 +30,12 @@ from mopd.engines.interface import (
     EngineUnreachable,
     Generation,
     Generator,
-    Item,
-    SamplingParams,
     Scorer,
     Scores,
     StaleWeights,
-    split,
+    ToDraw,
+    ToScore,
+    joined,
 )
 from mopd.engines.replicas.members import Member, Room, WorkRequest
 from mopd.engines.replicas.pool import Pool
@@ -49,103 +47,73 @@ MIN_RETRY_AFTER_S = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scoring:
-    """Work of scorers; an item is a sequence, the length of its prompt, its images and the ids that it is given."""
+    """Work of scorers."""
 
-    top_k: int
-    temperature: float
     vocab_size: int | None
-    num_given: int = 0
-    """Ids that each row is given: those of one request have as many."""
-    hidden_size: int = 0
-    """Size of the hidden states that are asked for; 0: none are."""
-    adapter: str = ""
-    """Adapter that answers; empty: none."""
 
     async def ask(
-        self, engine: Scorer, items: Sequence[Item[Tensor]], on_response: Callable[[int, Scores], None] | None
+        self, engine: Scorer, asked: ToScore, on_response: Callable[[int, Scores], None] | None
     ) -> Sequence[Scores]:
-        """Score the items. Scorers answer for all at once, so ``on_response`` is not called."""
-        tokens, starts, images, given = split(items)
-        options: dict[str, Any] = {} if given is None else {"given": given}
-        options |= {"hidden_size": self.hidden_size} if self.hidden_size else {}
-        options |= {"adapter": self.adapter} if self.adapter else {}
-        return await engine.score(
-            tokens, starts, top_k=self.top_k, temperature=self.temperature, images=images, **options
-        )
+        """Score the sequences. Scorers answer for all at once, so ``on_response`` is not called."""
+        return await engine.score(asked)
 
-    def check(self, items: Sequence[Item[Tensor]], results: Sequence[Scores]) -> None:
+    def check(self, asked: ToScore, results: Sequence[Scores]) -> None:
         """Raise ``ValueError`` for scores that cannot be right."""
-        tokens, starts, _, given = split(items)
-        check_scores(
-            results,
-            tokens,
-            starts,
-            top_k=self.top_k,
-            vocab_size=self.vocab_size,
-            given=given,
-            hidden_size=self.hidden_size,
-        )
+        check_scores(results, asked, vocab_size=self.vocab_size)
 
-    def room(self, item: Item[Tensor]) -> Room:
+    def room(self, asked: ToScore, place: int) -> Room:
         """Return the room of a sequence, whose length is known."""
-        return Room(len(item[0]), 0, len(item[0]))
+        length = len(asked.tokens[place])
+        return Room(length, 0, length)
 
-    def count(self, item: Item[Tensor], result: Scores) -> int:
-        """Return the tokens of the sequence."""
-        return len(item[0])
+    def count(self, asked: ToScore, place: int, result: Scores) -> int:
+        """Return the tokens of a sequence."""
+        return len(asked.tokens[place])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Generating:
-    """Work of generators; an item is a prompt, its seed, and its images."""
+class Drawing:
+    """Work of generators."""
 
-    sampling: SamplingParams
     vocab_size: int | None
-    adapter: str = ""
-    """Adapter that answers; empty: none, or the student's."""
 
     async def ask(
-        self,
-        engine: Generator,
-        items: Sequence[Item[Sequence[int]]],
-        on_response: Callable[[int, Generation], None] | None,
+        self, engine: Generator, asked: ToDraw, on_response: Callable[[int, Generation], None] | None
     ) -> Sequence[Generation]:
-        """Draw the items' responses."""
-        prompts, seeds, images, _ = split(items)
-        options: dict[str, Any] = {"adapter": self.adapter} if self.adapter else {}
-        return await engine.generate(prompts, self.sampling, seeds, on_response=on_response, images=images, **options)
+        """Draw the responses."""
+        return await engine.generate(asked, on_response=on_response)
 
-    def check(self, items: Sequence[Item[Sequence[int]]], results: Sequence[Generation]) -> None:
+    def check(self, asked: ToDraw, results: Sequence[Generation]) -> None:
         """Raise ``ValueError`` for responses that cannot have been drawn."""
-        sampling = self.sampling
         check_generations(
             results,
-            max_new_tokens=sampling.max_new_tokens,
+            max_new_tokens=asked.sampling.max_new_tokens,
             vocab_size=self.vocab_size,
-            num_top_ids=sampling.num_top_ids,
-            routes=sampling.routes,
-            prompt_lengths=[len(item[0]) for item in items],
+            num_top_ids=asked.sampling.num_top_ids,
+            routes=asked.sampling.routes,
+            prompt_lengths=[len(prompt) for prompt in asked.prompts],
         )
 
-    def room(self, item: Item[Sequence[int]]) -> Room:
+    def room(self, asked: ToDraw, place: int) -> Room:
         """Return the room of a prompt. A response's length is unknown before it ends: only its load counts with the
         most, and the engine makes room for it as it grows."""
-        length = len(item[0])
-        return Room(length, 1, length + self.sampling.max_new_tokens)
+        length = len(asked.prompts[place])
+        return Room(length, 1, length + asked.sampling.max_new_tokens)
 
-    def count(self, item: Item[Sequence[int]], result: Generation) -> int:
-        """Return the tokens of prompt and response."""
-        return len(item[0]) + len(result.tokens)
+    def count(self, asked: ToDraw, place: int, result: Generation) -> int:
+        """Return the tokens of a prompt and its response."""
+        return len(asked.prompts[place]) + len(result.tokens)
 
 
 @dataclass(kw_only=True, eq=False)
 class Call(Generic[R]):
     """One caller's request for results."""
 
-    work: Scoring | Generating
-    items: Sequence[Any]
+    work: Scoring | Drawing
+    asked: Any
+    """``ToScore`` or ``ToDraw``, as the work wants it."""
     on_response: Callable[[int, R], None] | None = None
-    """Called with the position of an item and its result as soon as that is there."""
+    """Called with the position of a sequence and its result as soon as that is there."""
     answers: dict[int, R] = field(default_factory=dict)
     """Results by position."""
 
@@ -215,7 +183,7 @@ class Request(Generic[R]):
         self._member, self._parts, self._pool, self._routing = member, parts, pool, routing
         self._places = [(part, position) for part in parts for position in part.missing]
         self._work: Any = parts[0].call.work
-        self._items = [part.call.items[position] for part, position in self._places]
+        self._asked: Any = joined([part.call.asked.at([*part.missing]) for part in parts])
         self._is_there = [False] * len(self._places)
         self._is_over = self._has_ended = False
         loop = asyncio.get_running_loop()
@@ -281,7 +249,7 @@ class Request(Generic[R]):
     async def _ask(self) -> Sequence[R]:
         name, timeout_s = self._member.name, self._routing.request_timeout_s
         on_response = self._take if self._member.tells else None
-        call = asyncio.ensure_future(self._work.ask(self._member.engine, self._items, on_response))
+        call = asyncio.ensure_future(self._work.ask(self._member.engine, self._asked, on_response))
         try:
             ends: set[asyncio.Future[Any]] = {call, self._broken}
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -294,8 +262,8 @@ class Request(Generic[R]):
             # answers that are told from here on are dropped
             self._is_over = True
             await cancel([call])
-        if len(results) != len(self._items):
-            raise EngineUnavailable(f"{name}: {len(results)} answers for {len(self._items)} samples")
+        if len(results) != len(self._places):
+            raise EngineUnavailable(f"{name}: {len(results)} answers for {len(self._places)} samples")
         return results
 
     def _take(self, index: int, result: R) -> None:
@@ -304,9 +272,9 @@ class Request(Generic[R]):
         if self._is_over or self._broken.done():
             return
         try:
-            if not 0 <= index < len(self._items) or self._is_there[index]:
-                raise ValueError(f"answer {index} of {len(self._items)} was told, or was told before")
-            self._work.check([self._items[index]], [result])
+            if not 0 <= index < len(self._places) or self._is_there[index]:
+                raise ValueError(f"answer {index} of {len(self._places)} was told, or was told before")
+            self._work.check(self._asked.at([index]), [result])
         except ValueError as error:
             self._broken.set_result(CorruptAnswer(f"{self._member.name}: corrupt answer: {error}"))
             return
@@ -316,7 +284,7 @@ class Request(Generic[R]):
         """Take the answers that did not come one by one. ``CorruptAnswer`` if they cannot be right."""
         rest = {i: result for i, result in enumerate(results) if not self._is_there[i]}
         try:
-            self._work.check([self._items[i] for i in rest], list(rest.values()))
+            self._work.check(self._asked.at([*rest]), list(rest.values()))
         except ValueError as error:
             raise CorruptAnswer(f"{self._member.name}: corrupt answer: {error}") from error
         self._use(rest)
@@ -328,7 +296,7 @@ class Request(Generic[R]):
         if awaited and self._parts[0].is_counted:
             self._member.counters.answered(
                 num_samples=len(awaited),
-                num_tokens=sum(self._work.count(self._items[i], results[i]) for i in awaited),
+                num_tokens=sum(self._work.count(self._asked, i, results[i]) for i in awaited),
                 latency_s=self._pool.now() - self._started,
             )
         for i, result in results.items():

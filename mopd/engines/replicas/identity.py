@@ -15,7 +15,7 @@ from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import HASHES, Manifest
 from mopd.data.image_processing import read_image_processing, sees_images
 from mopd.engines.checks import check_scores
-from mopd.engines.interface import EngineError, EngineInfo
+from mopd.engines.interface import EngineError, EngineInfo, ToScore
 from mopd.engines.replicas.interface import Replica
 
 PROBE_TOKENS = 48
@@ -116,13 +116,14 @@ async def fingerprint(
     which the probe has none, are among the last. ``UserError`` if the replica does not score it, or not plausibly.
     """
     tokens = fingerprint_tokens(vocab_size // 2 if sees_images else vocab_size)
+    asked = ToScore([torch.tensor(tokens)], [1], top_k=1, temperature=temperature)
     scorer: Any = replica.engine
     try:
-        scores = await scorer.score([torch.tensor(tokens)], [1], top_k=1, temperature=temperature)
+        scores = await scorer.score(asked)
     except EngineError as error:
         raise UserError(f"{replica.name} did not score the fixed probe: {error}: see its log") from error
     try:  # the scores did not pass a router, which would check them
-        check_scores(scores, [torch.tensor(tokens)], [1], top_k=1, vocab_size=None)
+        check_scores(scores, asked, vocab_size=None)
     except ValueError as error:
         raise UserError(f"{replica.name} cannot have scored the fixed probe: {error}: see its log") from error
     return {"vocab_size": vocab_size, "token_logprobs": scores[0].token_logprobs.tolist()}

@@ -23,11 +23,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
-from torch import Tensor
-
 from mopd.base.types import UserError
 from mopd.config.groups import RoutingConfig
-from mopd.engines.checks import num_given_of
 from mopd.engines.concurrency import all_or_none, cancel
 from mopd.engines.interface import (
     EngineBusy,
@@ -36,15 +33,13 @@ from mopd.engines.interface import (
     EngineUnavailable,
     Generation,
     Generator,
-    Given,
-    Images,
     ResponseCallback,
-    SamplingParams,
     Scorer,
     Scores,
-    join,
+    ToDraw,
+    ToScore,
 )
-from mopd.engines.replicas.delivery import Call, Generating, Part, Request, Scoring
+from mopd.engines.replicas.delivery import Call, Drawing, Part, Request, Scoring
 from mopd.engines.replicas.interface import LIMITS, NO_LIMITS, Kind, NoReplica, Replica, RouterLimits, SampleFailed
 from mopd.engines.replicas.members import NO_ROOM, Member
 from mopd.engines.replicas.pool import Pool
@@ -88,47 +83,16 @@ class Router:
         self.vocab_size: int | None = None
         """Answers with an id of this size or larger are corrupt; ``None``: unknown."""
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-        given: Given = None,
-        hidden_size: int = 0,
-        adapter: str = "",
-        stop_at_failure: bool = True,
-    ) -> list[Scores | SampleFailed]:
+    async def score(self, asked: ToScore, *, stop_at_failure: bool = True) -> list[Scores | SampleFailed]:
         """Score the response part of each sequence. The first ``SampleFailed`` is raised; with ``stop_at_failure``
         false it is returned in the place of that sample's scores, and the others go on."""
-        num_given = num_given_of(given)
-        work = Scoring(
-            top_k=top_k,
-            temperature=temperature,
-            vocab_size=self.vocab_size,
-            num_given=num_given,
-            hidden_size=hidden_size,
-            adapter=adapter,
-        )
-        call = Call[Scores](work=work, items=join(tokens, prompt_lengths, images, given if num_given else None))
+        call = Call[Scores](work=Scoring(vocab_size=self.vocab_size), asked=asked)
         return await self._run(call, stop_at_failure=stop_at_failure)
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-        adapter: str = "",
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         """Draw one response per prompt, with the weights of ``weight_version`` or newer ones. The first
         ``SampleFailed`` is raised."""
-        work = Generating(sampling=sampling, vocab_size=self.vocab_size, adapter=adapter)
-        call = Call[Generation](work=work, items=join(prompts, seeds, images), on_response=on_response)
+        call = Call[Generation](work=Drawing(vocab_size=self.vocab_size), asked=asked, on_response=on_response)
         return cast("list[Generation]", await self._run(call, stop_at_failure=True))
 
     def set_weight_version(self, weight_version: int) -> None:
@@ -214,7 +178,8 @@ class Router:
     async def _run(self, call: Call[R], *, stop_at_failure: bool) -> list[R | SampleFailed]:
         """Cut the call into parts, see each through, return the results in order. No part outlives the call."""
         version, number = self._wanted_version, next(self._orders)
-        rooms = [call.work.room(item) for item in call.items]
+        work: Any = call.work
+        rooms = [work.room(call.asked, i) for i in range(len(call.asked))]
         failures: dict[int, SampleFailed] = {}
 
         async def see(positions: Sequence[int], order: tuple[int, ...]) -> None:
@@ -223,7 +188,7 @@ class Router:
                 order=order,
                 room=sum(missing.values(), NO_ROOM),
                 version=version,
-                key=call.work,
+                key=call.asked.kind,
                 caller=call,
                 call=call,
                 missing=missing,

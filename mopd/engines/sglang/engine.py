@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -30,12 +30,11 @@ from mopd.engines.interface import (
     EngineRejected,
     EngineUnavailable,
     Generation,
-    Given,
-    Images,
     Reception,
     ResponseCallback,
-    SamplingParams,
     Scores,
+    ToDraw,
+    ToScore,
     WeightsLost,
 )
 from mopd.engines.sglang.start import SglangProcess, server_arguments
@@ -160,36 +159,13 @@ class SglangEngine:
         await self._call(self._client.control("POST", "/resume_memory_occupation", **told))
         self._sleeping = "cache" if weights_only else "no"
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-        given: Given = None,
-        hidden_size: int = 0,
-    ) -> list[Scores]:
+    async def score(self, asked: ToScore) -> list[Scores]:
         """Score the response part of each sequence (``SglangClient.score``)."""
-        asked: dict[str, Any] = {"images": images, "given": given, "hidden_size": hidden_size}
-        return await self._request(
-            self._client.score(tokens, prompt_lengths, top_k=top_k, temperature=temperature, **asked)
-        )
+        return await self._request(self._client.score(asked))
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         """Draw one response per prompt (``SglangClient.generate``)."""
-        return await self._request(
-            self._client.generate(prompts, sampling, seeds, on_response=on_response, images=images)
-        )
+        return await self._request(self._client.generate(asked, on_response=on_response))
 
     async def halt(self) -> None:
         """Freeze running requests and drop their keys and values."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mopd.base.types import UserError
+from mopd.base.types import PromptImage, UserError
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.student import LoraConfig
 from mopd.conversion.adapters import Adapter
@@ -33,19 +33,18 @@ from mopd.engines.checks import (
     check_sampling,
     check_scoring,
     check_weights,
-    num_given_of,
 )
 from mopd.engines.interface import (
     EngineInfo,
     EngineLimits,
     FinishReason,
     Generation,
-    Given,
-    Images,
     Reception,
     ResponseCallback,
     SamplingParams,
     Scores,
+    ToDraw,
+    ToScore,
     WeightsLost,
 )
 from mopd.engines.stop_texts import StopTexts
@@ -190,20 +189,12 @@ class TorchEngine:
         """Leave the weight-transfer group, if any."""
         await self.incoming.leave()
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-        adapter: str = "",
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         """Draw one response per prompt. ``UserError`` for a prompt that does not fit with its response."""
         check_weights(self._has_weights, name=self.name)
-        check_images(self.sight, prompts, images, name=self.name)
-        check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
+        prompts, sampling = asked.prompts, asked.sampling
+        check_images(self.sight, prompts, asked.images, name=self.name)
+        check_sampling(asked, self.stop_ids, name=self.name)
         longest = max(map(len, prompts), default=0)
         check_length(longest, sampling.max_new_tokens, self.max_positions, LENGTH_KEY, name=self.name)
         results: dict[int, Generation] = {}
@@ -228,18 +219,18 @@ class TorchEngine:
         stop_texts = StopTexts(self.name, sampling.stop) if sampling.stop else None
         try:
             for batch in token_budget_batches(lengths, self._cfg.max_tokens_per_batch):
-                own = [prompts[i] for i in batch]
-                recorded = self._recorded(own, sampling)
-                with torch.inference_mode(), self._answering(adapter), recorded as routes:
+                own = asked.at(batch)
+                recorded = self._recorded(own.prompts, sampling)
+                with torch.inference_mode(), self._answering(asked.adapter), recorded as routes:
                     decode(
                         self.model,
-                        own,
+                        own.prompts,
                         sampling,
-                        uniforms([seeds[i] for i in batch], sampling.max_new_tokens).to(self.model.device),
+                        uniforms(own.seeds, sampling.max_new_tokens).to(self.model.device),
                         stop_ids,
                         lambda row, *response, batch=batch: note(batch[row], *response),
                         stop_texts=stop_texts,
-                        seen=self._see(own, batch, images, pad_left=True),
+                        seen=self._see(own.prompts, own.seen, pad_left=True),
                         routes=routes,
                         interrupted=self._interrupted.is_set,
                     )
@@ -303,94 +294,71 @@ class TorchEngine:
             self._eyes.forget()
         self._has_weights, self.weight_version = True, weight_version
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-        given: Given = None,
-        hidden_size: int = 0,
-        adapter: str = "",
-    ) -> list[Scores]:
+    async def score(self, asked: ToScore) -> list[Scores]:
         """Score the responses. ``ValueError`` for ``top_k`` or ids above the vocabulary, an empty prompt, or another
         ``hidden_size`` than the model's."""
         check_weights(self._has_weights, name=self.name)
-        if not 0 <= top_k <= self.vocab_size:
-            raise ValueError(f"top_k is {top_k}: {self.name} has a vocabulary of {self.vocab_size}")
-        if temperature <= 0:
-            raise ValueError(f"temperature is {temperature}: scoring needs a positive one")
-        check_scoring(tokens, prompt_lengths)
+        tokens = asked.tokens
+        if not 0 <= asked.top_k <= self.vocab_size:
+            raise ValueError(f"top_k is {asked.top_k}: {self.name} has a vocabulary of {self.vocab_size}")
+        if asked.temperature <= 0:
+            raise ValueError(f"temperature is {asked.temperature}: scoring needs a positive one")
+        check_scoring(asked)
         check_length(max(map(len, tokens), default=0), None, self.max_positions, LENGTH_KEY, name=self.name)
         if not self._head_checked and len(tokens):
             self._check_head(tokens[0])
-        check_images(self.sight, tokens, images, name=self.name)
-        check_given(given, tokens, prompt_lengths, vocab_size=self.vocab_size, name=self.name)
-        check_hidden_size(hidden_size, self.model.get_output_embeddings().weight.shape[1], name=self.name)
-        has_given = num_given_of(given) > 0
+        check_images(self.sight, tokens, asked.images, name=self.name)
+        check_given(asked, vocab_size=self.vocab_size, name=self.name)
+        check_hidden_size(asked.hidden_size, self.model.get_output_embeddings().weight.shape[1], name=self.name)
         results: dict[int, Scores] = {}
         for batch in token_budget_batches([len(t) for t in tokens], self._cfg.max_tokens_per_batch):
-            batch_lengths = [prompt_lengths[i] for i in batch]
-            own = [tokens[i] for i in batch]
-            with torch.inference_mode(), self._answering(adapter):
-                seen = self._see(own, batch, images, pad_left=False)
-                ids = [given[i] for i in batch] if given is not None and has_given else None
-                fields = self._score_batch(own, seen, batch_lengths, top_k, temperature, ids, hidden_size)
-            counts = [len(tokens[i]) - prompt_lengths[i] for i in batch]
+            own = asked.at(batch)
+            with torch.inference_mode(), self._answering(asked.adapter):
+                fields = self._score_batch(own)
+            counts = [len(t) - start for t, start in zip(own.tokens, own.prompt_lengths, strict=True)]
             rows = [field.clone().split(counts) for field in fields]  # clones: see generate
             for i, ids_RK, logprobs_RK, logprobs_RN, hidden_RH in zip(batch, *rows, strict=True):
                 results[i] = Scores(
                     ids=ids_RK,
                     logprobs=logprobs_RK,
                     token_logprobs=logprobs_RN[:, 0].clone(memory_format=torch.contiguous_format),  # also of one row
-                    given_logprobs=logprobs_RN[:, 1:].contiguous() if has_given else None,
-                    hidden=hidden_RH if hidden_size else None,
+                    given_logprobs=logprobs_RN[:, 1:].contiguous() if asked.num_given else None,
+                    hidden=hidden_RH if asked.hidden_size else None,
                 )
         return [results[i] for i in range(len(tokens))]
 
-    def _score_batch(
-        self,
-        tokens: Sequence[Tensor],
-        seen: SeenBatch | None,
-        prompt_lengths: Sequence[int],
-        top_k: int,
-        temperature: float,
-        given: Sequence[Tensor] | None,
-        hidden_size: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _score_batch(self, asked: ToScore) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return ``(ids [R, K] int32, logprobs [R, K] fp32, logprobs [R, 1 + G] fp32 of the responses' own tokens and
         of the ids given, hidden states [R, hidden_size] bf16)`` of all responses end to end, on CPU.
 
         Sequences are padded on the right, which no token of a causal model attends to: no attention mask is needed.
         """
         device = self.model.device
-        input_ids = torch.nn.utils.rnn.pad_sequence([t.long() for t in tokens], batch_first=True)
+        input_ids = torch.nn.utils.rnn.pad_sequence([t.long() for t in asked.tokens], batch_first=True)
         width = input_ids.shape[1]
         # logits at row t score token t + 1: a response from `start` needs the hidden states from start - 1 on
         places = [
             torch.arange(row * width + start - 1, row * width + len(t) - 1)
-            for row, (t, start) in enumerate(zip(tokens, prompt_lengths, strict=True))
+            for row, (t, start) in enumerate(zip(asked.tokens, asked.prompt_lengths, strict=True))
         ]
         places_R = torch.cat(places)  # the hidden state before each response token
         targets_RN = input_ids.view(-1)[places_R + 1][:, None]
-        if given is not None:
-            targets_RN = torch.cat([targets_RN, torch.cat([*given])], 1)
-        hidden_BSH = self._hidden(input_ids.to(device), seen)
+        if asked.given is not None:
+            targets_RN = torch.cat([targets_RN, torch.cat([*asked.given])], 1)
+        hidden_BSH = self._hidden(input_ids.to(device), self._see(asked.tokens, asked.seen, pad_left=False))
         hidden_RH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])[places_R.to(device)]
         del hidden_BSH
         head = self.model.get_output_embeddings()
         scored = chunked_topk_logprobs(
             hidden_RH,
             head.weight,
-            top_k,
+            asked.top_k,
             max_rows=MAX_LOGITS_ROWS,
             target=targets_RN.to(device),
-            temperature=temperature,
+            temperature=asked.temperature,
             bias=getattr(head, "bias", None),
         )
-        states = hidden_RH[:, :hidden_size].to("cpu", torch.bfloat16)
+        states = hidden_RH[:, : asked.hidden_size].to("cpu", torch.bfloat16)
         return scored.ids.cpu(), scored.logprobs.cpu(), cast(Tensor, scored.target_logprobs).cpu(), states
 
     def _answering(self, adapter: str) -> AbstractContextManager[None]:
@@ -408,13 +376,12 @@ class TorchEngine:
         return RouteRecorder(self.model, sampling.routes, len(prompts), longest, name=self.name).recording()
 
     def _see(
-        self, sequences: Sequence[Any], batch: Sequence[int], images: Images, *, pad_left: bool
+        self, sequences: Sequence[Any], images: Sequence[Sequence[PromptImage]], *, pad_left: bool
     ) -> SeenBatch | None:
-        """Return the image inputs of the ``batch`` of a request's ``images``; ``None`` for a text model."""
+        """Return the image inputs of a batch; ``None`` for a text model."""
         if self._eyes is None:
             return None
-        own = [() if images is None else images[i] for i in batch]
-        return self._eyes.see(sequences, own, width=max(map(len, sequences)), pad_left=pad_left)
+        return self._eyes.see(sequences, images, width=max(map(len, sequences)), pad_left=pad_left)
 
     def _hidden(self, input_ids_BS: Tensor, seen: SeenBatch | None = None) -> Tensor:
         """Return the last hidden states, [B, S, H]."""

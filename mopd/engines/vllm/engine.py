@@ -33,7 +33,6 @@ from mopd.engines.checks import (
     check_sampling,
     check_scoring,
     check_weights,
-    num_given_of,
 )
 from mopd.engines.concurrency import TokenBudget, all_or_none
 from mopd.engines.interface import (
@@ -42,13 +41,12 @@ from mopd.engines.interface import (
     EngineNode,
     EngineUnavailable,
     Generation,
-    Given,
-    Images,
     ResponseCallback,
     SamplingParams,
     Scores,
+    ToDraw,
+    ToScore,
     WeightsLost,
-    join,
 )
 from mopd.engines.stop_texts import StopTexts
 from mopd.engines.student_adapter import STUDENT, StudentAdapter
@@ -299,18 +297,7 @@ class VllmEngine:
         self._require_idle("wake_up")
         await self._call(self.workers.wake_up(weights_only=weights_only))
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-        given: Given = None,
-        hidden_size: int = 0,
-        adapter: str = "",
-    ) -> list[Scores]:
+    async def score(self, asked: ToScore) -> list[Scores]:
         """Score the response part of each sequence. Each is submitted by itself, at most ``max_scoring_tokens`` at a
         time.
 
@@ -321,31 +308,32 @@ class VllmEngine:
             EngineUnavailable: vLLM has died or answered for other tokens.
         """
         self._require_weights()
-        if temperature != 1:
+        tokens, top_k, num_given, hidden_size = asked.tokens, asked.top_k, asked.num_given, asked.hidden_size
+        if asked.temperature != 1:
             raise UserError(
-                f"{self.name}: vLLM scores prompts at temperature 1 only, loss.temperature is {temperature}: "
+                f"{self.name}: vLLM scores prompts at temperature 1 only, loss.temperature is {asked.temperature}: "
                 "set loss.temperature: 1.0 or engine: {type: torch}"
             )
-        num_given = num_given_of(given)
         if top_k < 0 or top_k + num_given > min(self._max_logprobs, self.vocab_size):
             more = f" and {num_given} ids are given" if num_given else ""
             raise ValueError(
                 f"top_k is {top_k}{more}: the engine of {self.name} was started for max_logprobs {self._max_logprobs} "
                 f"and has a vocabulary of {self.vocab_size}"
             )
-        check_adapter(adapter, self._adapters, name=self.name)
-        check_scoring(tokens, prompt_lengths)
+        check_adapter(asked.adapter, self._adapters, name=self.name)
+        check_scoring(asked)
         for i, sequence in enumerate(tokens):
             self._check_ids("sequence", i, int(sequence.min()), int(sequence.max()))
         check_length(max(map(len, tokens), default=0), None, self.max_positions, "max_model_len", name=self.name)
-        check_images(self.sight, tokens, images, name=self.name)
-        check_given(given, tokens, prompt_lengths, vocab_size=self.vocab_size, name=self.name)
+        check_images(self.sight, tokens, asked.images, name=self.name)
+        check_given(asked, vocab_size=self.vocab_size, name=self.name)
         check_hidden_size(hidden_size, self.hidden_size, name=self.name)
         if num_given or hidden_size:
             self._scores_given = self._scores_given or asyncio.create_task(self._call(self.workers.score_given()))
             await asyncio.shield(self._scores_given)
 
         async def score_one(sequence: Tensor, start: int, own: Sequence[PromptImage], at_ids: Tensor | None) -> Scores:
+            adapter = asked.adapter
             if start == len(sequence):
                 return no_scores(top_k, num_given, hidden_size)
             ids = sequence.tolist()
@@ -361,19 +349,11 @@ class VllmEngine:
                 states = read_hidden(found, len(ids) - start, hidden_size, name=self.name)
             return read_scores(output, ids, start, top_k, at_ids, states, name=self.name)
 
-        items = join(tokens, prompt_lengths, images, given if num_given else None)
+        given = [None] * len(tokens) if asked.given is None else asked.given
+        items = zip(tokens, asked.prompt_lengths, asked.seen, given, strict=True)
         return await all_or_none(score_one(*item) for item in items)
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-        adapter: str = "",
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         """Draw one response per prompt. vLLM's rounding depends on the batch: responses repeat up to ties within
         rounding.
 
@@ -382,14 +362,15 @@ class VllmEngine:
             EngineUnavailable: vLLM has died.
         """
         self._require_weights()
-        check_adapter(adapter, self._adapters, name=self.name)
-        check_sampling(prompts, sampling, seeds, self.stop_ids, name=self.name)
+        prompts, sampling = asked.prompts, asked.sampling
+        check_adapter(asked.adapter, self._adapters, name=self.name)
+        check_sampling(asked, self.stop_ids, name=self.name)
         check_temperature(sampling, before_cut=self._before_cut, sees=self.sight is not None)
         for i, prompt in enumerate(prompts):
             self._check_ids("prompt", i, min(prompt), max(prompt))
         longest = max(map(len, prompts), default=0)
         check_length(longest, sampling.max_new_tokens, self.max_positions, "max_model_len", name=self.name)
-        check_images(self.sight, prompts, images, name=self.name)
+        check_images(self.sight, prompts, asked.images, name=self.name)
         layers = self._routed_layers(sampling)
 
         texts = await asyncio.to_thread(StopTexts, self._folder, sampling.stop) if sampling.stop else None
@@ -398,7 +379,7 @@ class VllmEngine:
         async def generate_one(i: int, prompt: Sequence[int], seed: int, own: Sequence[PromptImage]) -> Generation:
             params = drawing_params(sampling, seed, self.stop_ids, self.sight)
             begun = prompt[len(prompt) - sampling.num_begun :]
-            output, end = await self._request(list(prompt), own, params, adapter, texts, begun)
+            output, end = await self._request(list(prompt), own, params, asked.adapter, texts, begun)
             generation = read_generation(output, stop_ids, sampling.num_top_ids, text_end=end, name=self.name)
             if sampling.routes is not None:
                 generation = replace(generation, routes=read_routes(output, sampling.routes, layers, name=self.name))
@@ -406,8 +387,8 @@ class VllmEngine:
                 on_response(i, generation)
             return generation
 
-        items = join(prompts, seeds, images)
-        return await all_or_none(generate_one(i, *item[:3]) for i, item in enumerate(items))
+        items = zip(prompts, asked.seeds, asked.seen, strict=True)
+        return await all_or_none(generate_one(i, *item) for i, item in enumerate(items))
 
     def _routed_layers(self, sampling: SamplingParams) -> list[int]:
         """Return the layers whose routes ``sampling`` asks for. ``UserError`` if vLLM was not started to tell them."""

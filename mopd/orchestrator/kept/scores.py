@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data_plane.interface import as_stored
 from mopd.engines.checks import check_scores
-from mopd.engines.interface import Images, Scores
+from mopd.engines.interface import Scores, ToScore
 from mopd.engines.replicas.interface import info_of
 from mopd.engines.replicas.router import Router
 from mopd.run.manifests import engine_extras
@@ -36,50 +35,22 @@ FIELDS = ("ids", "logprobs", "token_logprobs", "given_logprobs", "hidden")
 """Fields of a record; the last ones where ids were given, or hidden states asked for (their bits, as int16)."""
 
 
-@dataclass(frozen=True)
-class Questions:
-    """What a teacher is asked of some samples."""
-
-    tokens: Sequence[Tensor]
-    """What the teacher reads: its own view of the prompt, where it has one, and the response."""
-    starts: Sequence[int]
-    """Where each response begins in it."""
-    images: Images
-    given: Sequence[Tensor | None]
-    """Ids of each sample's rows, [R, G] int32; either all have some or none has."""
-    top_k: int
-    hidden_size: int = 0
-    """Size of the hidden states that are asked for; 0: none are."""
-
-    @property
-    def given_ids(self) -> list[Tensor] | None:
-        """The ids as an engine takes them."""
-        return [ids for ids in self.given if ids is not None] or None
-
-    def at(self, places: Sequence[int]) -> Questions:
-        """Return the questions about some of the samples."""
-        images = None if self.images is None else [self.images[i] for i in places]
-        tokens, starts = [self.tokens[i] for i in places], [self.starts[i] for i in places]
-        given = [self.given[i] for i in places]
-        return Questions(tokens, starts, images, given, self.top_k, self.hidden_size)
-
-
 class ScoreCache:
     """Scores of a recipe's teachers in one folder, which several runs may share at a time."""
 
-    def __init__(self, records: Records, identities: Mapping[str, str], *, temperature: float) -> None:
-        """``identities``: what decides the scores of each teacher, but for the questions and the temperature."""
-        self._records, self._identities, self._temperature = records, dict(identities), temperature
+    def __init__(self, records: Records, identities: Mapping[str, str]) -> None:
+        """``identities``: what decides the scores of each teacher, but for what it is asked."""
+        self._records, self._identities = records, dict(identities)
         self._num_asked = self._num_found = 0
         self._is_full = False
 
-    def keys(self, teacher: str, asked: Questions) -> list[bytes]:
+    def keys(self, teacher: str, asked: ToScore) -> list[bytes]:
         """Return the keys of a teacher's scores of some samples."""
-        seen = [()] * len(asked.tokens) if asked.images is None else asked.images
-        about = f"{self._identities[teacher]}\0{asked.top_k}\0{self._temperature!r}\0"
+        about = f"{self._identities[teacher]}\0{asked.top_k}\0{asked.temperature!r}\0"
         about += f"hidden {asked.hidden_size}\0" if asked.hidden_size else ""
+        given = [None] * len(asked) if asked.given is None else asked.given
         keys = []
-        for own, start, pictures, ids in zip(asked.tokens, asked.starts, seen, asked.given, strict=True):
+        for own, start, pictures, ids in zip(asked.tokens, asked.prompt_lengths, asked.seen, given, strict=True):
             shown = json.dumps([[picture.digest.hex(), *picture.grid] for picture in pictures])
             content = own.to(torch.int64).contiguous().numpy().tobytes()
             if ids is not None:
@@ -87,7 +58,7 @@ class ScoreCache:
             keys.append(hashlib.sha256(f"{about}{start}\0{shown}\0".encode() + content).digest())
         return keys
 
-    async def find(self, keys: Sequence[bytes], asked: Questions) -> list[Scores | None]:
+    async def find(self, keys: Sequence[bytes], asked: ToScore) -> list[Scores | None]:
         """Return what is kept of each sample, ``None`` where that is nothing. ``UserError`` for a damaged record."""
         found = await asyncio.to_thread(lambda: [self._read(key, asked.at([i])) for i, key in enumerate(keys)])
         self._num_asked += len(found)
@@ -118,7 +89,7 @@ class ScoreCache:
         self._num_asked = self._num_found = 0
         return values
 
-    def _read(self, key: bytes, asked: Questions) -> Scores | None:
+    def _read(self, key: bytes, asked: ToScore) -> Scores | None:
         """Return what is kept under a key of the question about one sample."""
         arrays = self._records.get(key)
         if arrays is None:
@@ -126,8 +97,8 @@ class ScoreCache:
         try:
             fields = {name: torch.from_numpy(array) for name, array in arrays.items()}
             fields |= {"hidden": fields["hidden"].view(torch.bfloat16)} if "hidden" in fields else {}
-            scores, options = Scores(**fields), {"top_k": asked.top_k, "hidden_size": asked.hidden_size}
-            check_scores([scores], asked.tokens, asked.starts, vocab_size=None, given=asked.given_ids, **options)
+            scores = Scores(**fields)
+            check_scores([scores], asked, vocab_size=None)
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"data.scores_cache: a record of {shown_path(self._records.folder)} holds no scores ({error}): "
@@ -168,4 +139,4 @@ async def open_score_cache(
     records = await asyncio.to_thread(
         Records, recipe.data.scores_cache, {"content": "teacher scores"}, max_bytes=max_bytes
     )
-    return ScoreCache(records, identities, temperature=recipe.loss.temperature)
+    return ScoreCache(records, identities)

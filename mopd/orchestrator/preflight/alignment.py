@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mopd.base.types import PromptImage
 from mopd.data.image_files import digest_of
-from mopd.engines.interface import Generation, Images, SamplingParams, Scores
+from mopd.engines.interface import Generation, Images, SamplingParams, Scores, ToDraw, ToScore
 from mopd.engines.replicas.interface import SampleFailed
 from mopd.engines.vision import EngineVision
 from mopd.orchestrator.teachers import TeacherGroup
@@ -298,7 +298,7 @@ class AlignmentCheck:
         count = max(1, min(NUM_TOKENS, self._longest - room - max(map(len, tokens))))
         sampling = SamplingParams(max_new_tokens=count, temperature=0.0)
         async with self._group.kept_awake():
-            drawn = await self._group.generate(tokens, sampling, [0] * len(tokens), images=images)
+            drawn = await self._group.generate(ToDraw(tokens, sampling, [0] * len(tokens), images=images))
         return [Continued(context, given, own) for (context, own), given in zip(contexts, drawn, strict=True)]
 
     async def _score(self, questions: Sequence[tuple[Continued, Sequence[int]]]) -> list[Scores]:
@@ -307,7 +307,8 @@ class AlignmentCheck:
 
     async def _ask(self, sequences: Sequence[tuple[Tensor, int]], images: Images = None) -> list[Scores]:
         tokens, starts = [tokens for tokens, _ in sequences], [start for _, start in sequences]
-        answers = await self._group.score(tokens, starts, top_k=self._top_k, temperature=1.0, images=images)
+        request = ToScore(tokens, starts, top_k=self._top_k, temperature=1.0, images=images)
+        answers = await self._group.score(request)
         return [answer for answer in answers if not isinstance(answer, SampleFailed)]  # the first of these was raised
 
 

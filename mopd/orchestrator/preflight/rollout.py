@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,15 @@ from mopd.base.types import Prompt, SampleMeta, UserError
 from mopd.config.schema import Recipe
 from mopd.engines.checks import check_generations
 from mopd.engines.concurrency import all_or_none
-from mopd.engines.interface import CorruptAnswer, EngineError, EngineInfo, Generation, Generator, SamplingParams
+from mopd.engines.interface import (
+    CorruptAnswer,
+    EngineError,
+    EngineInfo,
+    Generation,
+    Generator,
+    ResponseCallback,
+    ToDraw,
+)
 from mopd.engines.replicas.interface import Replica
 from mopd.launch.checks.inputs import Check
 from mopd.orchestrator.preflight.vision import probe_rows
@@ -38,13 +46,11 @@ class CheckedReplica:
         self.name, self._engine, self._vocab_size = replica.name, cast(Generator, replica.engine), vocab_size
         self.weight_version = self._engine.weight_version
 
-    async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int], **more: Any
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         """Draw responses; raise ``CorruptAnswer`` for responses that cannot have been drawn."""
-        drawn = await self._engine.generate(prompts, sampling, seeds, **more)
+        drawn = await self._engine.generate(asked, on_response=on_response)
         try:
-            check_generations(drawn, max_new_tokens=sampling.max_new_tokens, vocab_size=self._vocab_size)
+            check_generations(drawn, max_new_tokens=asked.sampling.max_new_tokens, vocab_size=self._vocab_size)
         except ValueError as error:
             raise CorruptAnswer(f"{self.name}: corrupt answer: {error}") from error
         return drawn

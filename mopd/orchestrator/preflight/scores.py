@@ -26,6 +26,7 @@ from mopd.data.cross_tokenizer import CrossTokenizer
 from mopd.data.image_refs import image_refs_from_tensor
 from mopd.data.images import ImageStore
 from mopd.data_plane.interface import Storage
+from mopd.engines.interface import ToScore
 from mopd.engines.replicas.interface import SampleFailed
 from mopd.engines.torch.loading import read_config
 from mopd.engines.vision import read_vision
@@ -253,7 +254,7 @@ class ScoresCheck:
         tokens, starts = [own for own, _ in read], [start for _, start in read]
         top_k, temperature = self._recipe.asked[self._name].own, self._recipe.loss.temperature
         probes = []
-        answers = await self._group.score(tokens, starts, top_k=top_k, temperature=temperature)
+        answers = await self._group.score(ToScore(tokens, starts, top_k=top_k, temperature=temperature))
         for own, start, scores in zip(tokens, starts, answers, strict=True):
             if isinstance(scores, SampleFailed):
                 raise scores

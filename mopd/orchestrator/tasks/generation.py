@@ -27,7 +27,7 @@ from mopd.data.prompts import PromptRow, encode_prompts
 from mopd.data.tokenizer import load_tokenizer, read_texts, stops_of
 from mopd.data.turns import TurnFrame
 from mopd.data.vision_prompts import MARK, VisionPrompts, read_vision
-from mopd.engines.interface import Generation, Images, SamplingParams
+from mopd.engines.interface import Generation, Images, SamplingParams, ToDraw
 from mopd.engines.torch.engine import TorchEngine
 from mopd.environments.process import Environments
 from mopd.orchestrator.rollout import derive_seed, play_turns
@@ -206,7 +206,7 @@ async def _draw(
 ) -> Sequence[Generation]:
     """Return a response to each row; with a ``player`` a trajectory."""
     if player is None:
-        return await engine.generate([row.tokens for row in rows], sampling, seeds, images=images)
+        return await engine.generate(ToDraw([row.tokens for row in rows], sampling, seeds, images=images))
     try:
         return await play_turns(player, engine, rows, sampling, seeds, images)
     finally:

@@ -13,14 +13,13 @@ again, in the rollout's turn. That costs one of its restarts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 from mopd.base.types import UserError
 from mopd.engines.clients.remote import RemoteEngine
 from mopd.engines.concurrency import cancel
-from mopd.engines.interface import EngineUnavailable, Generation, Generator, Images, ResponseCallback, SamplingParams
+from mopd.engines.interface import EngineUnavailable, Generation, Generator, ResponseCallback, ToDraw
 from mopd.placement.interface import WeightSource
 from mopd.placement.server_group import ServerGroup
 
@@ -69,23 +68,11 @@ class TurnsGenerator:
         """Version of the weights that answer in the next turn."""
         return self._generator.weight_version
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-        adapter: str = "",
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         """Wait for the turn, then generate. ``UserError`` after ``stop``."""
         async with self._kept_awake():
             self._require_going()
-            options: dict[str, Any] = {"adapter": adapter} if adapter else {}
-            call = asyncio.ensure_future(
-                self._generator.generate(prompts, sampling, seeds, on_response=on_response, images=images, **options)
-            )
+            call = asyncio.ensure_future(self._generator.generate(asked, on_response=on_response))
             self._calls.add(call)
             try:
                 await asyncio.wait({call})

@@ -25,6 +25,7 @@ from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
 from mopd.data_plane.interface import Storage
 from mopd.engines.clients.remote import RemoteEngine
+from mopd.engines.interface import ToScore
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
@@ -180,7 +181,7 @@ class Sender:
         own = torch.cat(await student.logprobs(samples, temperature=1.0))
         said = []
         for engine in self._engines:
-            scores = await engine.score(tokens, [s.prompt_length for s in samples], top_k=1, temperature=1.0)
+            scores = await engine.score(ToScore(tokens, [s.prompt_length for s in samples], top_k=1, temperature=1.0))
             said.append(torch.cat([given.token_logprobs for given in scores]))
             differences = (own - said[-1]).abs()
             found["apart"] = max(found["apart"], float(differences.max()))

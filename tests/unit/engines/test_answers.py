@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mopd.config.groups import RoutingConfig
 from mopd.engines.checks import check_generations, check_scores
-from mopd.engines.interface import Generation, SamplingParams, Scores, StaleWeights
+from mopd.engines.interface import Generation, SamplingParams, Scores, StaleWeights, ToDraw, ToScore
 from mopd.engines.replicas.interface import Replica, RouterLimits, SampleFailed
 from mopd.engines.replicas.router import Router
 from tests.fixtures.token_clock import run_on_token_clock
@@ -52,7 +52,8 @@ def converted(sequence: int, field: str, convert: Callable[[Tensor], Any]) -> li
 
 
 def check(scores: Sequence[Scores], **changes: Any) -> None:
-    check_scores(scores, TOKENS, STARTS, **{"top_k": K, "vocab_size": V, **changes})
+    vocab_size = changes.pop("vocab_size", V)
+    check_scores(scores, ToScore(TOKENS, STARTS, **{"top_k": K, "temperature": 1.0, **changes}), vocab_size=vocab_size)
 
 
 BAD_SCORES: dict[str, tuple[Callable[[], list[Scores]], str]] = {
@@ -125,8 +126,8 @@ def test_rounding_and_impossible_ids_are_legal(name: str) -> None:
 
 
 def test_nothing_to_score_and_an_unknown_vocabulary() -> None:
-    check_scores([], [], [], top_k=K, vocab_size=V)
-    check_scores(good()[1:2], TOKENS[1:2], STARTS[1:2], top_k=K, vocab_size=V)
+    check_scores([], ToScore([], [], temperature=1.0, top_k=K), vocab_size=V)
+    check_scores(good()[1:2], ToScore(TOKENS[1:2], STARTS[1:2], temperature=1.0, top_k=K), vocab_size=V)
     check(changed(0, "ids", (1, 2), V), vocab_size=None)
     with pytest.raises(ValueError, match="outside the vocabulary"):
         check(changed(0, "ids", (1, 2), -1), vocab_size=None)
@@ -141,7 +142,11 @@ def test_any_change_of_a_row_is_found_or_harmless(seed: int) -> None:
     logprobs, ids = every.topk(6)
     tokens = torch.randint(50, (9,), generator=generator)
     own = every.gather(1, tokens[1:, None]).squeeze(1)
-    check_scores([Scores(ids=ids.int(), logprobs=logprobs, token_logprobs=own)], [tokens], [1], top_k=6, vocab_size=50)
+    check_scores(
+        [Scores(ids=ids.int(), logprobs=logprobs, token_logprobs=own)],
+        ToScore([tokens], [1], temperature=1.0, top_k=6),
+        vocab_size=50,
+    )
     row, one, other = (int(torch.randint(high, (), generator=generator)) for high in (8, 5, 5))
     values = [logprobs[row, one].item() + step for step in (-3.0, -0.01, 0.01, 3.0)]
     for value in (*values, logprobs[row, other].item(), 0.0, -0.0, math.nan, math.inf, -math.inf, 1e30, -1e30):
@@ -158,10 +163,10 @@ def test_any_change_of_a_row_is_found_or_harmless(seed: int) -> None:
         )
         scores = [Scores(ids=ids.int(), logprobs=changed_row, token_logprobs=own)]
         if is_good:
-            check_scores(scores, [tokens], [1], top_k=6, vocab_size=50)
+            check_scores(scores, ToScore([tokens], [1], temperature=1.0, top_k=6), vocab_size=50)
         else:
             with pytest.raises(ValueError, match=f"response position {row}: "):
-                check_scores(scores, [tokens], [1], top_k=6, vocab_size=50)
+                check_scores(scores, ToScore([tokens], [1], temperature=1.0, top_k=6), vocab_size=50)
 
 
 def drawn(tokens: Any = (3, 4), logprobs: Any = (-1.0, 0.0), reason: Any = "stop", versions: Any = None) -> Generation:
@@ -238,11 +243,11 @@ def route(answers: Sequence[Callable[[], Any]], kind: Any, ask: Callable[[Router
 
 
 async def score(router: Router) -> Any:
-    return await router.score(TOKENS[:1], STARTS[:1], top_k=K, temperature=1.0)
+    return await router.score(ToScore(TOKENS[:1], STARTS[:1], top_k=K, temperature=1.0))
 
 
 async def generate(router: Router) -> Any:
-    return await router.generate([[1]], SamplingParams(max_new_tokens=3), [0])
+    return await router.generate(ToDraw([[1]], SamplingParams(max_new_tokens=3), [0]))
 
 
 def test_another_replica_answers_and_the_bad_one_is_left_alone() -> None:

@@ -30,6 +30,7 @@ from mopd.engines.interface import (
     EngineRejected,
     EngineUnavailable,
     EngineUnreachable,
+    ToScore,
 )
 
 TOKEN = "a-secret-token-of-mine"
@@ -71,7 +72,7 @@ async def converse(reply: Reply, kind: str, timeout_s: float = 5.0) -> tuple[Eng
         engine._is_listed = True
     try:
         with pytest.raises(EngineError) as caught:
-            await engine.score([TOKENS], [1], top_k=2, temperature=1.0)
+            await engine.score(ToScore([TOKENS], [1], top_k=2, temperature=1.0))
     finally:
         await engine.close()
         server.close()
@@ -211,7 +212,7 @@ def test_a_server_that_no_connection_reaches_is_away(kind: type[httpx.TransportE
         await engine._http._client.aclose()
         engine._http._client = httpx.AsyncClient(transport=httpx.MockTransport(broken), base_url="http://10.0.0.3:8000")
         with pytest.raises(EngineUnreachable, match=f"math.0: /v1/score: {kind.__name__}: all attempts failed"):
-            await engine.score([TOKENS], [1], top_k=2, temperature=1.0)
+            await engine.score(ToScore([TOKENS], [1], top_k=2, temperature=1.0))
         await engine.close()
 
     asyncio.run(work())

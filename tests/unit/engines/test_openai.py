@@ -12,7 +12,7 @@ import torch
 
 from mopd.base.types import UserError
 from mopd.engines.clients.openai import OpenAIScorer
-from mopd.engines.interface import EngineUnavailable, SamplingParams, Scores
+from mopd.engines.interface import EngineUnavailable, SamplingParams, Scores, ToDraw, ToScore
 from tests.unit.engines.raw_server import response, serving
 
 TOKENS = [3, 1, 4, 1]
@@ -71,7 +71,7 @@ def ask(
 def score(server: Server, start: int = 1, *, name: str | None = None, **kwargs: Any) -> Scores:
     """One sequence."""
     asked = {"top_k": 2, "temperature": 1.0, **kwargs}
-    (given,) = ask(server, lambda scorer: scorer.score([torch.tensor(TOKENS)], [start], **asked), name=name)
+    (given,) = ask(server, lambda scorer: scorer.score(ToScore([torch.tensor(TOKENS)], [start], **asked)), name=name)
     return given
 
 
@@ -89,7 +89,7 @@ def test_response_rows_most_probable_first(server: Server) -> None:
 def test_slow_path_is_said_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     async def twice(scorer: OpenAIScorer) -> tuple[int, int]:
         for _ in range(2):
-            await scorer.score([torch.tensor(TOKENS)], [1], top_k=2, temperature=1.0)
+            await scorer.score(ToScore([torch.tensor(TOKENS)], [1], top_k=2, temperature=1.0))
         return scorer.bytes_sent, scorer.bytes_received
 
     assert all(count > 0 for count in ask(server, twice, path="/v1"))
@@ -159,7 +159,7 @@ def test_responses_of_odd_numbers_are_none(server: Server, logprobs: dict[str, A
     def draw(given: dict[str, Any]) -> Any:
         server.body = json.dumps({"choices": [{"logprobs": given, "finish_reason": "stop"}]}).encode()
         sampling = SamplingParams(max_new_tokens=2, temperature=0.0)
-        return ask(server, lambda scorer: scorer.generate([[1]], sampling, [0]))
+        return ask(server, lambda scorer: scorer.generate(ToDraw([[1]], sampling, [0])))
 
     assert draw({"tokens": ["token_id:1"], "token_logprobs": [-1]})[0].logprobs.tolist() == [-1.0]
     with pytest.raises(EngineUnavailable, match="corrupt answer"):
@@ -172,7 +172,7 @@ def test_the_server_is_told_what_ends_a_response(server: Server) -> None:
     stops = {"stop": ("a", "\n"), "stop_token_ids": (3,), "ignore_eos": True}
     for given in ({}, stops):
         sampling = SamplingParams(max_new_tokens=2, temperature=0.0, **given)
-        ask(server, lambda scorer, sampling=sampling: scorer.generate([[1]], sampling, [0]))
+        ask(server, lambda scorer, sampling=sampling: scorer.generate(ToDraw([[1]], sampling, [0])))
     plain, told = server.requests
     assert not {*stops, "include_stop_str_in_output"} & plain.keys()
     assert told["stop"] == ["a", "\n"] and told["include_stop_str_in_output"] is True  # of the text; tokens stay

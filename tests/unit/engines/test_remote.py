@@ -22,6 +22,8 @@ from mopd.engines.interface import (
     EngineUnreachable,
     SamplingParams,
     StaleWeights,
+    ToDraw,
+    ToScore,
 )
 from mopd.engines.wire.messages import (
     VERSION,
@@ -107,11 +109,11 @@ def ask(answer: Answer, action: Callable[[RemoteEngine], Awaitable[Any]], timeou
 
 
 async def score(engine: RemoteEngine) -> Any:
-    return await engine.score(TOKENS, [3, 2], top_k=4, temperature=1.0)
+    return await engine.score(ToScore(TOKENS, [3, 2], top_k=4, temperature=1.0))
 
 
 async def generate(engine: RemoteEngine) -> Any:
-    return await engine.generate([[1, 2], [3]], SAMPLING, [0, 1])
+    return await engine.generate(ToDraw([[1, 2], [3]], SAMPLING, [0, 1]))
 
 
 def test_right_answers_pass() -> None:
@@ -226,7 +228,7 @@ def test_a_failure_in_mid_stream_leaves_what_was_told(status: int, error: type[E
     told: list[int] = []
 
     async def work(engine: RemoteEngine) -> Any:
-        return await engine.generate([[1, 2], [3]], SAMPLING, [0, 1], on_response=lambda i, _: told.append(i))
+        return await engine.generate(ToDraw([[1, 2], [3]], SAMPLING, [0, 1]), on_response=lambda i, _: told.append(i))
 
     with pytest.raises(error, match=rf"math/0: /v1/generate: HTTP {status}: so it is"):
         ask(failing(status), work)
@@ -242,7 +244,7 @@ def test_a_response_is_told_when_it_comes() -> None:
         return b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n" + first
 
     async def work(engine: RemoteEngine) -> Any:
-        return await engine.generate([[1, 2], [3]], SAMPLING, [0, 1], on_response=lambda i, _: told.append(i))
+        return await engine.generate(ToDraw([[1, 2], [3]], SAMPLING, [0, 1]), on_response=lambda i, _: told.append(i))
 
     with pytest.raises(EngineUnavailable, match="no answer to /v1/generate"):
         ask(half, work, timeout_s=2.0)

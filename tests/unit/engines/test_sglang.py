@@ -18,7 +18,15 @@ from safetensors.torch import load_file
 from mopd.base.types import UserError
 from mopd.config.groups import SglangEngineConfig
 from mopd.engines.clients.sglang import SglangClient
-from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores
+from mopd.engines.interface import (
+    EngineRejected,
+    EngineUnavailable,
+    Generation,
+    SamplingParams,
+    Scores,
+    ToDraw,
+    ToScore,
+)
 from mopd.engines.sglang import engine as sglang_engine
 from mopd.engines.sglang.engine import SglangEngine, SglangIncoming
 from mopd.engines.sglang.start import server_arguments
@@ -73,12 +81,12 @@ class Server:
 
     def score(self, folder: Path, start: int = 4, **kwargs: Any) -> Scores:
         asked = {"top_k": 3, "temperature": 1.0, **kwargs}
-        (given,) = self.ask(folder, lambda client: client.score([torch.tensor(PROMPT)], [start], **asked))
+        (given,) = self.ask(folder, lambda client: client.score(ToScore([torch.tensor(PROMPT)], [start], **asked)))
         return given
 
     def draw(self, folder: Path, prompt: list[int] = PROMPT, **sampling: Any) -> Generation:
         params = SamplingParams(**{"max_new_tokens": 5, "num_top_ids": 2, **sampling})
-        (given,) = self.ask(folder, lambda client: client.generate([prompt], params, [3]))
+        (given,) = self.ask(folder, lambda client: client.generate(ToDraw([prompt], params, [3])))
         return given
 
 
@@ -100,7 +108,9 @@ def test_the_last_id_of_the_vocabulary_is_called_0(folder: Path) -> None:
     """A quirk of SGLang, whose log-prob is that id's (tests/integration/test_sglang.py scores it)."""
     tokens = [*PROMPT[:4], 47, *PROMPT[5:]]
     server = Server(SCORED, lambda answer: answer["meta_info"]["input_token_logprobs"][1].__setitem__(1, 0))
-    (given,) = server.ask(folder, lambda client: client.score([torch.tensor(tokens)], [4], top_k=3, temperature=1.0))
+    (given,) = server.ask(
+        folder, lambda client: client.score(ToScore([torch.tensor(tokens)], [4], top_k=3, temperature=1.0))
+    )
     assert given.token_logprobs[0] == pytest.approx(-6.9767742)
     with pytest.raises(EngineUnavailable, match="scores other tokens"):
         server.score(folder)
@@ -271,7 +281,7 @@ def test_new_weights_are_files_between_a_pause_and_its_end(folder: Path, monkeyp
                 cast(Any, Started(folder, url)), cfg, max_sequence=99, can_sleep=False, cache_tokens=None, fixed=False
             )
             with pytest.raises(RuntimeError, match="no weights"):
-                await engine.generate([[5]], SamplingParams(max_new_tokens=1), [0])
+                await engine.generate(ToDraw([[5]], SamplingParams(max_new_tokens=1), [0]))
             await load_staged(engine, stage_updates(weights.items(), 3))
             assert (await engine.info()).max_positions == 99 and engine.weight_version == 3
             assert routes == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]

@@ -10,7 +10,7 @@ import torch
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.conversion.hf.reader import HfReader
-from mopd.engines.interface import WeightsLost
+from mopd.engines.interface import ToScore, WeightsLost
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.torch.loading import load_model, weight_slots
 from tests.fixtures.tiny_models import FAMILIES, make_hf_model
@@ -24,7 +24,7 @@ def test_streamed_weights_are_those_of_the_folder(family: str, tmp_path: Path):
     assert weight_slots(expected).keys() == reader.names
     engine = TorchEngine.empty(folder, TorchEngineConfig(dtype="float32"))
     with pytest.raises(WeightsLost, match="no weights"):
-        asyncio.run(engine.score([torch.tensor([4, 5])], [1], top_k=1, temperature=1.0))
+        asyncio.run(engine.score(ToScore([torch.tensor([4, 5])], [1], top_k=1, temperature=1.0)))
     asyncio.run(engine.load_weights(((name, reader.read(name)) for name in sorted(reader.names)), 3))
     assert engine.weight_version == 3
     state, wanted = engine.model.state_dict(), expected.state_dict()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig
-from mopd.engines.interface import Generation, SamplingParams
+from mopd.engines.interface import Generation, SamplingParams, ToDraw, ToScore
 from mopd.engines.stop_texts import StopTexts
 from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
@@ -46,7 +46,7 @@ def engine(folder: Path) -> TorchEngine:
 
 
 def generate(engine: TorchEngine, prompts: list[list[int]], seeds: list[int], **sampling: Any) -> list[Generation]:
-    return asyncio.run(engine.generate(prompts, SamplingParams(**{"max_new_tokens": 24, **sampling}), seeds))
+    return asyncio.run(engine.generate(ToDraw(prompts, SamplingParams(**{"max_new_tokens": 24, **sampling}), seeds)))
 
 
 def text_of(tokens: list[int]) -> str:
@@ -139,7 +139,9 @@ def test_the_presence_penalty_is_of_what_the_response_holds_and_log_probs_are_be
         made = generate(
             engine, [[*prompt, *held]] * 4000, seeds, max_new_tokens=1, presence_penalty=penalty, num_begun=num_begun
         )
-        row = asyncio.run(engine.score([torch.tensor([*prompt, *held, 3])], [5], top_k=VOCAB_SIZE, temperature=1.0))[0]
+        row = asyncio.run(
+            engine.score(ToScore([torch.tensor([*prompt, *held, 3])], [5], top_k=VOCAB_SIZE, temperature=1.0))
+        )[0]
         logprobs = torch.zeros(VOCAB_SIZE).scatter(0, row.ids[0].long(), row.logprobs[0])
         drawn = torch.cat([one.tokens for one in made])
         reported = torch.cat([one.logprobs for one in made])
@@ -154,7 +156,7 @@ def test_the_presence_penalty_is_of_what_the_response_holds_and_log_probs_are_be
 
 
 def test_min_p_keeps_what_is_near_the_most_probable(engine: TorchEngine) -> None:
-    row = asyncio.run(engine.score([torch.tensor([5, 9, 11])], [2], top_k=VOCAB_SIZE, temperature=1.0))[0]
+    row = asyncio.run(engine.score(ToScore([torch.tensor([5, 9, 11])], [2], top_k=VOCAB_SIZE, temperature=1.0)))[0]
     probs = torch.zeros(VOCAB_SIZE).scatter(0, row.ids[0].long(), row.logprobs[0].exp())
     least = float(probs.max() * 0.6)
     allowed = {i for i, p in enumerate(probs.tolist()) if p >= least}

@@ -12,7 +12,7 @@ from mopd.base.types import NonFiniteError, UserError
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.student import LoraConfig
 from mopd.conversion.adapters import read_adapter
-from mopd.engines.interface import SamplingParams, Scores, WeightsLost
+from mopd.engines.interface import SamplingParams, Scores, ToDraw, ToScore, WeightsLost
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import load_staged, stage_updates
 from tests.fixtures.adapters import ALPHA, RANK, TARGETS, merged_model, random_adapter, write_adapter
@@ -30,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def score(engine: TorchEngine, adapter: str = "") -> list[Scores]:
-    return asyncio.run(engine.score(TOKENS, STARTS, top_k=VOCAB_SIZE, temperature=1.0, adapter=adapter))
+    return asyncio.run(engine.score(ToScore(TOKENS, STARTS, top_k=VOCAB_SIZE, temperature=1.0, adapter=adapter)))
 
 
 def distance(one: list[Scores], other: list[Scores]) -> float:
@@ -53,7 +53,7 @@ def test_each_adapter_answers_as_its_merged_folder(base: Path, tmp_path: Path) -
         assert distance(score(engine, name), score(merged)) < 1e-5
         assert distance(score(engine, name), score(plain)) > 0.1
         drawn, expected = (
-            asyncio.run(one.generate([[1, 5, 9]], SAMPLING, [0], **given))[0]
+            asyncio.run(one.generate(ToDraw([[1, 5, 9]], SAMPLING, [0], **given)))[0]
             for one, given in ((engine, {"adapter": name}), (merged, {}))
         )
         assert drawn.tokens.tolist() == expected.tokens.tolist()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 from mopd.base.types import NonFiniteError, UserError
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.checks import check_scores
-from mopd.engines.interface import Generation, SamplingParams, Scores
+from mopd.engines.interface import Generation, SamplingParams, Scores, ToDraw, ToScore
 from mopd.engines.torch import engine as torch_engine
 from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.tiny_models import EOS_ID, FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
@@ -43,7 +43,7 @@ def engine(folders: dict[str, Path]) -> TorchEngine:
 
 
 def generate(engine: TorchEngine, prompts: list[list[int]], seeds: list[int], **sampling: float) -> list[Generation]:
-    return asyncio.run(engine.generate(prompts, SamplingParams(**{"max_new_tokens": 16, **sampling}), seeds))
+    return asyncio.run(engine.generate(ToDraw(prompts, SamplingParams(**{"max_new_tokens": 16, **sampling}), seeds)))
 
 
 def score(
@@ -51,7 +51,7 @@ def score(
 ) -> list[Scores]:
     tokens = [torch.tensor([*p, *g.tokens.tolist()]) for p, g in zip(prompts, generations, strict=True)]
     kwargs = {"top_k": 8, "temperature": 1.0, **kwargs}
-    return asyncio.run(engine.score(tokens, [len(p) for p in prompts], **kwargs))
+    return asyncio.run(engine.score(ToScore(tokens, [len(p) for p in prompts], **kwargs)))
 
 
 @torch.no_grad()
@@ -144,14 +144,14 @@ def test_random_state_is_left_alone(folders: dict[str, Path]) -> None:
 
 def test_full_vocabulary_and_empty_response(engine: TorchEngine) -> None:
     sequence = torch.tensor([4, 8, 15, 16])
-    whole, nothing = asyncio.run(engine.score([sequence, sequence], [2, 4], top_k=VOCAB_SIZE, temperature=1.0))
+    whole, nothing = asyncio.run(engine.score(ToScore([sequence, sequence], [2, 4], top_k=VOCAB_SIZE, temperature=1.0)))
     torch.testing.assert_close(whole.logprobs.exp().sum(-1), torch.ones(2))
     assert sorted(whole.ids[0].tolist()) == list(range(VOCAB_SIZE))
     assert nothing.ids.shape == (0, VOCAB_SIZE) and nothing.token_logprobs.shape == (0,)
     with pytest.raises(ValueError, match=f"top_k is {VOCAB_SIZE + 1}.*vocabulary of {VOCAB_SIZE}"):
-        asyncio.run(engine.score([sequence], [2], top_k=VOCAB_SIZE + 1, temperature=1.0))
+        asyncio.run(engine.score(ToScore([sequence], [2], top_k=VOCAB_SIZE + 1, temperature=1.0)))
     with pytest.raises(ValueError, match="prompt length 0"):
-        asyncio.run(engine.score([sequence], [0], top_k=1, temperature=1.0))
+        asyncio.run(engine.score(ToScore([sequence], [0], top_k=1, temperature=1.0)))
 
 
 @pytest.mark.parametrize(("top_k", "temperature"), [(0, 1.0), (3, 0.7)])
@@ -163,7 +163,7 @@ def test_given_ids_and_most_probable_ids_are_those_of_transformers(
     given = [own.top_ids for own in drawn if own.top_ids is not None]
     tokens = [torch.tensor([*p, *g.tokens.tolist()]) for p, g in zip(prompts, drawn, strict=True)]
     options: dict[str, Any] = {"top_k": top_k, "temperature": temperature, "given": given}
-    scores = asyncio.run(engine.score(tokens, [len(p) for p in prompts], **options))
+    scores = asyncio.run(engine.score(ToScore(tokens, [len(p) for p in prompts], **options)))
     for prompt, own, ids, scored in zip(prompts, drawn, given, scores, strict=True):
         expected = reference_logprobs(folders["qwen3"], prompt, own.tokens.tolist(), temperature)
         assert ids.sort().values.tolist() == expected.topk(5).indices.sort().values.tolist()
@@ -177,8 +177,8 @@ def test_hidden_states_make_the_log_probs_of_transformers(engine: TorchEngine, f
     """Also of one response among others, and of none; they are what the output matrix reads, rounded to bfloat16."""
     generator, starts, head = torch.Generator().manual_seed(1), (1, 3, 5), engine.model.get_output_embeddings().weight
     tokens = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in (9, 4, 5)]
-    scores = asyncio.run(engine.score(tokens, starts, top_k=2, temperature=0.8, hidden_size=64))
-    check_scores(scores, tokens, starts, top_k=2, vocab_size=VOCAB_SIZE, hidden_size=64)
+    scores = asyncio.run(engine.score(ToScore(tokens, starts, top_k=2, temperature=0.8, hidden_size=64)))
+    check_scores(scores, ToScore(tokens, starts, temperature=1.0, top_k=2, hidden_size=64), vocab_size=VOCAB_SIZE)
     for sequence, start, own in zip(tokens[:2], starts, scores, strict=False):
         expected = reference_logprobs(folders["qwen3"], sequence[:start].tolist(), sequence[start:].tolist(), 0.8)
         assert own.hidden is not None
@@ -188,12 +188,12 @@ def test_hidden_states_make_the_log_probs_of_transformers(engine: TorchEngine, f
     for wrong, problem in ((torch.zeros(8, 64), "hidden is torch.float32"), (None, "hidden is no tensor")):
         with pytest.raises(ValueError, match=problem):
             bad = [replace(scores[0], hidden=wrong), *scores[1:]]
-            check_scores(bad, tokens, starts, top_k=2, vocab_size=VOCAB_SIZE, hidden_size=64)
+            check_scores(bad, ToScore(tokens, starts, temperature=1.0, top_k=2, hidden_size=64), vocab_size=VOCAB_SIZE)
     assert scores[0].hidden is not None
     infinite = replace(scores[0], hidden=scores[0].hidden.clone().fill_(torch.inf))
     with pytest.raises(ValueError, match="sequence 0: a hidden state is not finite"):
         bad = [infinite, *scores[1:]]
-        check_scores(bad, tokens, starts, top_k=2, vocab_size=VOCAB_SIZE, hidden_size=64)
+        check_scores(bad, ToScore(tokens, starts, temperature=1.0, top_k=2, hidden_size=64), vocab_size=VOCAB_SIZE)
 
 
 def test_scores_may_enter_autograd(engine: TorchEngine) -> None:
@@ -215,7 +215,7 @@ def test_model_that_changes_its_logits_is_refused_for_scoring(tmp_path: Path) ->
     GraniteForCausalLM(config).save_pretrained(tmp_path)
     engine = TorchEngine.from_pretrained(tmp_path, TorchEngineConfig(dtype="float32"))
     with pytest.raises(UserError, match="'granite' changes its logits"):
-        asyncio.run(engine.score([torch.tensor([4, 5, 6])], [1], top_k=2, temperature=1.0))
+        asyncio.run(engine.score(ToScore([torch.tensor([4, 5, 6])], [1], top_k=2, temperature=1.0)))
 
 
 def test_wrong_weights_are_refused_and_leave_no_half_loaded_engine(
@@ -287,7 +287,7 @@ def test_prompt_longer_than_the_model(engine: TorchEngine) -> None:
     with pytest.raises(UserError, match=r"prompt longer than the model: 250 .* 16 > max_position_embeddings 256"):
         generate(engine, [[3] * 250], [0])
     with pytest.raises(UserError, match="sequence longer than the model: 257"):
-        asyncio.run(engine.score([torch.full((257,), 3)], [1], top_k=1, temperature=1.0))
+        asyncio.run(engine.score(ToScore([torch.full((257,), 3)], [1], top_k=1, temperature=1.0)))
 
 
 def test_bfloat16_engine_reports_fp32_logprobs(folders: dict[str, Path]) -> None:

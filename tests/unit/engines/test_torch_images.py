@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mopd.base.types import PromptImage
 from mopd.config.groups import TorchEngineConfig
-from mopd.engines.interface import EngineRejected, Generation, SamplingParams
+from mopd.engines.interface import EngineRejected, Generation, SamplingParams, ToDraw, ToScore
 from mopd.engines.torch.decoding import draw
 from mopd.engines.torch.engine import TorchEngine
 from tests.fixtures.seen import Transformers, placeholders, prompt_image, prompts_with_images
@@ -36,7 +36,7 @@ def generate(
     engine: TorchEngine, prompts: Sequence[list[int]], images: Sequence[list[PromptImage]], **sampling: float
 ) -> list[Generation]:
     chosen = SamplingParams(**{"max_new_tokens": 8, **sampling})
-    return asyncio.run(engine.generate(prompts, chosen, [5 + len(p) for p in prompts], images=images))
+    return asyncio.run(engine.generate(ToDraw(prompts, chosen, [5 + len(p) for p in prompts], images=images)))
 
 
 def test_generation_scoring_and_transformers_agree(folder: Path, engine: TorchEngine) -> None:
@@ -44,7 +44,7 @@ def test_generation_scoring_and_transformers_agree(folder: Path, engine: TorchEn
     drawn = generate(engine, prompts, images)
     tokens = [torch.tensor([*prompt, *given.tokens.tolist()]) for prompt, given in zip(prompts, drawn, strict=True)]
     starts = [len(prompt) for prompt in prompts]
-    scores = asyncio.run(engine.score(tokens, starts, top_k=6, temperature=1.0, images=images))
+    scores = asyncio.run(engine.score(ToScore(tokens, starts, top_k=6, temperature=1.0, images=images)))
     reference = Transformers(folder)
     for i, given in enumerate(drawn):
         expected = reference.logprobs(tokens[i].tolist(), starts[i], images[i])
@@ -53,7 +53,7 @@ def test_generation_scoring_and_transformers_agree(folder: Path, engine: TorchEn
         torch.testing.assert_close(scores[i].token_logprobs, own, rtol=0, atol=FP32_FORWARD_ATOL)
         torch.testing.assert_close(scores[i].logprobs, expected.topk(6).values, rtol=0, atol=FP32_FORWARD_ATOL)
     other = [[prompt_image(folder, image_bytes(56, 84, seed=9))], *images[1:]]
-    blind = asyncio.run(engine.score(tokens, starts, top_k=6, temperature=1.0, images=other))
+    blind = asyncio.run(engine.score(ToScore(tokens, starts, top_k=6, temperature=1.0, images=other)))
     assert (blind[0].token_logprobs - scores[0].token_logprobs).abs().max() > 0.01  # it is the image that is seen
     assert torch.equal(blind[1].token_logprobs, scores[1].token_logprobs)
 
@@ -75,7 +75,9 @@ def test_new_weights_see_anew(folder: Path, tmp_path: Path) -> None:
     for version, source in enumerate((folder, other)):
         weights = load_file(source / "model.safetensors")
         asyncio.run(engine.load_weights(weights.items(), version))
-        scores = asyncio.run(engine.score(tokens, [len(p) for p in prompts], top_k=4, temperature=1.0, images=images))
+        scores = asyncio.run(
+            engine.score(ToScore(tokens, [len(p) for p in prompts], top_k=4, temperature=1.0, images=images))
+        )
         reference = Transformers(source)
         for i, given in enumerate(scores):
             expected = reference.logprobs(tokens[i].tolist(), len(prompts[i]), images[i]).topk(4).values

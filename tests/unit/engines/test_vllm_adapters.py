@@ -14,7 +14,7 @@ from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
 from mopd.config.student import LoraConfig
 from mopd.conversion.adapters import read_adapter
-from mopd.engines.interface import SamplingParams, WeightsLost
+from mopd.engines.interface import SamplingParams, ToDraw, ToScore, WeightsLost
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.vllm.adapters import teacher_options
 from mopd.engines.vllm.engine import VllmEngine
@@ -67,27 +67,29 @@ def test_each_adapter_answers_beside_the_others_and_the_base(
         try:
             assert (await engine.info()).adapters == {"math": "", "code": ""}
             names = ["", "math", "code"]
-            found = await asyncio.gather(*(engine.score(TOKENS, STARTS, adapter=own, **options) for own in names))
+            found = await asyncio.gather(
+                *(engine.score(ToScore(TOKENS, STARTS, adapter=own, **options)) for own in names)
+            )
             given = [
                 torch.tensor([[7, 9]] * (len(own) - start), dtype=torch.int32)
                 for own, start in zip(TOKENS, STARTS, strict=True)
             ]
             for name, scores in zip(names, found, strict=True):
                 reference = torch_engine(folders.get(name, base))
-                expected = await reference.score(TOKENS, STARTS, top_k=VOCAB_SIZE, temperature=1.0)
+                expected = await reference.score(ToScore(TOKENS, STARTS, top_k=VOCAB_SIZE, temperature=1.0))
                 for own, whole in zip(scores, expected, strict=True):
                     table = torch.zeros_like(whole.logprobs).scatter(1, whole.ids.long(), whole.logprobs)
                     assert (table.gather(1, own.ids.long()) - own.logprobs).abs().max() < 1e-3
                     assert (whole.token_logprobs - own.token_logprobs).abs().max() < 1e-3
                 asked = {"top_k": 1, "temperature": 1.0, "given": given}
-                at = await engine.score(TOKENS, STARTS, adapter=name, **asked)
-                for own, other in zip(at, await reference.score(TOKENS, STARTS, **asked), strict=True):
+                at = await engine.score(ToScore(TOKENS, STARTS, adapter=name, **asked))
+                for own, other in zip(at, await reference.score(ToScore(TOKENS, STARTS, **asked)), strict=True):
                     assert (own.given_logprobs - other.given_logprobs).abs().max() < 1e-3
-                drawn = (await engine.generate([PROMPT], GREEDY, [0], adapter=name))[0]
-                also = (await reference.generate([PROMPT], GREEDY, [0]))[0]
+                drawn = (await engine.generate(ToDraw([PROMPT], GREEDY, [0], adapter=name)))[0]
+                also = (await reference.generate(ToDraw([PROMPT], GREEDY, [0])))[0]
                 assert drawn.tokens.tolist() == also.tokens.tolist()
             with pytest.raises(ValueError, match=r"adapter 'maths' is not loaded in .*, which has code, math"):
-                await engine.score(TOKENS, STARTS, adapter="maths", **options)
+                await engine.score(ToScore(TOKENS, STARTS, adapter="maths", **options))
         finally:
             await engine.close()
 
@@ -104,17 +106,18 @@ def test_students_adapter_is_replaced_from_memory(base: Path, tmp_path: Path, lo
         )
         try:
             with pytest.raises(WeightsLost):
-                await engine.generate([PROMPT], GREEDY, [0])
+                await engine.generate(ToDraw([PROMPT], GREEDY, [0]))
             for version in range(3):
                 tensors = random_adapter(base, 10 + version)
                 await load_staged(engine, stage_updates(tensors.items(), version, into=engine.weight_slots))
                 merged = torch_engine(merged_model(tmp_path / f"merged-{version}", base, tensors))
-                (drawn,), (expected,) = [await one.generate([PROMPT], GREEDY, [0]) for one in (engine, merged)]
+                (drawn,), (expected,) = [await one.generate(ToDraw([PROMPT], GREEDY, [0])) for one in (engine, merged)]
                 assert drawn.tokens.tolist() == expected.tokens.tolist()
                 assert (drawn.logprobs - expected.logprobs).abs().max() < 1e-3
                 assert set(drawn.token_versions.tolist()) == {version}
                 scores, others = [
-                    await one.score(TOKENS, STARTS, top_k=VOCAB_SIZE, temperature=1.0) for one in (engine, merged)
+                    await one.score(ToScore(TOKENS, STARTS, top_k=VOCAB_SIZE, temperature=1.0))
+                    for one in (engine, merged)
                 ]
                 assert distance(scores, others) < 1e-3
         finally:

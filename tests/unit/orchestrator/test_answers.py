@@ -18,7 +18,7 @@ from mopd.config.groups import Assignment, TeacherConfig, TorchEngineConfig
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import EngineRejected, SamplingParams
+from mopd.engines.interface import EngineRejected, SamplingParams, ToDraw
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.answers import AnswerWorker
 from tests.fixtures.tiny_models import EOS_ID, VOCAB_SIZE, make_hf_model
@@ -89,7 +89,9 @@ def test_answers_are_the_teachers_own_and_a_second_run_draws_none(
     assert [own[:3].tolist() for own in fields["tokens"]] == [list(DATA.row(p.row).tokens) for p in PROMPTS]
     assert [meta.truncated for meta in metas] == [own[-1].item() != EOS_ID for own in fields["tokens"]]
     if sampling == GREEDY:
-        drawn = asyncio.run(engines["first"].generate([DATA.row(p.row).tokens for p in PROMPTS], GREEDY, range(6)))
+        drawn = asyncio.run(
+            engines["first"].generate(ToDraw([DATA.row(p.row).tokens for p in PROMPTS], GREEDY, range(6)))
+        )
         assert all(own[3:].equal(one.tokens) for own, one in zip(fields["tokens"], drawn, strict=True))
     assert first.take_numbers() == {"stored_answers_share": 0.0} and first.take_numbers() == {}
     again = worker_of(dict.fromkeys(NAMES, Mute()), tmp_path, sampling=sampling)
@@ -145,7 +147,7 @@ def test_an_ensemble_answers_by_its_weights(engines: dict[str, TorchEngine]) -> 
     prompts = [Prompt(sample_id=row, domain="both", row=row) for row in range(40, 80)]
     _, fields = answer(worker_of(engines, None, sampling=GREEDY), prompts)
     own = {
-        name: asyncio.run(engine.generate([DATA.row(p.row).tokens for p in prompts], GREEDY, range(40)))
+        name: asyncio.run(engine.generate(ToDraw([DATA.row(p.row).tokens for p in prompts], GREEDY, range(40))))
         for name, engine in engines.items()
     }
     by = [[name for name in NAMES if own[name][i].tokens.equal(fields["tokens"][i][3:])] for i in range(40)]

@@ -13,10 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 from mopd.base.hardware import Hardware
 from mopd.base.tasks import Stop
@@ -27,7 +25,7 @@ from mopd.data.packing import PackingRules
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.stream import PromptStream
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import EngineRejected, SamplingParams, Scores
+from mopd.engines.interface import EngineRejected, SamplingParams, Scores, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.launch.preparing import settled
 from mopd.orchestrator.controller import Controller
@@ -50,10 +48,10 @@ class Picky:
     engine: TorchEngine
     bad_token: int
 
-    async def score(self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], **options: Any) -> list[Scores]:
-        if any(int(sequence[0]) == self.bad_token for sequence in tokens):
+    async def score(self, asked: ToScore) -> list[Scores]:
+        if any(int(sequence[0]) == self.bad_token for sequence in asked.tokens):
             raise EngineRejected("math.0: I do not like it")
-        return await self.engine.score(tokens, prompt_lengths, **options)
+        return await self.engine.score(asked)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from mopd.config.rewards import ExactMatchConfig
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import SamplingParams, ToDraw
 from mopd.engines.torch.engine import TorchEngine
 from mopd.losses import parallel_topk_distill
 from mopd.orchestrator.answers import AnswerWorker
@@ -132,7 +132,7 @@ def test_a_reinforced_response_has_no_divergence(folder: Path, engine: TorchEngi
 
 def test_the_teachers_own_answer_decides(folder: Path, engine: TorchEngine) -> None:
     """It is right on every second row; a row is asked for once."""
-    answers = asyncio.run(engine.generate(PROMPT_TOKENS, GREEDY, range(4)))
+    answers = asyncio.run(engine.generate(ToDraw(PROMPT_TOKENS, GREEDY, range(4))))
     tokenizer = make_tokenizer(folder)
     texts = tokenizer.batch_decode([own.tokens.tolist() for own in answers], skip_special_tokens=True)
     truths = [text if i % 2 else "ab" for i, text in enumerate(texts)]

@@ -22,7 +22,7 @@ from mopd.config.rollout import PrefixConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.turns import PlainText
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import SamplingParams, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.prefixes import Prefixes, check_references
 from mopd.orchestrator.rewards import RewardWorker
@@ -99,10 +99,8 @@ def test_given_tokens_carry_no_loss_and_the_drawn_ones_stand_behind_them(
         assert {len(sample[name]) for name in NAMES[1:]} == {len(response)}
         assert sample["token_versions"].diff().min() >= 0
         assert meta.truncated == (response[-1] != EOS_ID)
-    scored = asyncio.run(engine.score(
-        [sample["tokens"] for sample in samples], [sample["meta"].prompt_length for sample in samples],
-        top_k=0, temperature=1.0,
-    ))  # fmt: skip
+    tokens, starts = [sample["tokens"] for sample in samples], [sample["meta"].prompt_length for sample in samples]
+    scored = asyncio.run(engine.score(ToScore(tokens, starts, top_k=0, temperature=1.0)))
     for sample, scores in zip(samples, scored, strict=True):
         mask = sample["loss_mask"]
         torch.testing.assert_close(sample["rollout_logprobs"][mask], scores.token_logprobs[mask], atol=1e-4, rtol=0)

@@ -21,7 +21,7 @@ from mopd.config.rewards import ExactMatchConfig
 from mopd.config.rollout import RolloutConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import Generation, Generator, SamplingParams
+from mopd.engines.interface import Generation, Generator, SamplingParams, ToDraw, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.rewards import RewardWorker
 from mopd.orchestrator.rollout import RolloutWorker, derive_seed, repeated_share
@@ -139,9 +139,9 @@ class HandsBack:
         self.engine = engine
         self.asked: list[tuple[int, ...]] = []
 
-    async def generate(self, prompts: Any, sampling: SamplingParams, seeds: Any, **_: Any) -> list[Generation]:
-        self.asked += map(tuple, prompts)
-        whole = await self.engine.generate(prompts, sampling, seeds)
+    async def generate(self, asked: ToDraw, **_: Any) -> list[Generation]:
+        self.asked += map(tuple, asked.prompts)
+        whole = await self.engine.generate(asked)
         version = len(self.asked)
         return [
             Generation(
@@ -166,7 +166,9 @@ def test_a_response_that_is_handed_back_goes_on_where_it_was(engine: TorchEngine
 
     async def drawn_under_prefixes() -> list[float]:
         """Log-probs of the whole response in one forward pass."""
-        scores = await engine.score([fields["tokens"][0]], [prompt_length], top_k=1, temperature=SAMPLING.temperature)
+        scores = await engine.score(
+            ToScore([fields["tokens"][0]], [prompt_length], top_k=1, temperature=SAMPLING.temperature)
+        )
         return scores[0].token_logprobs.tolist()
 
     expected = pytest.approx(asyncio.run(drawn_under_prefixes()), abs=FP32_FORWARD_ATOL)
@@ -222,9 +224,9 @@ def test_responses_stop_at_the_horizon_of_their_prompts_step(engine: TorchEngine
     asked: list[int] = []
 
     class Records(HandsBack):
-        async def generate(self, prompts: Any, sampling: SamplingParams, *rest: Any, **more: Any) -> list[Generation]:
-            asked.append(sampling.max_new_tokens)
-            return await engine.generate(prompts, sampling, *rest, **more)
+        async def generate(self, request: ToDraw, **more: Any) -> list[Generation]:
+            asked.append(request.sampling.max_new_tokens)
+            return await engine.generate(request, **more)
 
     given = prompts(dataset)
     for generator in (Records(engine), HandsBack(engine)):

@@ -21,7 +21,7 @@ from mopd.data.prompts import PromptDataset, load_prompts
 from mopd.data.tokenizer import load_tokenizer
 from mopd.data.vision_prompts import read_vision
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import SamplingParams, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.rollout import RolloutWorker
 from mopd.orchestrator.teachers import TeacherWorker
@@ -95,16 +95,18 @@ def test_teachers_see_what_the_student_saw(models: Path, tmp_path: Path) -> None
         starts = [meta.prompt_length for meta in metas]
         own, wrong = [
             await teachers["eyes"].score(
-                fields["tokens"], starts, top_k=TOP_K, temperature=1.0, images=given.images_of([0, 1, 2])
+                ToScore(fields["tokens"], starts, top_k=TOP_K, temperature=1.0, images=given.images_of([0, 1, 2]))
             )
             for given in (dataset, others)
         ]
-        (text,) = await teachers["reader"].score(fields["tokens"][1:2], starts[1:2], top_k=TOP_K, temperature=1.0)
+        (text,) = await teachers["reader"].score(
+            ToScore(fields["tokens"][1:2], starts[1:2], top_k=TOP_K, temperature=1.0)
+        )
         for i, scores in ((0, own[0]), (1, text), (2, own[2])):
             torch.testing.assert_close(fields["teacher_logprobs"][i], scores.logprobs, rtol=0, atol=FP32_FORWARD_ATOL)
         assert (fields["teacher_token_logprobs"][0] - wrong[0].token_logprobs).abs().max() > 1e-2
         seen = await student.score(
-            fields["tokens"], starts, top_k=1, temperature=1.0, images=dataset.images_of([0, 1, 2])
+            ToScore(fields["tokens"], starts, top_k=1, temperature=1.0, images=dataset.images_of([0, 1, 2]))
         )
         for scores, logprobs in zip(seen, fields["rollout_logprobs"], strict=True):
             torch.testing.assert_close(scores.token_logprobs, logprobs, rtol=0, atol=FP32_FORWARD_ATOL)

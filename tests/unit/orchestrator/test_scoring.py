@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 from mopd.base.files.records import Records
 from mopd.cli.main import main
 from mopd.config.groups import TorchEngineConfig
+from mopd.engines.interface import ToScore
 from mopd.engines.replicas.interface import RouterLimits
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
@@ -79,7 +81,7 @@ def test_texts_are_scored_once_by_their_domains_teachers(score: Score, models: P
         ((meta, own),) = stored.read(number)
         assert meta.response_length == 4 and meta.truncated == (own["tokens"][-1] != 2)
         engine = TorchEngine.from_pretrained(models / domain, TorchEngineConfig(dtype="float32"))
-        (wanted,) = asyncio.run(engine.score([own["tokens"]], [meta.prompt_length], top_k=4, temperature=1.0))
+        (wanted,) = asyncio.run(engine.score(ToScore([own["tokens"]], [meta.prompt_length], top_k=4, temperature=1.0)))
         distances = [(torch.from_numpy(row) - wanted.token_logprobs).abs().max().item() for row in kept]
         assert min(distances) < FP32_FORWARD_ATOL, "some record is this sample's"
 
@@ -116,8 +118,8 @@ def test_a_teacher_that_is_not_its_folder_keeps_nothing(
 ) -> None:
     real = TorchEngine.score
 
-    async def shifted(self: TorchEngine, tokens: Any, prompt_lengths: Any, **options: Any) -> Any:
-        return await real(self, [own.roll(1) for own in tokens], prompt_lengths, **options)
+    async def shifted(self: TorchEngine, asked: ToScore) -> Any:
+        return await real(self, replace(asked, tokens=[own.roll(1) for own in asked.tokens]))
 
     monkeypatch.setattr(TorchEngine, "score", shifted)
     assert Router.__init__.__kwdefaults__ is not None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from mopd.base.types import TEACHER_FIELDS, FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment, TeacherConfig, TorchEngineConfig
 from mopd.config.payloads import Asked, Combine
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import EngineRejected, EngineUnavailable, Scores
+from mopd.engines.interface import EngineRejected, EngineUnavailable, Scores, ToScore
 from mopd.engines.replicas.interface import RouterLimits
 from mopd.engines.torch.engine import TorchEngine
 from mopd.losses import combine
@@ -55,11 +54,11 @@ class Altered:
         self.engine, self.length, self.change = engine, length, change
         self.requests = 0
 
-    async def score(self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], **options: Any) -> list[Scores]:
+    async def score(self, asked: ToScore) -> list[Scores]:
         self.requests += 1
         await asyncio.sleep(0)
-        scores = await self.engine.score(tokens, prompt_lengths, **options)
-        return [self.change(s) if len(t) == self.length else s for t, s in zip(tokens, scores, strict=True)]
+        scores = await self.engine.score(asked)
+        return [self.change(s) if len(t) == self.length else s for t, s in zip(asked.tokens, scores, strict=True)]
 
 
 group = partial(teacher_of, limits=LIMITS)
@@ -107,7 +106,7 @@ def run_worker(
 
 
 def alone(engine: TorchEngine, tokens: Tensor, meta: SampleMeta) -> Scores:
-    (scores,) = asyncio.run(engine.score([tokens], [meta.prompt_length], top_k=5, temperature=0.8))
+    (scores,) = asyncio.run(engine.score(ToScore([tokens], [meta.prompt_length], top_k=5, temperature=0.8)))
     return scores
 
 

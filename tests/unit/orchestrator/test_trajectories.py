@@ -25,7 +25,7 @@ from mopd.config.rewards import EnvironmentRewardConfig, ExactMatchConfig
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data.turns import TurnFrame
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import SamplingParams, ToDraw, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.environments.process import Environments
 from mopd.orchestrator.rewards import RewardWorker
@@ -218,10 +218,9 @@ class HandingBack:
     def __init__(self, engine: TorchEngine) -> None:
         self.engine, self.num_back = engine, 0
 
-    async def generate(self, prompts: Any, sampling: SamplingParams, seeds: Any, **more: Any) -> Any:
-        more.pop("on_response", None)
-        drawn = await self.engine.generate(prompts, sampling, seeds, **more)
-        if sampling.max_new_tokens % 2:  # a turn that goes on: of ten tokens, three are there
+    async def generate(self, asked: ToDraw, **_: Any) -> Any:
+        drawn = await self.engine.generate(asked)
+        if asked.sampling.max_new_tokens % 2:  # a turn that goes on: of ten tokens, three are there
             return drawn
         cut = []
         for one in drawn:
@@ -263,9 +262,9 @@ def test_teachers_score_the_whole_trajectory_once(
         metas = await worker.generate([Prompt(sample_id=i, domain="sums", row=i) for i in range(4)])
         ask = scorer.score
 
-        async def score(tokens: Any, *args: Any, **more: Any) -> Any:
-            calls.append(len(tokens))
-            return await ask(tokens, *args, **more)
+        async def score(asked: ToScore) -> Any:
+            calls.append(len(asked))
+            return await ask(asked)
 
         scorer.score = score  # type: ignore[method-assign]
         assignment = Assignment({"one": TeacherConfig(model="-", domains=("sums",))})

@@ -4,7 +4,7 @@ token and no length of a view comes back."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from mopd.config.student import StudentConfig
 from mopd.config.views import ViewConfig
 from mopd.data.prompts import PromptDataset, PromptRow, PromptView
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import Scores
+from mopd.engines.interface import Scores, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.launch.checks.inputs import Check
 from mopd.orchestrator.preflight.scores import ScoresCheck
@@ -68,11 +68,11 @@ class Shifted:
     async def generate(self, *args: Any, **options: Any) -> Any:
         return await self.engine.generate(*args, **options)
 
-    async def score(self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], **options: Any) -> list[Scores]:
-        read = [FAULTS[self.fault](own, start) for own, start in zip(tokens, prompt_lengths, strict=True)]
-        shift = [len(own) - len(sent) for own, sent in zip(read, tokens, strict=True)]
-        starts = [start + by for start, by in zip(prompt_lengths, shift, strict=True)]
-        return await self.engine.score(read, starts, **options)
+    async def score(self, asked: ToScore) -> list[Scores]:
+        given = list(zip(asked.tokens, asked.prompt_lengths, strict=True))
+        read = [FAULTS[self.fault](own, start) for own, start in given]
+        starts = [start + len(own) - len(sent) for own, (sent, start) in zip(read, given, strict=True)]
+        return await self.engine.score(replace(asked, tokens=read, prompt_lengths=starts))
 
 
 def random_ids(generator: torch.Generator, length: int) -> tuple[int, ...]:

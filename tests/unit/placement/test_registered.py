@@ -20,7 +20,7 @@ from mopd.base.types import UserError
 from mopd.config.groups import EngineGroupConfig, RoutingConfig, TorchEngineConfig
 from mopd.config.placements import RegisteredConfig
 from mopd.engines.concurrency import cancel
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import SamplingParams, ToDraw, ToScore
 from mopd.engines.replicas.identity import Needs
 from mopd.engines.replicas.interface import RouterLimits
 from mopd.engines.replicas.router import Router
@@ -215,7 +215,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None
 
 def scoring(router: Router, count: int = 12) -> Awaitable[list[Any]]:
     tokens = random_tokens(*[18] * count)
-    return router.score(tokens, [4] * count, top_k=4, temperature=1.0)
+    return router.score(ToScore(tokens, [4] * count, top_k=4, temperature=1.0))
 
 
 def run(work: Awaitable[None]) -> None:
@@ -374,7 +374,7 @@ def test_a_rollouts_newcomer_gets_the_weights_first(tmp_path: Path, model: Path,
             await until(lambda: len(names(router)) == 2 and not router.needs_weights)
             place.leave("a")
             await until(lambda: names(router) == ["rollout.1"])
-            drawn = await router.generate([[5, 6, 7]] * 3, SAMPLING, [1, 2, 3])
+            drawn = await router.generate(ToDraw([[5, 6, 7]] * 3, SAMPLING, [1, 2, 3]))
             assert {int(v) for given in drawn for v in given.token_versions} == {5} and second.num_samples
             await repair.close()
 

@@ -18,7 +18,7 @@ from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.config.weights import IpcConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams
+from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams, ToDraw
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.weights.sync import GroupWeightSync
@@ -140,13 +140,13 @@ def test_replicas_wake_with_the_weights_that_were_sent_last(
     async def work() -> None:
         shared = Shared(servers, source, tmp_path)
         await shared.start(source)
-        before = await shared.router.generate([[5, 6, 7]], SAMPLING, [1])
+        before = await shared.router.generate(ToDraw([[5, 6, 7]], SAMPLING, [1]))
         for _ in range(2):
             await shared.memory.give_back()
             assert [weights_of(server) for server in servers] == [0, 0]
             assert await shared.sync.send_again() == ()  # nobody is repaired while all sleep
             await shared.memory.take()
-            after = await shared.router.generate([[5, 6, 7]], SAMPLING, [1])
+            after = await shared.router.generate(ToDraw([[5, 6, 7]], SAMPLING, [1]))
             assert after[0].tokens.tolist() == before[0].tokens.tolist()
         await shared.close()
 
@@ -171,7 +171,7 @@ def test_replicas_wake_with_the_weights_that_the_student_has(
                 monkeypatch.setattr(shared.group.engines[0], "post", lost)
             await shared.sync.stage(version)
             await shared.sync.send_staged()
-            (response,) = await shared.router.generate([[5, 6, 7]], SAMPLING, [1])
+            (response,) = await shared.router.generate(ToDraw([[5, 6, 7]], SAMPLING, [1]))
             assert set(response.token_versions.tolist()) == {version}
             for server in servers[is_lost and version == 3 :]:
                 slots = server.engine.weight_slots
@@ -214,7 +214,7 @@ def test_a_replica_that_does_not_follow_is_ended(
         assert [process.exit_code for process in shared.processes] == [-9, None]
         assert "is ended" in caplog.text
         other = shared.group.engines[1]
-        (response,) = await other.generate([[5, 6, 7]], SAMPLING, [1])
+        (response,) = await other.generate(ToDraw([[5, 6, 7]], SAMPLING, [1]))
         assert response.token_versions.tolist()[0] == 1
         await shared.close()
 
@@ -262,8 +262,8 @@ def test_drawing_stops_where_the_student_is_to_save(
                 raise AssertionError
 
         endless = TurnsGenerator(Endless(), lambda: turns.kept_awake("rollout"))
-        assert len(await generator.generate([[5, 6, 7]], SAMPLING, [1])) == 1
-        drawing = asyncio.create_task(endless.generate([[5, 6, 7]], SAMPLING, [1]))
+        assert len(await generator.generate(ToDraw([[5, 6, 7]], SAMPLING, [1]))) == 1
+        drawing = asyncio.create_task(endless.generate(ToDraw([[5, 6, 7]], SAMPLING, [1])))
         await asyncio.sleep(0.05)
         saving = asyncio.create_task(turns.begin("student"))
         await asyncio.sleep(0.05)
@@ -274,7 +274,7 @@ def test_drawing_stops_where_the_student_is_to_save(
         await asyncio.wait_for(saving, 30.0)
         turns.end("student")
         with pytest.raises(UserError, match="nothing more is drawn"):
-            await endless.generate([[5, 6, 7]], SAMPLING, [1])
+            await endless.generate(ToDraw([[5, 6, 7]], SAMPLING, [1]))
         await shared.close()
 
     asyncio.run(work())

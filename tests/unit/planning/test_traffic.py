@@ -13,7 +13,7 @@ from mopd.config.groups import TorchEngineConfig
 from mopd.config.load import load_recipe
 from mopd.config.payloads import Asked
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import SamplingParams
+from mopd.engines.interface import SamplingParams, ToDraw, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.teachers import TeacherRows, merge
 from mopd.planning.traffic import draw_bytes, score_bytes
@@ -64,7 +64,7 @@ def test_scores_weigh_what_is_planned(engine: TorchEngine, per_request: int, ask
             part = slice(low, low + per_request)
             options = {"top_k": asked.own, "temperature": 1.0, "hidden_size": hidden_size}
             own = None if given is None else given[part]
-            await client.score(tokens[part], PROMPTS[part], given=own, **options)
+            await client.score(ToScore(tokens[part], PROMPTS[part], given=own, **options))
         await client.close()
         return client.bytes_sent + client.bytes_received
 
@@ -84,7 +84,7 @@ def test_responses_weigh_what_is_planned(engine: TorchEngine, num_top_ids: int) 
         await load(client, [(name, slot.clone()) for name, slot in engine.weight_slots.items()], 0)
         before = client.bytes_sent + client.bytes_received
         sampling = SamplingParams(max_new_tokens=60, num_top_ids=num_top_ids)
-        drawn = await client.generate(prompts, sampling, [1, 2, 3, 4])
+        drawn = await client.generate(ToDraw(prompts, sampling, [1, 2, 3, 4]))
         await client.close()
         return client.bytes_sent + client.bytes_received - before, tuple(len(one.tokens) for one in drawn)
 
@@ -107,7 +107,7 @@ def test_a_sample_weighs_what_its_tensors_do(engine: TorchEngine, tmp_path: Path
         asked, work = {"top_k": 0, "hidden_size": 64}, replace(work, hidden_sizes={"math": 64})
     recipe = load_recipe(path, keys).recipe
     tokens = [torch.ones(a + b, dtype=torch.int64) for a, b in zip(PROMPTS, RESPONSES, strict=True)]
-    scores = asyncio.run(engine.score(tokens, PROMPTS, temperature=1.0, **asked))
+    scores = asyncio.run(engine.score(ToScore(tokens, PROMPTS, temperature=1.0, **asked)))
     total = 0
     for own, score, length in zip(tokens, scores, RESPONSES, strict=True):
         said = TeacherRows(score.ids, score.logprobs, token_logprobs=score.token_logprobs, hidden=score.hidden)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mopd.engines.interface import ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.serving.admission import Admission, ServerLimits
 from mopd.serving.errors import Refusal
@@ -20,7 +21,7 @@ async def behind_the_first(engine: GatedEngine, host: ThreadHost, calls: list[An
     """Results of ``calls``, all of which wait while a first request of one sample is at the engine."""
     await host.start()
     engine.gate.clear()
-    first = asyncio.create_task(host.score(random_tokens(5), [2], top_k=1, temperature=1.0))
+    first = asyncio.create_task(host.score(ToScore(random_tokens(5), [2], top_k=1, temperature=1.0)))
     while not engine.num_samples:
         await asyncio.sleep(0.01)
     tasks = [asyncio.create_task(call) for call in calls]
@@ -36,11 +37,13 @@ def test_waiting_requests_share_a_call_and_get_their_own_scores(gated: GatedEngi
 
     async def work() -> None:
         tokens = [random_tokens(10 + i, 6, seed=i) for i in range(10)]
-        calls = [host.score(given, [4, 2], top_k=3, temperature=1.0) for given in tokens]
-        other = host.score(tokens[0], [4, 2], top_k=2, temperature=1.0)
+        calls = [host.score(ToScore(given, [4, 2], top_k=3, temperature=1.0)) for given in tokens]
+        other = host.score(ToScore(tokens[0], [4, 2], top_k=2, temperature=1.0))
         *results, other_result = await behind_the_first(gated, host, [*calls[:5], *calls[5:], other])
         for given, scores in zip(tokens, results, strict=True):
-            for theirs, ours in zip(scores, await local.score(given, [4, 2], top_k=3, temperature=1.0), strict=True):
+            for theirs, ours in zip(
+                scores, await local.score(ToScore(given, [4, 2], top_k=3, temperature=1.0)), strict=True
+            ):
                 assert torch.equal(theirs.ids, ours.ids)
                 torch.testing.assert_close(theirs.logprobs, ours.logprobs, atol=FP32_FORWARD_ATOL, rtol=0)
         assert other_result[0].ids.shape[1] == 2
@@ -54,8 +57,8 @@ def test_a_call_is_bounded_in_tokens(gated: GatedEngine) -> None:
     host = ThreadHost(gated, max_batch_tokens=40)
 
     async def work() -> None:
-        calls = [host.score(random_tokens(15), [4], top_k=3, temperature=1.0) for _ in range(5)]
-        calls.append(host.score(random_tokens(100), [4], top_k=3, temperature=1.0))
+        calls = [host.score(ToScore(random_tokens(15), [4], top_k=3, temperature=1.0)) for _ in range(5)]
+        calls.append(host.score(ToScore(random_tokens(100), [4], top_k=3, temperature=1.0)))
         results = await behind_the_first(gated, host, calls)
         assert [scores[0].ids.shape[0] for scores in results] == [11] * 5 + [96]
         await host.close()
@@ -68,13 +71,13 @@ def test_an_error_reaches_everyone_who_shared_the_call_and_the_host_goes_on(gate
     host = ThreadHost(gated, max_batch_tokens=1000)
 
     async def work() -> None:
-        calls = [host.score(random_tokens(5), [0], top_k=3, temperature=1.0) for _ in range(2)]
+        calls = [host.score(ToScore(random_tokens(5), [0], top_k=3, temperature=1.0)) for _ in range(2)]
         results = await behind_the_first(gated, host, calls)
         assert all(isinstance(result, ValueError) and "prompt length 0" in str(result) for result in results)
-        assert len(await host.score(random_tokens(5), [2], top_k=3, temperature=1.0)) == 1
+        assert len(await host.score(ToScore(random_tokens(5), [2], top_k=3, temperature=1.0))) == 1
         await host.close()
         with pytest.raises(RuntimeError, match="not running"):
-            await host.score(random_tokens(5), [2], top_k=3, temperature=1.0)
+            await host.score(ToScore(random_tokens(5), [2], top_k=3, temperature=1.0))
 
     asyncio.run(work())
 
@@ -85,7 +88,9 @@ def test_closing_cancels_what_waits(gated: GatedEngine) -> None:
     async def work() -> None:
         await host.start()
         gated.gate.clear()
-        tasks = [asyncio.create_task(host.score(random_tokens(5), [2], top_k=k, temperature=1.0)) for k in (1, 2)]
+        tasks = [
+            asyncio.create_task(host.score(ToScore(random_tokens(5), [2], top_k=k, temperature=1.0))) for k in (1, 2)
+        ]
         while not gated.num_samples:
             await asyncio.sleep(0.01)
         assert host.is_computing

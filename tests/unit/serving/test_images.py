@@ -16,7 +16,7 @@ from torch import Tensor
 from mopd.base.types import PromptImage
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineRejected, EngineUnavailable, SamplingParams
+from mopd.engines.interface import EngineRejected, EngineUnavailable, SamplingParams, ToDraw, ToScore
 from mopd.engines.replicas.interface import Replica, SampleFailed
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
@@ -54,7 +54,7 @@ def test_scores_are_those_of_transformers(running: RunningServer, seeing: Path) 
 
     async def score(engine: RemoteEngine) -> Any:
         router = Router("math", [Replica(name="math.0", engine=engine)], RoutingConfig(), kind="teacher")
-        return await router.score(tokens, starts, top_k=8, temperature=1.0, images=images)
+        return await router.score(ToScore(tokens, starts, top_k=8, temperature=1.0, images=images))
 
     reference = Transformers(seeing)
     for i, given in enumerate(run(running, score)):
@@ -79,10 +79,12 @@ def test_a_file_travels_once(running: RunningServer, seeing: Path) -> None:
     async def work(engine: RemoteEngine) -> list[int]:
         scored = [torch.tensor([*prompt, 7, 8])]
         text = [torch.ones_like(scored[0])]
-        plain, _ = await sent(engine, engine.score(text, [len(prompt)], top_k=1, temperature=1.0))
-        together = [engine.score(scored, [len(prompt)], top_k=1, temperature=1.0, images=[[image]]) for _ in range(3)]
+        plain, _ = await sent(engine, engine.score(ToScore(text, [len(prompt)], top_k=1, temperature=1.0)))
+        together = [
+            engine.score(ToScore(scored, [len(prompt)], top_k=1, temperature=1.0, images=[[image]])) for _ in range(3)
+        ]
         first, _ = await sent(engine, asyncio.gather(*together))
-        again, drawn = await sent(engine, engine.generate([prompt] * 2, SAMPLING, [1, 2], images=[[image]] * 2))
+        again, drawn = await sent(engine, engine.generate(ToDraw([prompt] * 2, SAMPLING, [1, 2], images=[[image]] * 2)))
         assert len(drawn) == 2
         return [first - 3 * plain, again]
 
@@ -105,16 +107,16 @@ def test_a_server_that_has_lost_an_image_is_sent_it_again(running: RunningServer
     kept = running.server.images
 
     async def work(engine: RemoteEngine) -> None:
-        first = await engine.score(tokens, starts, top_k=4, temperature=1.0, images=images)
+        first = await engine.score(ToScore(tokens, starts, top_k=4, temperature=1.0, images=images))
         kept._files.clear()
-        again = await engine.score(tokens, starts, top_k=4, temperature=1.0, images=images)
+        again = await engine.score(ToScore(tokens, starts, top_k=4, temperature=1.0, images=images))
         assert all(torch.equal(one.logprobs, other.logprobs) for one, other in zip(first, again, strict=True))
         kept._files.clear()
         kept.num_bytes, kept._max_bytes = 0, len(images[0][0].load()) + 1
-        await engine.score(tokens[:1], starts[:1], top_k=4, temperature=1.0, images=images[:1])
+        await engine.score(ToScore(tokens[:1], starts[:1], top_k=4, temperature=1.0, images=images[:1]))
         assert len(kept._files) == 1 and kept.num_bytes < kept._max_bytes
         with pytest.raises(EngineUnavailable, match=r"math\.0: misses images that it was sent 4 times: it has no room"):
-            await engine.score(tokens, starts, top_k=4, temperature=1.0, images=images)
+            await engine.score(ToScore(tokens, starts, top_k=4, temperature=1.0, images=images))
 
     run(running, work, name="math.0")
 
@@ -125,7 +127,7 @@ def test_a_waiter_goes_and_the_file_still_comes(running: RunningServer, seeing: 
 
     async def work(engine: RemoteEngine) -> Any:
         def score() -> Any:
-            return engine.score([tokens], [len(tokens) - 2], top_k=2, temperature=1.0, images=[[image]])
+            return engine.score(ToScore([tokens], [len(tokens) - 2], top_k=2, temperature=1.0, images=[[image]]))
 
         first, second = asyncio.ensure_future(score()), asyncio.ensure_future(score())
         await asyncio.sleep(0)
@@ -147,20 +149,22 @@ def test_images_that_cannot_be_answered_about(running: RunningServer, teacher: R
 
     def fails(server: RunningServer, match: str, sequence: Tensor, images: Any, error: Any = EngineRejected) -> None:
         with pytest.raises(error, match=match):
-            run(server, lambda e: e.score([sequence], [start], top_k=2, temperature=1.0, images=images))
+            run(server, lambda e: e.score(ToScore([sequence], [start], top_k=2, temperature=1.0, images=images)))
 
     fails(running, r"HTTP 400: image \w{32}: the image is damaged", tokens, [[broken]])
     fails(running, r"HTTP 400: image \w{32} has the grid \[1, 4, 6\] here, \[1, 6, 4\] for who asks", wide, [[narrow]])
     fails(running, "HTTP 400: sequence 0: 6 image tokens for 0 images", tokens, None)
     fails(running, "HTTP 400: sequence 0: 6 image tokens for 2 images", tokens, [[good, good]])
     fails(teacher, "HTTP 400: math: the model sees no images", torch.ones_like(tokens), [[good]])
-    (scores,) = run(running, lambda e: e.score([tokens], [start], top_k=2, temperature=1.0, images=[[good]]))
+    (scores,) = run(running, lambda e: e.score(ToScore([tokens], [start], top_k=2, temperature=1.0, images=[[good]])))
     assert len(scores.ids) == 2
 
     async def routed(engine: RemoteEngine) -> Any:
         router = Router("math", [Replica(name="math.0", engine=engine)], RoutingConfig(), kind="teacher")
         both, images = [tokens, wide], [[good], [narrow]]
-        return await router.score(both, [start, start], top_k=2, temperature=1.0, images=images, stop_at_failure=False)
+        return await router.score(
+            ToScore(both, [start, start], top_k=2, temperature=1.0, images=images), stop_at_failure=False
+        )
 
     one, other = run(running, routed)
     assert torch.equal(one.logprobs, scores.logprobs) and isinstance(other, SampleFailed)

@@ -20,7 +20,7 @@ from uvicorn.config import LOGGING_CONFIG
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineBusy, EngineUnavailable
+from mopd.engines.interface import EngineBusy, EngineUnavailable, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import ScoreAnswer, decode, encode
 from mopd.placement.engine_loading import server_limits
@@ -184,7 +184,7 @@ def test_a_full_queue_and_recovery(gated: GatedEngine) -> None:
             gated.gate.clear()
 
             async def score() -> Any:
-                return await remote.score(random_tokens(5, 4), [3, 2], top_k=1, temperature=1.0)
+                return await remote.score(ToScore(random_tokens(5, 4), [3, 2], top_k=1, temperature=1.0))
 
             first = [asyncio.create_task(score()) for _ in range(2)]
             while running.server.admission.queued_tokens < 18:
@@ -210,11 +210,11 @@ def test_a_client_that_goes_away(gated: GatedEngine) -> None:
         async def work(staying: RemoteEngine) -> None:
             gated.gate.clear()
             going = RemoteEngine(running.url, timeout_s=0.3)
-            first = asyncio.create_task(staying.score(random_tokens(5), [2], top_k=1, temperature=1.0))
+            first = asyncio.create_task(staying.score(ToScore(random_tokens(5), [2], top_k=1, temperature=1.0)))
             while not gated.num_samples:
                 await asyncio.sleep(0.01)
             with pytest.raises(EngineUnavailable, match=r"no answer to /v1/score within 0\.3 s"):
-                await going.score(random_tokens(50), [2], top_k=1, temperature=1.0)
+                await going.score(ToScore(random_tokens(50), [2], top_k=1, temperature=1.0))
             await going.close()
             while running.server.admission.queued_tokens > 5:
                 await asyncio.sleep(0.01)

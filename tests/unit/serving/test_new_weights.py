@@ -13,7 +13,15 @@ import torch
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, Images, ResponseCallback, SamplingParams
+from mopd.engines.interface import (
+    EngineBusy,
+    EngineUnavailable,
+    Generation,
+    ResponseCallback,
+    SamplingParams,
+    ToDraw,
+    ToScore,
+)
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import stage_updates
 from tests.fixtures.servers import WAIT_S, RunningServer, running_server
@@ -73,19 +81,19 @@ def run(rollout: RunningServer, models: list[TorchEngine], action: Callable[[Rem
 
 def own_logprobs(model: TorchEngine, prompt: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
     sequence = torch.cat([torch.tensor(prompt), tokens])
-    (scores,) = asyncio.run(model.score([sequence], [len(prompt)], top_k=1, temperature=1.0))
+    (scores,) = asyncio.run(model.score(ToScore([sequence], [len(prompt)], top_k=1, temperature=1.0)))
     return scores.token_logprobs
 
 
 async def hear(remote: RemoteEngine) -> tuple[dict[int, Generation], asyncio.Task[list[Generation]]]:
     told: dict[int, Generation] = {}
-    task = asyncio.create_task(remote.generate(PROMPTS, SAMPLING, SEEDS, on_response=told.__setitem__))
+    task = asyncio.create_task(remote.generate(ToDraw(PROMPTS, SAMPLING, SEEDS), on_response=told.__setitem__))
     return told, task
 
 
 def test_a_short_response_arrives_before_the_long_one_ends(rollout: RunningServer, models: list[TorchEngine]) -> None:
     """The engine stands before its 31st step: what stopped in the steps before is there, its room is free again."""
-    expected = asyncio.run(models[0].generate(PROMPTS, SAMPLING, SEEDS))
+    expected = asyncio.run(models[0].generate(ToDraw(PROMPTS, SAMPLING, SEEDS)))
     short = {i for i, given in enumerate(expected) if len(given.tokens) <= 30}
     assert 0 < len(short) < len(PROMPTS)
 
@@ -114,7 +122,7 @@ def test_what_runs_is_handed_back_and_goes_on_under_the_new_weights(
         rollout.engine.hold_at(31)
         _, task = await hear(remote)
         await until(rollout.engine.held.is_set)
-        waiting = asyncio.create_task(remote.generate([[9, 9]], SAMPLING, [7]))
+        waiting = asyncio.create_task(remote.generate(ToDraw([[9, 9]], SAMPLING, [7])))
         await until(lambda: rollout.server.admission.num_running == 2)
         staged = stage_updates(models[1].model.named_parameters(), 2)
         pushing = asyncio.create_task(push(remote, staged, "continue"))
@@ -127,7 +135,7 @@ def test_what_runs_is_handed_back_and_goes_on_under_the_new_weights(
             if given.finish_reason == "handed_back":
                 assert len(given.tokens) == 31 and given.token_versions.unique().tolist() == [1]
                 left = SamplingParams(max_new_tokens=SAMPLING.max_new_tokens - len(given.tokens))
-                (rest,) = await remote.generate([PROMPTS[i] + given.tokens.tolist()], left, [SEEDS[i]])
+                (rest,) = await remote.generate(ToDraw([PROMPTS[i] + given.tokens.tolist()], left, [SEEDS[i]]))
                 parts = {n: torch.cat([getattr(g, n) for g in (given, rest)]) for n in NAMES}
                 drawn[i] = Generation(**parts, finish_reason=rest.finish_reason)
 
@@ -158,7 +166,7 @@ def test_a_client_that_goes_away_in_mid_stream(rollout: RunningServer, models: l
         await until(lambda: rollout.server.admission.queued_sequences == 0)
         assert rollout.server.admission.queued_tokens == rollout.server.admission.num_running == 0
         rollout.engine.go_on.set()
-        assert len(await remote.generate(PROMPTS, SAMPLING, SEEDS)) == len(PROMPTS)
+        assert len(await remote.generate(ToDraw(PROMPTS, SAMPLING, SEEDS))) == len(PROMPTS)
 
     run(rollout, models, work)
 
@@ -166,7 +174,7 @@ def test_a_client_that_goes_away_in_mid_stream(rollout: RunningServer, models: l
 def test_a_failure_after_the_first_response_is_told_in_the_stream(
     rollout: RunningServer, models: list[TorchEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def break_off(*_: object, on_response: ResponseCallback, images: Images) -> list[Generation]:
+    async def break_off(_: object, *, on_response: ResponseCallback) -> list[Generation]:
         on_response(3, drawn)
         raise EngineUnavailable("the core process ended")
 
@@ -198,9 +206,9 @@ def test_admission_counts_sequences_and_prompts(rollout: RunningServer, models: 
         await until(rollout.engine.held.is_set)
         assert (admission.queued_tokens, admission.queued_sequences) == (3 * 24, 24)
         with pytest.raises(EngineBusy, match="24 of 24 sequences are queued: no room for 1"):
-            await remote.generate([[5]], SAMPLING, [1])
+            await remote.generate(ToDraw([[5]], SAMPLING, [1]))
         rollout.engine.go_on.set()
         await task
-        assert len(await remote.generate([[5]] * 30, SAMPLING, list(range(30)))) == 30
+        assert len(await remote.generate(ToDraw([[5]] * 30, SAMPLING, list(range(30))))) == 30
 
     run(rollout, models, work)

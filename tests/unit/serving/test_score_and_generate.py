@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineRejected, SamplingParams, StaleWeights
+from mopd.engines.interface import EngineRejected, SamplingParams, StaleWeights, ToDraw, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.messages import VERSION
 from tests.fixtures.servers import RunningServer, random_tokens, running_server
@@ -33,7 +33,7 @@ def test_scores_equal_the_engines(
 
     async def score(engine: Any) -> Any:
         options = {"top_k": top_k, "temperature": temperature, "hidden_size": hidden_size}
-        return await engine.score(tokens, PROMPTS, **options)
+        return await engine.score(ToScore(tokens, PROMPTS, **options))
 
     given = run(teacher, score)
     for theirs, ours in zip(given, asyncio.run(score(local)), strict=True):
@@ -48,7 +48,7 @@ def test_scores_equal_the_engines(
 def test_another_hidden_size_is_refused_by_name(teacher: RunningServer) -> None:
     async def score(engine: RemoteEngine) -> None:
         with pytest.raises(EngineRejected, match="hidden states of size 32 are asked for: those of"):
-            await engine.score(random_tokens(9), [2], top_k=0, temperature=1.0, hidden_size=32)
+            await engine.score(ToScore(random_tokens(9), [2], top_k=0, temperature=1.0, hidden_size=32))
 
     run(teacher, score)
 
@@ -60,7 +60,7 @@ def test_the_answer_has_nothing_of_the_prompt(teacher: RunningServer) -> None:
         found = []
         for prompt_length in (1, 100):
             before = engine.bytes_received
-            await engine.score(random_tokens(prompt_length + 16), [prompt_length], top_k=8, temperature=1.0)
+            await engine.score(ToScore(random_tokens(prompt_length + 16), [prompt_length], top_k=8, temperature=1.0))
             found.append(engine.bytes_received - before)
         return found
 
@@ -77,26 +77,26 @@ def test_a_rollout_server_answers_with_the_version_that_is_asked_for(folder: Any
 
     async def work(remote: RemoteEngine) -> None:
         with pytest.raises(StaleWeights, match="no weights yet"):
-            await remote.generate(prompts, SAMPLING, seeds)
+            await remote.generate(ToDraw(prompts, SAMPLING, seeds))
         await load(remote, local.model.named_parameters(), 3)
         assert remote.weight_version == 3
-        given = await remote.generate(prompts, SAMPLING, seeds)
-        for theirs, ours in zip(given, await local.generate(prompts, SAMPLING, seeds), strict=True):
+        given = await remote.generate(ToDraw(prompts, SAMPLING, seeds))
+        for theirs, ours in zip(given, await local.generate(ToDraw(prompts, SAMPLING, seeds)), strict=True):
             assert torch.equal(theirs.tokens, ours.tokens) and theirs.tokens.dtype == torch.int64
             assert torch.equal(theirs.logprobs, ours.logprobs)
             assert theirs.finish_reason == ours.finish_reason
             assert theirs.token_versions.tolist() == [3] * len(ours.tokens)
             assert theirs.token_versions.dtype == torch.int32
-        scores = await remote.score([torch.tensor([5, 6, 7])], [1], top_k=2, temperature=1.0)
-        (ours_scored,) = await local.score([torch.tensor([5, 6, 7])], [1], top_k=2, temperature=1.0)
+        scores = await remote.score(ToScore([torch.tensor([5, 6, 7])], [1], top_k=2, temperature=1.0))
+        (ours_scored,) = await local.score(ToScore([torch.tensor([5, 6, 7])], [1], top_k=2, temperature=1.0))
         assert torch.equal(scores[0].logprobs, ours_scored.logprobs)
         assert (await remote.info()).weight_version == 3
         remote.weight_version = 4
         with pytest.raises(StaleWeights, match="has weights 3, not 4"):
-            await remote.generate(prompts, SAMPLING, seeds)
+            await remote.generate(ToDraw(prompts, SAMPLING, seeds))
         stranger = RemoteEngine(remote.url, timeout_s=30.0)
         with pytest.raises(StaleWeights, match="answered with weights 3, not -1"):
-            await stranger.generate(prompts, SAMPLING, seeds)
+            await stranger.generate(ToDraw(prompts, SAMPLING, seeds))
         await stranger.close()
 
     with running_server(engine, "rollout") as running:
@@ -130,12 +130,12 @@ def test_every_key_of_sampling_reaches_the_engine(folder: Any, local: TorchEngin
         for base, changes in cases:
             sampling = replace(base, **changes)
             theirs, ours, unchanged = [
-                [one.tokens.tolist() for one in await engine.generate(prompts, own, seeds)]
+                [one.tokens.tolist() for one in await engine.generate(ToDraw(prompts, own, seeds))]
                 for engine, own in ((remote, sampling), (local, sampling), (local, base))
             ]
             assert theirs == ours != unchanged, changes
         with pytest.raises(EngineRejected, match="token 48 is outside the vocabulary of 48"):
-            await remote.generate(prompts, replace(plain, stop_token_ids=(48,)), seeds)
+            await remote.generate(ToDraw(prompts, replace(plain, stop_token_ids=(48,)), seeds))
 
     with running_server(engine, "rollout") as running:
         run(running, work)
@@ -155,7 +155,7 @@ def test_what_the_engine_cannot_do(
 ) -> None:
     async def score(engine: RemoteEngine) -> None:
         with pytest.raises(EngineRejected, match=problem):
-            await engine.score(tokens, prompt_lengths, **{"top_k": 2, "temperature": 1.0, **options})
+            await engine.score(ToScore(tokens, prompt_lengths, **{"top_k": 2, "temperature": 1.0, **options}))
 
     run(teacher, score)
 
@@ -178,9 +178,9 @@ def test_metrics_count(teacher: RunningServer) -> None:
     before = read()
 
     async def score(engine: RemoteEngine) -> None:
-        await engine.score(random_tokens(9, 5), [4, 4], top_k=2, temperature=1.0)
+        await engine.score(ToScore(random_tokens(9, 5), [4, 4], top_k=2, temperature=1.0))
         with pytest.raises(EngineRejected):
-            await engine.score([torch.tensor([1, 48])], [1], top_k=2, temperature=1.0)
+            await engine.score(ToScore([torch.tensor([1, 48])], [1], top_k=2, temperature=1.0))
 
     run(teacher, score)
     after = read()

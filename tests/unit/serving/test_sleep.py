@@ -9,7 +9,7 @@ import torch
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineUnavailable, StaleWeights
+from mopd.engines.interface import EngineUnavailable, StaleWeights, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import stage_updates
 from tests.fixtures.servers import running_server
@@ -38,12 +38,12 @@ def test_sleep_and_wake(folder: Path) -> None:
             await remote.sleep()
             assert engine.asleep  # type: ignore[attr-defined]
             with pytest.raises(EngineUnavailable, match="503: the engine is asleep"):
-                await remote.score([torch.tensor([1, 2])], [1], top_k=1, temperature=1.0)
+                await remote.score(ToScore([torch.tensor([1, 2])], [1], top_k=1, temperature=1.0))
             await remote.health(timeout_s=5.0)
         for _ in range(2):
             await remote.wake_up()
             assert not engine.asleep  # type: ignore[attr-defined]
-            await remote.score([torch.tensor([1, 2])], [1], top_k=1, temperature=1.0)
+            await remote.score(ToScore([torch.tensor([1, 2])], [1], top_k=1, temperature=1.0))
 
     with running_server(engine) as running:
         run(running, work)

@@ -23,6 +23,8 @@ from mopd.engines.interface import (
     Generation,
     SamplingParams,
     StaleWeights,
+    ToDraw,
+    ToScore,
 )
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import MIN_PART_BYTES, StagedWeights, WeightReceived, stage_updates
@@ -70,7 +72,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def draw(engine: Any) -> Generation:
-    (generation,) = await engine.generate([[5, 6, 7]], SAMPLING, [1])
+    (generation,) = await engine.generate(ToDraw([[5, 6, 7]], SAMPLING, [1]))
     return generation
 
 
@@ -104,7 +106,7 @@ def test_until_the_start_the_old_weights_answer(
         assert (await tell(remote, "finish", finish(staged), WeightReceived)).weight_version == 2
         assert (await draw(remote)).token_versions.unique().tolist() == [2]  # at least 1 was asked for
         with pytest.raises(StaleWeights, match="has weights 2, not 1"):
-            await remote.score([torch.tensor([1, 2])], [1], top_k=1, temperature=1.0)
+            await remote.score(ToScore([torch.tensor([1, 2])], [1], top_k=1, temperature=1.0))
         remote.weight_version = 3
         with pytest.raises(StaleWeights, match="has weights 2, not 3"):
             await draw(remote)

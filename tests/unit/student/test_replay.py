@@ -24,7 +24,7 @@ from mopd.conversion.models.reading import read_dims
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.checks import check_generations
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import Generation, SamplingParams
+from mopd.engines.interface import Generation, SamplingParams, ToDraw
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.trajectories import join_parts
 from mopd.student.parallel import Layout
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def drawn(model: str) -> list[Generation]:
     engine = TorchEngine.from_pretrained(model, TorchEngineConfig(dtype="bfloat16"))
     sampling = SamplingParams(max_new_tokens=LENGTH, routes=shape_of(model))
-    responses = asyncio.run(engine.generate(PROMPTS, sampling, list(range(len(PROMPTS)))))
+    responses = asyncio.run(engine.generate(ToDraw(PROMPTS, sampling, list(range(len(PROMPTS))))))
     check_generations(
         responses, max_new_tokens=LENGTH, vocab_size=engine.vocab_size, routes=sampling.routes,
         prompt_lengths=[len(prompt) for prompt in PROMPTS],
@@ -102,7 +102,7 @@ def test_the_engine_tells_the_routes_of_every_token(model: str) -> None:
     """In fp32, of prompts of unequal lengths and rows that end before others: those of one pass over the whole."""
     engine = TorchEngine.from_pretrained(model, TorchEngineConfig(dtype="float32"))
     sampling = SamplingParams(max_new_tokens=24, routes=shape_of(model), stop_token_ids=tuple(range(10, 14)))
-    drawn = asyncio.run(engine.generate(PROMPTS, sampling, list(range(len(PROMPTS)))))
+    drawn = asyncio.run(engine.generate(ToDraw(PROMPTS, sampling, list(range(len(PROMPTS))))))
     assert len({len(own.tokens) for own in drawn}) > 3
     seen: list[Tensor] = []
     for layer in engine.model.get_decoder().layers:
@@ -126,18 +126,18 @@ def test_routes_travel_from_a_server(model: str) -> None:
     async def ask(url: str) -> list[Generation]:
         remote = RemoteEngine(url, timeout_s=30.0)
         try:
-            return await remote.generate(PROMPTS, sampling, list(range(len(PROMPTS))))
+            return await remote.generate(ToDraw(PROMPTS, sampling, list(range(len(PROMPTS)))))
         finally:
             await remote.close()
 
     with running_server(local, "teacher") as running:
         theirs = asyncio.run(ask(running.url))
-    ours = asyncio.run(local.generate(PROMPTS, sampling, list(range(len(PROMPTS)))))
+    ours = asyncio.run(local.generate(ToDraw(PROMPTS, sampling, list(range(len(PROMPTS))))))
     for own, other in zip(ours, theirs, strict=True):
         assert own.routes is not None and other.routes is not None and torch.equal(own.routes, other.routes)
     with pytest.raises(UserError, match="has 4 layers with experts, and routes of 5 are asked for"):
         wrong = replace(sampling, routes=replace(shape_of(model), num_layers=5))
-        asyncio.run(local.generate(PROMPTS, wrong, list(range(len(PROMPTS)))))
+        asyncio.run(local.generate(ToDraw(PROMPTS, wrong, list(range(len(PROMPTS))))))
 
 
 def test_parts_of_a_response_keep_the_ways_that_they_went() -> None:

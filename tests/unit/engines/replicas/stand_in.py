@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from mopd.config.groups import RoutingConfig
-from mopd.engines.interface import EngineLimits, Generation, Images, ResponseCallback, SamplingParams, Scores
+from mopd.engines.interface import (
+    EngineLimits,
+    Generation,
+    ResponseCallback,
+    SamplingParams,
+    Scores,
+    ToDraw,
+    ToScore,
+)
 from mopd.engines.replicas.interface import Replica, RouterLimits
 from mopd.engines.replicas.router import Router
 from tests.fixtures.token_clock import run_on_token_clock
@@ -37,35 +45,21 @@ class StandIn:
         self.tokens_now = self.most_tokens = 0
         self.bytes_sent = self.bytes_received = 0
 
-    async def score(
-        self,
-        tokens: Sequence[Tensor],
-        prompt_lengths: Sequence[int],
-        *,
-        top_k: int,
-        temperature: float,
-        images: Images = None,
-    ) -> list[Scores]:
-        firsts = [int(sequence[0]) for sequence in tokens]
-        await self._work(firsts, sum(map(len, tokens)))
+    async def score(self, asked: ToScore) -> list[Scores]:
+        top_k = asked.top_k
+        firsts = [int(sequence[0]) for sequence in asked.tokens]
+        await self._work(firsts, sum(map(len, asked.tokens)))
         return [
             Scores(
                 ids=(sequence[start:, None] + torch.arange(1, 1 + top_k)).int(),
                 logprobs=torch.full((len(sequence) - start, top_k), -20.0 - self.number),
-                token_logprobs=-100.0 - sequence[start:] * temperature,
+                token_logprobs=-100.0 - sequence[start:] * asked.temperature,
             )
-            for sequence, start in zip(tokens, prompt_lengths, strict=True)
+            for sequence, start in zip(asked.tokens, asked.prompt_lengths, strict=True)
         ]
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
+        prompts, sampling = asked.prompts, asked.sampling
         await self._work([prompt[0] for prompt in prompts], sum(map(len, prompts)) + sampling.max_new_tokens)
         return [
             Generation(
@@ -74,7 +68,7 @@ class StandIn:
                 finish_reason="length",
                 token_versions=torch.full((sampling.max_new_tokens,), self.weight_version, dtype=torch.int32),
             )
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            for prompt, seed in zip(prompts, asked.seeds, strict=True)
         ]
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
@@ -133,7 +127,7 @@ def run(work: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def score(router: Router, tokens: Sequence[Tensor], starts: Sequence[int]) -> list[Scores]:
-    return cast("list[Scores]", await router.score(tokens, starts, top_k=2, temperature=2.0))
+    return cast("list[Scores]", await router.score(ToScore(tokens, starts, top_k=2, temperature=2.0)))
 
 
 def check_scores(tokens: Sequence[Tensor], scores: Sequence[Scores]) -> None:
@@ -154,19 +148,12 @@ class Teller(StandIn):
         self.told: list[int] = []
         """First tokens of prompts whose responses were told."""
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: Sequence[int],
-        *,
-        on_response: ResponseCallback | None = None,
-        images: Images = None,
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
+        prompts = asked.prompts
         trouble = self.plan(len(self.calls))
         late_s = trouble if isinstance(trouble, float) else 0.0
         self.calls.append([prompt[0] for prompt in prompts])
-        drawn = [self._draw(prompt, sampling, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        drawn = [self._draw(*one, asked.sampling) for one in zip(prompts, asked.seeds, strict=True)]
         begun = asyncio.get_running_loop().time()
         self.running += len(prompts)
         self.most_running = max(self.most_running, self.running)
@@ -186,7 +173,7 @@ class Teller(StandIn):
             self.running -= left
         return drawn
 
-    def _draw(self, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> Generation:
+    def _draw(self, prompt: Sequence[int], seed: int, sampling: SamplingParams) -> Generation:
         return Generation(
             tokens=torch.full((sampling.max_new_tokens,), prompt[0] + seed),
             logprobs=torch.full((sampling.max_new_tokens,), -float(sampling.temperature)),
@@ -225,7 +212,7 @@ async def generate(
 ) -> list[Generation]:
     """One caller; its answers are its own."""
     seeds = [7 * who for who, _ in prompts]
-    drawn = await router.generate(prompts, sampling, seeds, on_response=on_response)  # type: ignore[arg-type]
+    drawn = await router.generate(ToDraw(prompts, sampling, seeds), on_response=on_response)  # type: ignore[arg-type]
     assert [int(given.tokens[0]) for given in drawn] == [8 * who for who, _ in prompts]
     assert all(float(given.logprobs[0]) == -sampling.temperature for given in drawn)
     return drawn

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd.base.metrics import apart, is_counted
-from mopd.engines.interface import EngineBusy, EngineUnavailable, Generation, Images, ResponseCallback, SamplingParams
+from mopd.engines.interface import (
+    EngineBusy,
+    EngineUnavailable,
+    Generation,
+    ResponseCallback,
+    SamplingParams,
+    ToDraw,
+)
 from mopd.engines.replicas.members import NO_ROOM
 from tests.unit.engines.replicas.stand_in import (
     StandIn,
@@ -38,11 +45,9 @@ class Held(Teller):
         self.requests: list[tuple[ResponseCallback, list[Generation], asyncio.Future[None]]] = []
         self.are_counted: list[bool] = []
 
-    async def generate(
-        self, prompts: Any, sampling: Any, seeds: Any, *, on_response: Any = None, images: Images = None
-    ) -> list[Generation]:
+    async def generate(self, asked: ToDraw, *, on_response: Any = None) -> list[Generation]:
         self.are_counted.append(is_counted())
-        drawn = [self._draw(prompt, sampling, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        drawn = [self._draw(*one, asked.sampling) for one in zip(asked.prompts, asked.seeds, strict=True)]
         self.requests.append((on_response, drawn, asyncio.get_running_loop().create_future()))
         await self.requests[-1][2]
         return drawn

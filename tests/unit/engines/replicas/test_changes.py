@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mopd.base.types import UserError
-from mopd.engines.interface import EngineUnavailable, Generation, StaleWeights
+from mopd.engines.interface import EngineUnavailable, Generation, StaleWeights, ToDraw
 from mopd.engines.replicas.interface import Replica, SampleFailed
 from mopd.engines.replicas.router import Router
 from tests.unit.engines.replicas.stand_in import (
@@ -160,14 +160,14 @@ def test_a_replica_that_says_it_is_stale_is_left_out_until_the_next_push() -> No
 
     async def work() -> None:
         await push(router, 3)
-        await router.generate([[5]] * 8, SAMPLING, list(range(8)))
+        await router.generate(ToDraw([[5]] * 8, SAMPLING, list(range(8))))
         assert len(stale.calls) == 4 and len(current.answered) == 8  # half of them were under way at once
         assert router.needs_weights == ("math.0",)
         numbers = router.take_numbers()
         assert (numbers.replicas[0].stale_answers, numbers.replicas[0].failures, numbers.retries) == (4, 0, 4)
         await push(router, 3)  # the same version once more
         assert router.needs_weights == ()
-        await router.generate([[5]] * 8, SAMPLING, list(range(8)))
+        await router.generate(ToDraw([[5]] * 8, SAMPLING, list(range(8))))
         assert len(stale.calls) > 4
 
     run(work)
@@ -180,14 +180,14 @@ def test_a_single_stale_replica_is_waited_for_until_the_push_and_not_for_ever() 
     async def work() -> None:
         await push(router, 3)
         engine.weight_version = -1
-        generating = asyncio.create_task(router.generate([[5]], SAMPLING, [1]))
+        generating = asyncio.create_task(router.generate(ToDraw([[5]], SAMPLING, [1])))
         await asyncio.sleep(5)
         await engine.load_weights(WEIGHTS, 3)
         router.set_weight_version(3)
         assert len(await generating) == 1
         engine.weight_version = -1
         with pytest.raises(SampleFailed, match=r"rollout 'math' .* no replica was tried; .*\(math.0 stale\)"):
-            await router.generate([[5]], SAMPLING, [1])
+            await router.generate(ToDraw([[5]], SAMPLING, [1]))
         assert now() == pytest.approx(15, abs=0.5)
 
     run(work)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
 
 from mopd.base.types import UserError
 from mopd.config.groups import TorchEngineConfig
 from mopd.conversion.hf.manifest import HASHES, Manifest, make_manifest
-from mopd.engines.interface import EngineInfo, Scores
+from mopd.engines.interface import EngineInfo, Scores, ToScore
 from mopd.engines.replicas.identity import (
     Needs,
     fingerprint,
@@ -111,8 +109,8 @@ def test_the_probe_of_a_model_that_sees_images_has_no_place_of_one(tmp_path: Pat
 
 def test_a_probe_that_cannot_be_scored_so_is_no_fingerprint() -> None:
     class Broken:
-        async def score(self, tokens: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Scores]:
-            count = len(tokens[0]) - 1
+        async def score(self, asked: ToScore) -> list[Scores]:
+            count = len(asked.tokens[0]) - 1
             nothing = torch.full((count, 1), -1.0)
             return [Scores(ids=nothing.int() + 2, logprobs=nothing, token_logprobs=torch.full((count,), torch.nan))]
 

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from mopd.engines.interface import EngineRejected, EngineUnavailable, Generation, SamplingParams, Scores
+from mopd.engines.interface import (
+    EngineRejected,
+    EngineUnavailable,
+    Generation,
+    SamplingParams,
+    Scores,
+    ToDraw,
+    ToScore,
+)
 from mopd.engines.replicas.interface import SampleFailed
 from mopd.engines.replicas.members import NO_ROOM
 from tests.unit.engines.replicas.stand_in import (
@@ -51,7 +59,7 @@ def test_a_callers_own_requests_are_never_joined(kind: str, max_inflight_tokens:
         else:
             router.set_weight_version(0)
             prompts = [[1000 + i] * length for i, length in enumerate(LENGTHS)]
-            await router.generate(prompts, SAMPLING, list(range(len(prompts))))
+            await router.generate(ToDraw(prompts, SAMPLING, list(range(len(prompts)))))
 
     run(work)
     assert [[first - 1000 for first in call] for call in engine.calls] == RECORDED[kind]
@@ -135,11 +143,11 @@ class Refuser(Teller):
         super().__init__()
         self.error = error
 
-    async def generate(self, prompts: Any, *args: Any, **kwargs: Any) -> list[Generation]:
-        if any(prompt[0] == 13 for prompt in prompts):
-            self.calls.append([prompt[0] for prompt in prompts])
+    async def generate(self, asked: ToDraw, **more: Any) -> list[Generation]:
+        if any(prompt[0] == 13 for prompt in asked.prompts):
+            self.calls.append([prompt[0] for prompt in asked.prompts])
             raise self.error
-        return await super().generate(prompts, *args, **kwargs)
+        return await super().generate(asked, **more)
 
 
 @pytest.mark.parametrize("error", [EngineRejected("longer than the model"), ZeroDivisionError("a bug")], ids=repr)
@@ -163,10 +171,10 @@ def test_a_refused_joint_request_fails_its_bad_caller_alone(error: Exception) ->
 class Picky(StandIn):
     """Refuses any request that holds the sample 1003."""
 
-    async def score(self, tokens: Any, *args: Any, **kwargs: Any) -> list[Scores]:
-        if any(int(sequence[0]) == 1003 for sequence in tokens):
+    async def score(self, asked: ToScore) -> list[Scores]:
+        if any(int(sequence[0]) == 1003 for sequence in asked.tokens):
             raise EngineRejected("sequence longer than the model")
-        return await super().score(tokens, *args, **kwargs)
+        return await super().score(asked)
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -177,7 +185,9 @@ def test_every_caller_decides_for_itself_what_a_failure_means(stops: bool) -> No
 
     async def one(positions: Sequence[int], stop_at_failure: bool) -> Any:
         mine = [tokens[i] for i in positions]
-        return await router.score(mine, [1] * len(mine), top_k=2, temperature=2.0, stop_at_failure=stop_at_failure)
+        return await router.score(
+            ToScore(mine, [1] * len(mine), top_k=2, temperature=2.0), stop_at_failure=stop_at_failure
+        )
 
     async def work() -> None:
         first, bad, last = await asyncio.gather(

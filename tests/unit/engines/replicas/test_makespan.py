@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mopd.config.groups import RoutingConfig
+from mopd.engines.interface import ToScore
 from mopd.engines.replicas.interface import Replica
 from mopd.engines.replicas.router import Router
 from tests.fixtures.token_clock import run_on_token_clock
@@ -48,7 +49,7 @@ def routed_s(lengths: Sequence[int], num_replicas: int) -> float:
         replicas = [Replica(name=str(i), engine=engine) for i, engine in enumerate(engines)]
         router = Router("simulated", replicas, RoutingConfig(), kind="teacher")
         tokens = [torch.zeros(length, dtype=torch.int32) for length in lengths]
-        await router.score(tokens, [1] * len(tokens), top_k=1, temperature=1.0)
+        await router.score(ToScore(tokens, [1] * len(tokens), top_k=1, temperature=1.0))
         return max(engine.done_at for engine in engines)
 
     return run_on_token_clock(work())

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from mopd.base.metrics import apart, is_counted
-from mopd.engines.interface import EngineUnavailable
+from mopd.engines.interface import EngineUnavailable, ToDraw
 from mopd.engines.replicas.router import Router
 from mopd.engines.replicas.statistics import MAX_LATENCIES, GroupNumbers, ReplicaCounters, group_metrics
 from tests.unit.engines.replicas.stand_in import SAMPLING, StandIn, make_router, run, samples, score
@@ -62,7 +62,7 @@ def test_one_replica_stands_for_its_group_and_generations_count_what_was_drawn()
 
     async def work() -> dict[str, float]:
         router.set_weight_version(0)
-        await router.generate([[1, 2, 3], [4]], SAMPLING, [1, 2])
+        await router.generate(ToDraw([[1, 2, 3], [4]], SAMPLING, [1, 2]))
         return group_metrics(router.take_numbers())
 
     values = run(work)

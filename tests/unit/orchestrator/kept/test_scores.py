@@ -20,9 +20,9 @@ from mopd.config.load import load_recipe
 from mopd.config.payloads import Asked
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data_plane.local import LocalDataPlane
-from mopd.engines.interface import EngineRejected, Scores
+from mopd.engines.interface import EngineRejected, Scores, ToScore
 from mopd.engines.torch.engine import TorchEngine
-from mopd.orchestrator.kept.scores import Questions, ScoreCache, open_score_cache
+from mopd.orchestrator.kept.scores import ScoreCache, open_score_cache
 from mopd.orchestrator.teachers import TeacherWorker
 from tests.fixtures.recipe import RECIPE
 from tests.fixtures.samples import meta_of
@@ -43,11 +43,11 @@ class Counted:
     def __init__(self, engine: TorchEngine, refused: int = 0) -> None:
         self.engine, self.refused, self.num_asked = engine, refused, 0
 
-    async def score(self, tokens: Sequence[Tensor], prompt_lengths: Sequence[int], **options: Any) -> list[Scores]:
-        if any(len(own) == self.refused for own in tokens):
+    async def score(self, asked: ToScore) -> list[Scores]:
+        if any(len(own) == self.refused for own in asked.tokens):
             raise EngineRejected("b.0: no")
-        self.num_asked += len(tokens)
-        return await self.engine.score(tokens, prompt_lengths, **options)
+        self.num_asked += len(asked)
+        return await self.engine.score(asked)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def score(
         options: dict[str, Any] = {"temperature": temperature, "keep_going": bool(refused)}
         worker = TeacherWorker(groups, Assignment(teachers), plane, asked=wanted, always_ids=[4, 9], **options)
         records = Records(folder, {"content": "teacher scores"}, max_bytes=max_bytes)
-        worker.cache = cache = ScoreCache(records, ids, temperature=temperature)
+        worker.cache = cache = ScoreCache(records, ids)
         failed = {failure.sample.sample_id for failure in await worker.score(metas)}
         numbers.update(cache.take_numbers())
         return await plane.get([meta.sample_id for meta in metas if meta.sample_id not in failed], names)
@@ -192,12 +192,13 @@ def test_a_teacher_is_known_by_all_that_decides_its_scores(tmp_path: Path) -> No
     changes: list[dict[str, str]] = [{}, {"dtype": "bfloat16"}]
     changes += [{name: "other"} for name in ("config_sha256", "weights_sha256", "tokenizer_sha256")]
     caches = [opened(tmp_path, **change) for change in changes]
-    asked = Questions(TOKENS[:1], [METAS[0].prompt_length], None, [None], 4)
+    asked = ToScore(TOKENS[:1], [METAS[0].prompt_length], top_k=4, temperature=1.0)
     keys = {cache.keys("math", asked)[0] for cache in caches if isinstance(cache, ScoreCache)}
     assert len(keys) == len(changes)
     again = opened(tmp_path)
     assert isinstance(again, ScoreCache) and again.keys("math", asked)[0] in keys
-    assert again.keys("math", replace(asked, starts=[METAS[0].prompt_length + 1]))[0] not in keys
+    for change in ({"prompt_lengths": [METAS[0].prompt_length + 1]}, {"temperature": 0.5}):
+        assert again.keys("math", replace(asked, **change))[0] not in keys  # type: ignore[arg-type]
     images = [PromptImage(digest=bytes([i]), grid=(1, 2, 2), load=bytes) for i in range(2)]
     seen = {
         again.keys("math", replace(asked, images=[shown]))[0]

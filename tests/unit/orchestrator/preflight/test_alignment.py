@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.schedule import PreflightConfig
+from mopd.engines.interface import ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.torch.sight import VisionFeatures
 from mopd.engines.vision import read_vision
@@ -152,11 +154,11 @@ def test_a_teacher_that_sees_images(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     score, wrong = engine.score, image_bytes(56, 84, 5)
 
-    async def of_another(*given: Any, images: Any = None, **keys: Any) -> Any:
+    async def of_another(asked: ToScore) -> Any:
         """Every image is one and the same, where its grid allows."""
         one = prompt_image(folder, wrong)
-        changed = [[one if own.grid == one.grid else own for own in seen] for seen in images or ()]
-        return await score(*given, images=changed or None, **keys)
+        changed = [[one if own.grid == one.grid else own for own in seen] for seen in asked.seen]
+        return await score(replace(asked, images=changed))
 
     monkeypatch.setattr(engine, "score", of_another)
     assert "they differ from what its own generation reports" in run().problem

@@ -14,6 +14,7 @@ import torch
 from mopd.base.types import PromptImage
 from mopd.config.groups import TorchEngineConfig
 from mopd.config.schedule import PreflightConfig
+from mopd.engines.interface import ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.preflight.parity import Parity, Probe, Reference
 from tests.fixtures.mistakes import MISTAKES, MistakenEngine
@@ -37,7 +38,7 @@ def measure(folder: Path, scorer: TorchEngine, *, temperature: float = 1.0, dtyp
         for length in (9, 14, 21)
     ]
     starts = [4, 5, 6]
-    scores = asyncio.run(scorer.score(tokens, starts, top_k=TOP_K, temperature=temperature))
+    scores = asyncio.run(scorer.score(ToScore(tokens, starts, top_k=TOP_K, temperature=temperature)))
     probes = [
         Probe(tokens=t, prompt_length=n, ids=s.ids, logprobs=s.logprobs, token_logprobs=s.token_logprobs)
         for t, n, s in zip(tokens, starts, scores, strict=True)
@@ -92,7 +93,7 @@ def test_a_reference_sees_the_images_of_a_prompt(tmp_path: Path) -> None:
     places = [torch.full((rows * columns // 4,), IMAGE_TOKEN_ID) for _, rows, columns in grids]
     tokens = [torch.cat([text[:3], places[0], text[3:4], places[1], text[4:]]), text]
     starts, seen = [len(tokens[0]) - 3, 4], [images, ()]
-    scores = asyncio.run(load(folder).score(tokens, starts, top_k=TOP_K, temperature=1.0, images=seen))
+    scores = asyncio.run(load(folder).score(ToScore(tokens, starts, top_k=TOP_K, temperature=1.0, images=seen)))
 
     def parity(shown: Sequence[Sequence[PromptImage]]) -> Parity:
         probes = [

@@ -18,7 +18,7 @@ from mopd.config.load import load_recipe
 from mopd.data.prompts import PromptDataset, PromptRow
 from mopd.data_plane.local import LocalDataPlane
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import Generation, SamplingParams
+from mopd.engines.interface import Generation, SamplingParams, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.launch.checks.inputs import Check
 from mopd.orchestrator.preflight.rollout import RolloutCheck
@@ -45,7 +45,7 @@ class Student:
     async def logprobs(self, samples: Sequence[SampleMeta], *, temperature: float) -> list[Tensor]:
         tokens = (await self._plane.get([s.sample_id for s in samples], ("tokens",)))["tokens"]
         starts = [sample.prompt_length for sample in samples]
-        scores = await self._engine.score(tokens, starts, top_k=1, temperature=temperature)
+        scores = await self._engine.score(ToScore(tokens, starts, top_k=1, temperature=temperature))
         return [given.token_logprobs for given in scores]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mopd.base.types import NonFiniteError, UserError
 from mopd.config.groups import RoutingConfig, TorchEngineConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import EngineUnavailable, OnRunning, SamplingParams, StaleWeights
+from mopd.engines.interface import EngineUnavailable, OnRunning, SamplingParams, StaleWeights, ToDraw
 from mopd.engines.replicas.interface import LIMITS, Replica, RouterLimits
 from mopd.engines.replicas.router import Router
 from mopd.engines.torch.engine import TorchEngine
@@ -61,8 +61,8 @@ def run(servers: list[RunningServer], action: Any) -> None:
 
 
 async def assert_serves(replica: Any, source: TorchEngine) -> None:
-    (theirs,) = await replica.generate([[5, 6, 7]], SAMPLING, [1])
-    (ours,) = await source.generate([[5, 6, 7]], SAMPLING, [1])
+    (theirs,) = await replica.generate(ToDraw([[5, 6, 7]], SAMPLING, [1]))
+    (ours,) = await source.generate(ToDraw([[5, 6, 7]], SAMPLING, [1]))
     assert torch.equal(theirs.tokens, ours.tokens) and torch.equal(theirs.logprobs, ours.logprobs)
 
 
@@ -127,7 +127,7 @@ def test_a_replica_that_dies_is_left_behind(
         assert (await replicas[0].info()).weight_version == 1
         replicas[0].weight_version = 2
         with pytest.raises(StaleWeights):
-            await replicas[0].generate([[5, 6, 7]], SAMPLING, [1])
+            await replicas[0].generate(ToDraw([[5, 6, 7]], SAMPLING, [1]))
         replicas[0].dies_at = None
         await publish(replicas, stream(), 3)
         assert [replica.weight_version for replica in replicas] == [3, 3]
@@ -164,16 +164,16 @@ def test_a_server_that_is_away_is_waited_for(
         with serving():
             await sync.publish(weights, 1)
             repair = sync.watch(router.remove, patience_s=600.0)
-        drawing = asyncio.create_task(router.generate([[5, 6, 7]], SAMPLING, [1]))
+        drawing = asyncio.create_task(router.generate(ToDraw([[5, 6, 7]], SAMPLING, [1])))
         retries = 0
         while (retries := retries + router.take_numbers().retries) < 2 * LIMITS.max_attempts:
             await asyncio.sleep(0.01)
         await sync.publish(weights, 2)
-        later = asyncio.create_task(router.generate([[5, 6, 7]], SAMPLING, [1]))
+        later = asyncio.create_task(router.generate(ToDraw([[5, 6, 7]], SAMPLING, [1])))
         while len(looks) < 2 * syncing.MAX_PUSHES:
             await asyncio.sleep(0.01)
         with serving():
-            (ours,) = await source.generate([[5, 6, 7]], SAMPLING, [1])
+            (ours,) = await source.generate(ToDraw([[5, 6, 7]], SAMPLING, [1]))
             for (theirs,) in (await drawing, await later):
                 assert torch.equal(theirs.tokens, ours.tokens) and set(theirs.token_versions.tolist()) == {2}
             await repair.close()
@@ -200,7 +200,7 @@ def test_a_server_that_stays_away_is_given_up(
             await asyncio.sleep(0.01)
         (told,) = (line for line in caplog.messages if "given up" in line)
         assert told.startswith("r1 is given up: r1: /health") and told.endswith(", for 0.1 s")
-        assert len(await router.generate([[5, 6, 7]], SAMPLING, [1])) == 1
+        assert len(await router.generate(ToDraw([[5, 6, 7]], SAMPLING, [1]))) == 1
         await repair.close()
         await router.close()
         await gone.close()
@@ -295,7 +295,7 @@ def test_old_replicas_work_on_until_the_start(
         sending = asyncio.create_task(sync.send(stage_updates(source.model.named_parameters(), 2)))
         await reached.wait()
         assert router.weight_version == 1 and not router.needs_weights
-        assert (await router.generate([[5, 6, 7]], SAMPLING, [1]))[0].token_versions.unique().tolist() == [1]
+        assert (await router.generate(ToDraw([[5, 6, 7]], SAMPLING, [1])))[0].token_versions.unique().tolist() == [1]
         held.set()
         await sending
         assert router.weight_version == 2 and [r.weight_version for r in replicas] == [2, 2]

@@ -20,7 +20,7 @@ from mopd.config.load import load_recipe
 from mopd.config.schema import Recipe
 from mopd.config.weights import BucketsConfig, CollectiveConfig, IpcConfig
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import SamplingParams, StaleWeights
+from mopd.engines.interface import SamplingParams, StaleWeights, ToDraw
 from mopd.engines.torch.engine import TorchEngine
 from mopd.orchestrator.student import StudentGroup
 from mopd.orchestrator.weights import transfer
@@ -76,7 +76,7 @@ def test_every_replica_gets_every_bit_and_the_version(
         for version, sent in enumerate([weights, newer, weights]):
             await sender.publish(sent, version)
             assert all(holds(server, sent) for server in servers)
-            (generation,) = await sender.router.generate([[3, 4, 5]], SAMPLING, [1])
+            (generation,) = await sender.router.generate(ToDraw([[3, 4, 5]], SAMPLING, [1]))
             assert set(generation.token_versions.tolist()) == {version}
         assert sender.transfer.take_numbers()["timing/weights_update_s"] > 0
 
@@ -127,9 +127,9 @@ def test_no_number_never_arrives(servers: list[RunningServer], weights: Weights)
             await sender.publish(broken, 2)
         for engine in sender.engines:  # half of an update does not answer
             with pytest.raises(StaleWeights):
-                await engine.generate([[3, 4]], SAMPLING, [1])
+                await engine.generate(ToDraw([[3, 4]], SAMPLING, [1]))
         await sender.publish(weights, 3)
-        assert len(await sender.router.generate([[3, 4, 5]], SAMPLING, [1])) == 1
+        assert len(await sender.router.generate(ToDraw([[3, 4, 5]], SAMPLING, [1]))) == 1
 
     run(servers, weights, action)
 
