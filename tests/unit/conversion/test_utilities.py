@@ -140,14 +140,19 @@ def test_lora_replaces_saved_modules(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "weights", "line"),
     [
-        ({"peft_type": "IA3"}, {}, "'peft_type' is not 'LORA'"),
-        ({"use_dora": True}, {}, "'use_dora' is True, which cannot be merged"),
-        ({"bias": "all"}, {}, "'bias' is 'all'"),
-        ({"lora_alpha": None}, {}, "'lora_alpha' is None, not a positive number"),
-        ({}, {"model.layers.9.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, "has no place in"),
-        ({}, {f"{Q}.lora_magnitude_vector": torch.ones(4)}, "has no place in"),
-        ({}, {"model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, "the factors of .*up_proj.* have shapes"),
-        ({}, {f"{Q}.lora_A.weight": torch.ones(4, 63)}, "the factors of .*q_proj.* have shapes"),
+        ({"peft_type": "IA3"}, {}, "peft_type is 'IA3': only LORA"),
+        ({"use_dora": True}, {}, "use_dora is True, which is not supported: use a plain"),
+        ({"bias": "all"}, {}, "bias is 'all'"),
+        ({"init_lora_weights": "pissa"}, {}, "'pissa' changes the base"),
+        ({"rank_pattern": {"(a+)+": 4}}, {}, "not a map from simple patterns"),
+        ({"alpha_pattern": {"q_proj": "8"}}, {}, "lora_alpha is '8', no number"),
+        ({"lora_alpha": None}, {}, "lora_alpha is None, no number"),
+        ({}, {"model.layers.9.mlp.up_proj.weight": torch.ones(4, 64)}, "adapts .*9.*, which .* does not have"),
+        ({}, {"model.norm.weight": torch.ones(63)}, r"has the weight \[63\], but .* is \[64\]"),
+        ({}, {f"{Q}.lora_magnitude_vector": torch.ones(4)}, "is no weight, lora_A or lora_B"),
+        ({}, {"model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, "up_proj' has lora_A alone"),
+        ({}, {f"{Q}.lora_A.weight": torch.ones(4, 63)}, "name the adapter's own base"),
+        ({}, {f"{Q}.lora_A.weight": torch.ones(3, 64)}, "says rank 4"),
     ],
 )
 def test_adapters_that_are_refused(tmp_path: Path, changes: dict[str, Any], weights: dict[str, Tensor], line: str):
