@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.base.files.json_text import parse_json
-from mopd.base.files.reading import shown_path
+from mopd.base.files.reading import resolved_file, shown_path
 from mopd.base.text import one_line
 from mopd.base.types import CutOffError, UserError
 from mopd.config.environment import CustomEnvironmentConfig, EnvironmentConfig, OpenEnvConfig, PythonToolConfig
@@ -160,7 +160,7 @@ class Environments:
         self._max_bytes = MAX_TOOL_BYTES
         if isinstance(cfg, CustomEnvironmentConfig):
             self._called = f"{shown_path(cfg.module)}: environment {cfg.class_name!r}"
-            path = _file_of(cfg.module)
+            path = resolved_file(cfg.module, cure="correct rollout.environment.module")
             self._settings["path"], self._folder = str(path), path.parent
             self._max_bytes = int(cfg.max_memory_gib * GIB)
         elif isinstance(cfg, OpenEnvConfig):
@@ -247,14 +247,3 @@ class Episode:
     async def close(self) -> None:
         """Forget the object; ``EnvironmentFailed`` if its own ``close`` fails."""
         await self.ask({"do": "close"})
-
-
-def _file_of(module: str) -> Path:
-    try:
-        path = Path(module).resolve()
-        is_file = path.is_file()
-    except (OSError, ValueError, RuntimeError):  # too long, NUL, a circle of links
-        is_file = False
-    if not is_file:
-        raise UserError(f"{shown_path(module)}: no such file: correct rollout.environment.module")
-    return path

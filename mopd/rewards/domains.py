@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.base.files.json_text import read_json_object
-from mopd.base.files.reading import shown_path
+from mopd.base.files.reading import resolved_file, shown_path
 from mopd.base.types import UserError
 from mopd.config.reading.tree import shown_key
 from mopd.config.rewards import (
@@ -123,13 +123,7 @@ class CustomReward(ServedReward):
         """Find the file; the function is looked up at the first call. ``UserError`` if the file does not exist."""
         super().__init__(f"{shown_path(cfg.path)}: custom reward {cfg.function!r}")
         self._cfg = cfg
-        try:
-            self._path = Path(cfg.path).resolve()
-            is_file = self._path.is_file()
-        except (OSError, ValueError, RuntimeError):  # too long, NUL, a circle of links
-            is_file = False
-        if not is_file:
-            raise UserError(f"{shown_path(cfg.path)}: no such file: correct the path of the custom reward")
+        self._path = resolved_file(cfg.path, cure="correct the path of the custom reward")
 
     def check(self, item: RewardItem) -> None:
         """Accept any row: only the function knows what it needs."""

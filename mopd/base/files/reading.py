@@ -46,6 +46,18 @@ def open_regular(path: str | Path, *, cure: str, follows_links: bool = True) -> 
         raise
 
 
+def resolved_file(path: str, *, cure: str) -> Path:
+    """Return the absolute path of a file, links followed; ``UserError`` that ends in ``cure`` if there is none."""
+    try:
+        resolved = Path(path).resolve()
+        is_file = resolved.is_file()
+    except (OSError, ValueError, RuntimeError):  # too long, NUL, a circle of links
+        is_file = False
+    if not is_file:
+        raise UserError(f"{shown_path(path)}: no such file: {cure}")
+    return resolved
+
+
 def read_bytes(path: str | Path, *, cure: str, max_bytes: int = MAX_TEXT_BYTES, is_private: bool = False) -> bytes:
     """Return the whole file. Raise ``UserError`` as ``open_regular`` does, and above ``max_bytes``.
 
