@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mopd.base.types import RouteShape, UserError
+from mopd.base.types import UserError
 from mopd.engines.interface import ROUTE_DTYPES, Generation, Scores, ToDraw, ToScore, WeightsLost, num_routed
 
 MAX_EXCESS = 1e-4
@@ -64,13 +64,14 @@ def check_sampling(asked: ToDraw, stop_ids: Sequence[int], *, name: str) -> None
         raise UserError(f"{name}: no eos_token_id in generation_config.json or config.json: set it there")
 
 
-def check_length(longest: int, max_new_tokens: int | None, limit: int, limit_key: str, *, name: str) -> None:
-    """Raise ``UserError`` for a prompt that does not fit with its response (with ``None``: for a sequence that is too
-    long).
+def check_length(asked: ToScore | ToDraw, limit: int, limit_key: str, *, name: str) -> None:
+    """Raise ``UserError`` for a prompt that does not fit with its response, or a sequence that is too long.
 
     ``limit_key`` names the origin of ``limit``: the model's ``max_position_embeddings``, or the engine's
     ``max_model_len``, which can be raised. ``name`` is the model's or engine's.
     """
+    longest = max(map(len, asked.sequences), default=0)
+    max_new_tokens = asked.sampling.max_new_tokens if isinstance(asked, ToDraw) else None
     if longest + (max_new_tokens or 0) <= limit:
         return
     owner, cure = ("engine", "raise engine.max_model_len or ") if limit_key == "max_model_len" else ("model", "")
@@ -82,6 +83,16 @@ def check_length(longest: int, max_new_tokens: int | None, limit: int, limit_key
         )
     cure += "lower data.max_prompt_length or rollout.max_response_length"
     raise UserError(f"{problem} > {limit_key} {limit} of {name}: {cure}")
+
+
+def check_ids(asked: ToScore | ToDraw, vocab_size: int, *, name: str) -> None:
+    """Raise ``ValueError`` for an id outside the embedding of ``name``, which would end a server's process and not
+    only the request. No sequence is empty."""
+    for i, sequence in enumerate(asked.sequences):
+        ids = torch.as_tensor(sequence)
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            kind = "prompt" if isinstance(asked, ToDraw) else "sequence"
+            raise ValueError(f"{kind} {i} has an id outside the vocabulary of {vocab_size} of {name}")
 
 
 def check_scores(scores: Sequence[Scores], asked: ToScore, *, vocab_size: int | None) -> None:
@@ -140,16 +151,10 @@ def check_given(asked: ToScore, *, vocab_size: int, name: str) -> None:
             raise ValueError(f"sequence {i}: given ids are outside the vocabulary of {vocab_size} of {name}")
 
 
-def check_generations(
-    generations: Sequence[Generation],
-    *,
-    max_new_tokens: int,
-    vocab_size: int | None,
-    num_top_ids: int = 0,
-    routes: RouteShape | None = None,
-    prompt_lengths: Sequence[int] = (),
-) -> None:
+def check_generations(generations: Sequence[Generation], asked: ToDraw, *, vocab_size: int | None) -> None:
     """Raise ``ValueError``, one line as in ``check_scores``, for responses that no engine can have drawn."""
+    max_new_tokens, num_top_ids = asked.sampling.max_new_tokens, asked.sampling.num_top_ids
+    routes = asked.sampling.routes
     for i, given in enumerate(generations):
         count = len(given.tokens) if isinstance(given.tokens, Tensor) and given.tokens.dim() == 1 else -1
         is_part = given.finish_reason == "handed_back"  # not complete: it may be empty, never full
@@ -162,7 +167,7 @@ def check_generations(
         if num_top_ids:
             _check_tensor(given.top_ids, "top_ids", (count, num_top_ids), torch.int32, i)
         if routes is not None:
-            shape = num_routed(prompt_lengths[i], count), routes.num_layers, routes.num_choices
+            shape = num_routed(len(asked.prompts[i]), count), routes.num_layers, routes.num_choices
             _check_tensor(given.routes, "routes", shape, ROUTE_DTYPES[routes.item_bytes], i)
             told = given.routes
             if told is not None and told.numel() and not 0 <= int(told.min()) <= int(told.max()) < routes.num_experts:

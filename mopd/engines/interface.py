@@ -236,8 +236,14 @@ class _Columns:
         if len({*counts.values()}) > 1:
             raise ValueError("a request has " + " but ".join(f"{count} {name}" for name, count in counts.items()))
 
+    @property
+    def sequences(self) -> Sequence[Any]:
+        """The ids of each sequence: ``tokens`` or ``prompts``."""
+        sequences: Sequence[Any] = getattr(self, self.COLUMNS[0])
+        return sequences
+
     def __len__(self) -> int:
-        return len(getattr(self, self.COLUMNS[0]))
+        return len(self.sequences)
 
     def at(self, places: Sequence[int]) -> Self:
         """Return the request about some of the sequences."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from mopd.base.files.json_text import parse_json
 from mopd.base.metrics import is_counted
 from mopd.base.types import UserError
-from mopd.engines.checks import check_length, check_sampling
+from mopd.engines.checks import check_ids, check_length, check_sampling
 from mopd.engines.clients.http import MAX_SMALL_BYTES, HttpClient
 from mopd.engines.clients.stock import check_stock, check_stock_scoring, to_scores
 from mopd.engines.concurrency import all_or_none
@@ -83,9 +83,8 @@ class SglangClient:
         check_stock(asked, NO_IMAGES, name=self.name)
         check_stock_scoring(asked, vocab_size=self.vocab_size, name=self.name, server="SGLang")
         tokens, top_k = asked.tokens, asked.top_k
-        for i, sequence in enumerate(tokens):
-            self._check_ids("sequence", i, int(sequence.min()), int(sequence.max()))
-        check_length(max(map(len, tokens), default=0), None, self.max_positions, LENGTH_KEY, name=self.name)
+        check_ids(asked, self.vocab_size, name=self.name)
+        check_length(asked, self.max_positions, LENGTH_KEY, name=self.name)
 
         async def score_one(sequence: Tensor, start: int) -> Scores:
             ids = sequence.tolist()
@@ -116,10 +115,8 @@ class SglangClient:
                 "SGLang reports log-probs after penalties: remove them, or set engine: {type: torch}"
             )
         check_sampling(asked, self.stop_ids, name=self.name)
-        for i, prompt in enumerate(prompts):
-            self._check_ids("prompt", i, min(prompt), max(prompt))
-        longest = max(map(len, prompts), default=0)
-        check_length(longest, sampling.max_new_tokens, self.max_positions, LENGTH_KEY, name=self.name)
+        check_ids(asked, self.vocab_size, name=self.name)
+        check_length(asked, self.max_positions, LENGTH_KEY, name=self.name)
         texts = await asyncio.to_thread(StopTexts, self._folder, sampling.stop) if sampling.stop else None
         ends = sampling.ends(self.stop_ids)
 
@@ -184,11 +181,6 @@ class SglangClient:
             self.bytes_sent += len(body)
             self.bytes_received += len(answer)
         return answer
-
-    def _check_ids(self, kind: str, index: int, lowest: int, highest: int) -> None:
-        """Raise ``ValueError`` for an id outside the embedding: it would end SGLang, not only the request."""
-        if lowest < 0 or highest >= self.vocab_size:
-            raise ValueError(f"{kind} {index} has an id outside the vocabulary of {self.vocab_size} of {self.name}")
 
 
 def score_request(ids: Sequence[int], start: int, top_k: int) -> dict[str, Any]:

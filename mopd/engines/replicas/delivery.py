@@ -7,8 +7,7 @@ checked.
                                       │
                                       └── failure: samples without a result go back to their callers, who ask again
 
-``Scoring`` and ``Drawing`` are the two kinds of work. What is asked of one ``kind`` may travel in one request, of
-whatever calls.
+What is asked of one ``kind`` may travel in one request, of whatever calls.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ from mopd.engines.interface import (
     EngineUnavailable,
     EngineUnreachable,
     Generation,
-    Generator,
-    Scorer,
-    Scores,
     StaleWeights,
     ToDraw,
     ToScore,
@@ -45,77 +41,25 @@ MIN_RETRY_AFTER_S = 0.01
 """Shortest pause, in seconds, for a replica with a full queue, whatever it says."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scoring:
-    """Work of scorers."""
-
-    vocab_size: int | None
-
-    async def ask(
-        self, engine: Scorer, asked: ToScore, on_response: Callable[[int, Scores], None] | None
-    ) -> Sequence[Scores]:
-        """Score the sequences. Scorers answer for all at once, so ``on_response`` is not called."""
-        return await engine.score(asked)
-
-    def check(self, asked: ToScore, results: Sequence[Scores]) -> None:
-        """Raise ``ValueError`` for scores that cannot be right."""
-        check_scores(results, asked, vocab_size=self.vocab_size)
-
-    def room(self, asked: ToScore, place: int) -> Room:
-        """Return the room of a sequence, whose length is known."""
-        length = len(asked.tokens[place])
-        return Room(length, 0, length)
-
-    def count(self, asked: ToScore, place: int, result: Scores) -> int:
-        """Return the tokens of a sequence."""
-        return len(asked.tokens[place])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drawing:
-    """Work of generators."""
-
-    vocab_size: int | None
-
-    async def ask(
-        self, engine: Generator, asked: ToDraw, on_response: Callable[[int, Generation], None] | None
-    ) -> Sequence[Generation]:
-        """Draw the responses."""
-        return await engine.generate(asked, on_response=on_response)
-
-    def check(self, asked: ToDraw, results: Sequence[Generation]) -> None:
-        """Raise ``ValueError`` for responses that cannot have been drawn."""
-        check_generations(
-            results,
-            max_new_tokens=asked.sampling.max_new_tokens,
-            vocab_size=self.vocab_size,
-            num_top_ids=asked.sampling.num_top_ids,
-            routes=asked.sampling.routes,
-            prompt_lengths=[len(prompt) for prompt in asked.prompts],
-        )
-
-    def room(self, asked: ToDraw, place: int) -> Room:
-        """Return the room of a prompt. A response's length is unknown before it ends: only its load counts with the
-        most, and the engine makes room for it as it grows."""
-        length = len(asked.prompts[place])
-        return Room(length, 1, length + asked.sampling.max_new_tokens)
-
-    def count(self, asked: ToDraw, place: int, result: Generation) -> int:
-        """Return the tokens of a prompt and its response."""
-        return len(asked.prompts[place]) + len(result.tokens)
-
-
 @dataclass(kw_only=True, eq=False)
 class Call(Generic[R]):
     """One caller's request for results."""
 
-    work: Scoring | Drawing
-    asked: Any
-    """``ToScore`` or ``ToDraw``, as the work wants it."""
+    asked: ToScore | ToDraw
+    vocab_size: int | None
+    """Answers with an id of this size or larger are corrupt; ``None``: unknown."""
     on_response: Callable[[int, R], None] | None = None
     """Called with the position of a sequence and its result as soon as that is there."""
     answers: dict[int, R] = field(default_factory=dict)
     """Results by position."""
+
+    def room(self, place: int) -> Room:
+        """Return the room of a sequence. A response's length is unknown before it ends: only its load counts with the
+        most, and the engine makes room for it as it grows."""
+        length = len(self.asked.sequences[place])
+        if isinstance(self.asked, ToScore):
+            return Room(length, 0, length)
+        return Room(length, 1, length + self.asked.sampling.max_new_tokens)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -182,8 +126,9 @@ class Request(Generic[R]):
     def __init__(self, member: Member, parts: Sequence[Part[R]], pool: Pool[Part[R]], routing: RoutingConfig) -> None:
         self._member, self._parts, self._pool, self._routing = member, parts, pool, routing
         self._places = [(part, position) for part in parts for position in part.missing]
-        self._work: Any = parts[0].call.work
-        self._asked: Any = joined([part.call.asked.at([*part.missing]) for part in parts])
+        requests: list[Any] = [part.call.asked.at([*part.missing]) for part in parts]
+        self._asked = joined(requests)
+        self._vocab_size = parts[0].call.vocab_size
         self._is_there = [False] * len(self._places)
         self._is_over = self._has_ended = False
         loop = asyncio.get_running_loop()
@@ -249,7 +194,11 @@ class Request(Generic[R]):
     async def _ask(self) -> Sequence[R]:
         name, timeout_s = self._member.name, self._routing.request_timeout_s
         on_response = self._take if self._member.tells else None
-        call = asyncio.ensure_future(self._work.ask(self._member.engine, self._asked, on_response))
+        engine: Any = self._member.engine
+        if isinstance(self._asked, ToScore):  # scorers answer for all at once
+            call = asyncio.ensure_future(engine.score(self._asked))
+        else:
+            call = asyncio.ensure_future(engine.generate(self._asked, on_response=on_response))
         try:
             ends: set[asyncio.Future[Any]] = {call, self._broken}
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -274,7 +223,7 @@ class Request(Generic[R]):
         try:
             if not 0 <= index < len(self._places) or self._is_there[index]:
                 raise ValueError(f"answer {index} of {len(self._places)} was told, or was told before")
-            self._work.check(self._asked.at([index]), [result])
+            self._check(self._asked.at([index]), [result])
         except ValueError as error:
             self._broken.set_result(CorruptAnswer(f"{self._member.name}: corrupt answer: {error}"))
             return
@@ -284,10 +233,20 @@ class Request(Generic[R]):
         """Take the answers that did not come one by one. ``CorruptAnswer`` if they cannot be right."""
         rest = {i: result for i, result in enumerate(results) if not self._is_there[i]}
         try:
-            self._work.check(self._asked.at([*rest]), list(rest.values()))
+            self._check(self._asked.at([*rest]), list(rest.values()))
         except ValueError as error:
             raise CorruptAnswer(f"{self._member.name}: corrupt answer: {error}") from error
         self._use(rest)
+
+    def _check(self, asked: Any, results: Sequence[Any]) -> None:
+        """Raise ``ValueError`` for results that cannot be right."""
+        check = check_scores if isinstance(asked, ToScore) else check_generations
+        check(results, asked, vocab_size=self._vocab_size)
+
+    def _num_tokens(self, index: int, result: Any) -> int:
+        """Return the tokens of a sequence, with a drawn response."""
+        drawn = len(result.tokens) if isinstance(result, Generation) else 0
+        return len(self._asked.sequences[index]) + drawn
 
     def _use(self, results: dict[int, R]) -> None:
         """Count checked answers that came together, and deliver them."""
@@ -296,7 +255,7 @@ class Request(Generic[R]):
         if awaited and self._parts[0].is_counted:
             self._member.counters.answered(
                 num_samples=len(awaited),
-                num_tokens=sum(self._work.count(self._asked, i, results[i]) for i in awaited),
+                num_tokens=sum(self._num_tokens(i, results[i]) for i in awaited),
                 latency_s=self._pool.now() - self._started,
             )
         for i, result in results.items():

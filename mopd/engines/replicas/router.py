@@ -39,7 +39,7 @@ from mopd.engines.interface import (
     ToDraw,
     ToScore,
 )
-from mopd.engines.replicas.delivery import Call, Drawing, Part, Request, Scoring
+from mopd.engines.replicas.delivery import Call, Part, Request
 from mopd.engines.replicas.interface import LIMITS, NO_LIMITS, Kind, NoReplica, Replica, RouterLimits, SampleFailed
 from mopd.engines.replicas.members import NO_ROOM, Member
 from mopd.engines.replicas.pool import Pool
@@ -86,13 +86,13 @@ class Router:
     async def score(self, asked: ToScore, *, stop_at_failure: bool = True) -> list[Scores | SampleFailed]:
         """Score the response part of each sequence. The first ``SampleFailed`` is raised; with ``stop_at_failure``
         false it is returned in the place of that sample's scores, and the others go on."""
-        call = Call[Scores](work=Scoring(vocab_size=self.vocab_size), asked=asked)
+        call = Call[Scores](asked=asked, vocab_size=self.vocab_size)
         return await self._run(call, stop_at_failure=stop_at_failure)
 
     async def generate(self, asked: ToDraw, *, on_response: ResponseCallback | None = None) -> list[Generation]:
         """Draw one response per prompt, with the weights of ``weight_version`` or newer ones. The first
         ``SampleFailed`` is raised."""
-        call = Call[Generation](work=Drawing(vocab_size=self.vocab_size), asked=asked, on_response=on_response)
+        call = Call[Generation](asked=asked, vocab_size=self.vocab_size, on_response=on_response)
         return cast("list[Generation]", await self._run(call, stop_at_failure=True))
 
     def set_weight_version(self, weight_version: int) -> None:
@@ -178,8 +178,7 @@ class Router:
     async def _run(self, call: Call[R], *, stop_at_failure: bool) -> list[R | SampleFailed]:
         """Cut the call into parts, see each through, return the results in order. No part outlives the call."""
         version, number = self._wanted_version, next(self._orders)
-        work: Any = call.work
-        rooms = [work.room(call.asked, i) for i in range(len(call.asked))]
+        rooms = [call.room(i) for i in range(len(call.asked))]
         failures: dict[int, SampleFailed] = {}
 
         async def see(positions: Sequence[int], order: tuple[int, ...]) -> None:

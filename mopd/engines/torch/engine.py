@@ -195,8 +195,7 @@ class TorchEngine:
         prompts, sampling = asked.prompts, asked.sampling
         check_images(self.sight, prompts, asked.images, name=self.name)
         check_sampling(asked, self.stop_ids, name=self.name)
-        longest = max(map(len, prompts), default=0)
-        check_length(longest, sampling.max_new_tokens, self.max_positions, LENGTH_KEY, name=self.name)
+        check_length(asked, self.max_positions, LENGTH_KEY, name=self.name)
         results: dict[int, Generation] = {}
 
         def note(
@@ -304,7 +303,7 @@ class TorchEngine:
         if asked.temperature <= 0:
             raise ValueError(f"temperature is {asked.temperature}: scoring needs a positive one")
         check_scoring(asked)
-        check_length(max(map(len, tokens), default=0), None, self.max_positions, LENGTH_KEY, name=self.name)
+        check_length(asked, self.max_positions, LENGTH_KEY, name=self.name)
         if not self._head_checked and len(tokens):
             self._check_head(tokens[0])
         check_images(self.sight, tokens, asked.images, name=self.name)

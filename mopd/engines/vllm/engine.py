@@ -29,6 +29,7 @@ from mopd.engines.checks import (
     check_adapter,
     check_given,
     check_hidden_size,
+    check_ids,
     check_length,
     check_sampling,
     check_scoring,
@@ -322,9 +323,8 @@ class VllmEngine:
             )
         check_adapter(asked.adapter, self._adapters, name=self.name)
         check_scoring(asked)
-        for i, sequence in enumerate(tokens):
-            self._check_ids("sequence", i, int(sequence.min()), int(sequence.max()))
-        check_length(max(map(len, tokens), default=0), None, self.max_positions, "max_model_len", name=self.name)
+        check_ids(asked, self.vocab_size, name=self.name)
+        check_length(asked, self.max_positions, "max_model_len", name=self.name)
         check_images(self.sight, tokens, asked.images, name=self.name)
         check_given(asked, vocab_size=self.vocab_size, name=self.name)
         check_hidden_size(hidden_size, self.hidden_size, name=self.name)
@@ -366,10 +366,8 @@ class VllmEngine:
         check_adapter(asked.adapter, self._adapters, name=self.name)
         check_sampling(asked, self.stop_ids, name=self.name)
         check_temperature(sampling, before_cut=self._before_cut, sees=self.sight is not None)
-        for i, prompt in enumerate(prompts):
-            self._check_ids("prompt", i, min(prompt), max(prompt))
-        longest = max(map(len, prompts), default=0)
-        check_length(longest, sampling.max_new_tokens, self.max_positions, "max_model_len", name=self.name)
+        check_ids(asked, self.vocab_size, name=self.name)
+        check_length(asked, self.max_positions, "max_model_len", name=self.name)
         check_images(self.sight, prompts, asked.images, name=self.name)
         layers = self._routed_layers(sampling)
 
@@ -456,11 +454,6 @@ class VllmEngine:
         except (EngineGenerateError, TimeoutError, asyncio.TimeoutError) as error:
             reason = one_line(error.__cause__ or error)
             raise EngineUnavailable(f"the vLLM engine of {self.name}: {reason:.300}") from error
-
-    def _check_ids(self, kind: str, index: int, lowest: int, highest: int) -> None:
-        """Raise ``ValueError`` for an id outside the embedding: it would end vLLM's process, not only the request."""
-        if lowest < 0 or highest >= self.vocab_size:
-            raise ValueError(f"{kind} {index} has an id outside the vocabulary of {self.vocab_size} of {self.name}")
 
     def _require_weights(self) -> None:
         self.require_alive()

@@ -50,7 +50,7 @@ class CheckedReplica:
         """Draw responses; raise ``CorruptAnswer`` for responses that cannot have been drawn."""
         drawn = await self._engine.generate(asked, on_response=on_response)
         try:
-            check_generations(drawn, max_new_tokens=asked.sampling.max_new_tokens, vocab_size=self._vocab_size)
+            check_generations(drawn, asked, vocab_size=self._vocab_size)
         except ValueError as error:
             raise CorruptAnswer(f"{self.name}: corrupt answer: {error}") from error
         return drawn

@@ -199,13 +199,16 @@ BAD_GENERATIONS: dict[str, tuple[Generation, str]] = {
 }
 
 
+ASKED = ToDraw([[1], [1]], SamplingParams(max_new_tokens=3), [0, 1])
+
+
 @pytest.mark.parametrize("name", BAD_GENERATIONS)
 def test_impossible_responses_are_named(name: str) -> None:
     generation, problem = BAD_GENERATIONS[name]
-    check_generations([drawn()], max_new_tokens=3, vocab_size=V)
-    check_generations([], max_new_tokens=3, vocab_size=V)
+    check_generations([drawn()], ASKED, vocab_size=V)
+    check_generations([], ASKED, vocab_size=V)
     with pytest.raises(ValueError, match=problem):
-        check_generations([drawn(), generation], max_new_tokens=3, vocab_size=V)
+        check_generations([drawn(), generation], ASKED, vocab_size=V)
 
 
 class Canned:

@@ -149,8 +149,9 @@ def test_drawn_tokens_tell_the_most_probable_ids(
 ) -> None:
     sampling = SamplingParams(max_new_tokens=12, num_top_ids=24)
     for _ in range(2):
-        drawn = loop.run_until_complete(rollout.generate(ToDraw(PROMPTS, sampling, SEEDS)))
-        check_generations(drawn, max_new_tokens=12, vocab_size=VOCAB_SIZE, num_top_ids=24)
+        asked = ToDraw(PROMPTS, sampling, SEEDS)
+        drawn = loop.run_until_complete(rollout.generate(asked))
+        check_generations(drawn, asked, vocab_size=VOCAB_SIZE)
         for prompt, own in zip(PROMPTS, drawn, strict=True):
             expected = logprobs_of(folder, prompt, own.tokens.tolist())
             assert own.top_ids is not None

@@ -54,11 +54,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def drawn(model: str) -> list[Generation]:
     engine = TorchEngine.from_pretrained(model, TorchEngineConfig(dtype="bfloat16"))
     sampling = SamplingParams(max_new_tokens=LENGTH, routes=shape_of(model))
-    responses = asyncio.run(engine.generate(ToDraw(PROMPTS, sampling, list(range(len(PROMPTS))))))
-    check_generations(
-        responses, max_new_tokens=LENGTH, vocab_size=engine.vocab_size, routes=sampling.routes,
-        prompt_lengths=[len(prompt) for prompt in PROMPTS],
-    )  # fmt: skip
+    asked = ToDraw(PROMPTS, sampling, list(range(len(PROMPTS))))
+    responses = asyncio.run(engine.generate(asked))
+    check_generations(responses, asked, vocab_size=engine.vocab_size)
     return responses
 
 
