@@ -19,7 +19,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from mopd.engines.wire.images import ImageFiles, ImagesKept
 from mopd.engines.wire.messages import (
     CONTENT_TYPE,
     MAX_CHUNK_BYTES,
+    PLAIN_SAMPLING,
     VERSION,
     GenerateRequest,
     MessageT,
@@ -228,20 +229,11 @@ class EngineServer:
         message = await self._read(request, GenerateRequest, self.served.limits.max_body_bytes, self._bodies)
         info = self.info
         check_generate(message, info)
+        plain: dict[str, Any] = {name: getattr(message, name) for name in PLAIN_SAMPLING}
+        plain["top_k"] = min(message.top_k, info.vocab_size)
+        stop_token_ids = tuple(message.stop_token_ids.tolist())
         sampling = SamplingParams(
-            max_new_tokens=message.max_new_tokens,
-            temperature=message.temperature,
-            top_p=message.top_p,
-            top_k=min(message.top_k, info.vocab_size),
-            min_p=message.min_p,
-            presence_penalty=message.presence_penalty,
-            repetition_penalty=message.repetition_penalty,
-            stop=message.stop_texts,
-            stop_token_ids=tuple(message.stop_token_ids.tolist()),
-            ignore_eos=message.ignore_eos,
-            num_begun=message.num_begun,
-            num_top_ids=message.num_top_ids,
-            routes=message.routes,
+            **plain, stop=message.stop_texts, stop_token_ids=stop_token_ids, routes=message.routes
         )
         prompts = [prompt.tolist() for prompt in np.split(message.tokens, split_points(message.lengths))]
         images = self.images.of(message.images, prompts)

@@ -340,6 +340,13 @@ class ScoreAnswer(Message):
             )
 
 
+PLAIN_SAMPLING = (
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty", "ignore_eos",
+    "num_begun", "num_top_ids",
+)  # fmt: skip
+"""Fields of ``mopd.engines.interface.SamplingParams`` that a ``GenerateRequest`` carries as they are."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest(Message):
     """Request to draw one response per prompt."""
