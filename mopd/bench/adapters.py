@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ STD = 0.02
 """Standard deviation of an adapter's numbers."""
 MOST_ERROR_NATS = {"float32": 1e-3, "bfloat16": 0.06}
 """Goal of the largest difference of a token's log-prob between an adapter and its merged folder."""
+COLUMNS = {"s": "median_s:.3f", "tokens/s": "tokens_per_s:,.0f", "x merged": "ratio:.2f", "MiB": "memory_mib:,.0f"}
 MIB = 2**20
 
 
@@ -70,20 +72,14 @@ async def measure_adapters(
             _write_teacher(folder, name, rank, seed)
         file = teacher_file(make_recipe(folder / "base", longest=longest, engine=engine, top_k=top_k), DOMAIN)
         adapters = {name: str(folder / name / "adapter") for name in NAMES}
-        files = {
-            SHARED: [replace(file, adapters=adapters)],
-            APART: [replace(file, model=str(folder / name / "merged")) for name in NAMES],
+        shared = await _start(stack, folder, [replace(file, adapters=adapters)])
+        apart = await _start(stack, folder, [replace(file, model=str(folder / name / "merged")) for name in NAMES])
+        sides: dict[str, Ask] = {
+            SHARED: partial(_ask, [(shared[0][0], name) for name in NAMES], tokens, starts, top_k),
+            APART: partial(_ask, [(client, "") for client in apart[0]], tokens, starts, top_k),
         }
-        sides: dict[str, Ask] = {}
-        memory, answers = {}, {}
-        for side, own in files.items():
-            say(f"teachers: starting {side}")
-            (folder / side).mkdir()
-            clients, pids = await _start(stack, folder / side, own)
-            asked = [(clients[0], name) for name in NAMES] if side == SHARED else [(client, "") for client in clients]
-            sides[side] = partial(_ask, asked, tokens, starts, top_k)
-            answers[side] = await sides[side]()
-            memory[side] = sum(map(_family_bytes, pids))
+        answers = {side: await ask() for side, ask in sides.items()}
+        memory = {side: sum(map(_family_bytes, pids)) for side, (_, pids) in ((SHARED, shared), (APART, apart))}
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         others = Others(family_busy_s)
         for order in rounds(sides, count):
@@ -100,22 +96,18 @@ async def measure_adapters(
 
     part = Comparison(
         title=f"{engine.type}, rank {rank}, {num_tokens:,} tokens",
-        columns={
-            "s": "median_s:.3f",
-            "tokens/s": "tokens_per_s:,.0f",
-            "x merged": "ratio:.2f",
-            "MiB": "memory_mib:,.0f",
-        },
+        columns=COLUMNS,
         rows=rows(seconds, APART, figures),
         facts={"engine": engine.type, "rank": rank, "num_weights": num_weights, "num_tokens": num_tokens},
         remarks=[f"{num_weights / 1e6:.0f} M weights, two teachers; memory of the servers' processes"],
     )
-    error = max(
-        float((one.token_logprobs - other.token_logprobs).abs().max())
-        for own, apart in zip(answers[SHARED], answers[APART], strict=True)
-        for one, other in zip(own, apart, strict=True)
-    )
+    error = _largest_difference(answers[SHARED], answers[APART])
     report.add(part, {"error_nats": at_most(error, MOST_ERROR_NATS[str(engine.dtype)])})
+
+
+def _largest_difference(ours: list[list[Scores]], theirs: list[list[Scores]]) -> float:
+    pairs = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True)
+    return max(float((one.token_logprobs - other.token_logprobs).abs().max()) for one, other in pairs)
 
 
 def _write_teacher(folder: Path, name: str, rank: int, seed: int) -> None:
@@ -141,7 +133,8 @@ async def _start(
     """Return clients and process ids of a server for each file."""
     clients, pids = [], []
     for number, file in enumerate(files):
-        own = folder / str(number)
+        say(f"teachers: starting a server of {Path(file.model).relative_to(folder)}")
+        own = folder / f"server-{number}-of-{len(files)}"
         own.mkdir()
         ((url, pid),) = (await stack.enter_async_context(servers(own, file))).items()
         client = RemoteEngine(url, token=TOKEN, timeout_s=TIMEOUT_S, name=f"server {number}")
