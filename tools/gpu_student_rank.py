@@ -136,8 +136,10 @@ class Trainee:
         from tests.parity.student.pictures import make_seen_samples  # a test's, as the models with a tower are
 
         recipe = self.recipe
-        drawn = {"top_k": TOP_K, "seed": step, "first_id": 1000 * step}
-        metas, fields = make_seen_samples(NUM_SAMPLES, Path(recipe.student.model), Path(recipe.data.train[0]), **drawn)
+        drawn: dict[str, Any] = {"top_k": TOP_K, "seed": step, "first_id": 1000 * step}
+        (images,) = recipe.data.train
+        assert isinstance(images, str)  # a file, without columns of its own
+        metas, fields = make_seen_samples(NUM_SAMPLES, Path(recipe.student.model), Path(images), **drawn)
         return [replace(meta, domain=DOMAINS[i % 2]) for i, meta in enumerate(metas)], fields
 
     def step(self, gradients: Path | None = None) -> dict[str, float]:

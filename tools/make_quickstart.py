@@ -28,6 +28,7 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 if __package__ is None or __package__ == "":  # run as a file: make `tools` importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -96,7 +97,7 @@ def build(
         other = fingerprint(base, "other", LENGTHS)
         parts |= {"other/base": other}
         parts |= {f"other/{domain}": fingerprint(other, domain, STEPS["other"]) for domain in TASKS}
-    found = {part: folder.facts(part, made_from) for part, made_from in parts.items()}
+    found: dict[str, Any] = {part: folder.facts(part, made_from) for part, made_from in parts.items()}
     if None in found.values():
         # Imported here: a second call answers without loading torch.
         from tools.quickstart.models import ModelMaker
@@ -105,7 +106,7 @@ def build(
 
         found["data"] = folder.build("data", data, lambda out: write_prompts(out, prompts()))
         found["data_by_domain"] = folder.build("data_by_domain", data, lambda out: write_prompts(out, by_domain()))
-        options = {"seed": SEED, "shape": SHAPE, "batch_size": BATCH_SIZE, "lr": LR, "threads": threads}
+        options: dict[str, Any] = {"seed": SEED, "shape": SHAPE, "batch_size": BATCH_SIZE, "lr": LR, "threads": threads}
         maker = ModelMaker(build_tokenizer(), validation(), **options)
         found["base"] = folder.build(
             "base", base, lambda out: maker.make(out, None, tuple(TASKS), BASE_LENGTHS, STEPS["base"])
@@ -126,11 +127,11 @@ def build(
         if with_other:
             maker = ModelMaker(build_other_tokenizer(), validation(), **options)
             for part, tasks in {"base": tuple(TASKS), **{domain: (domain,) for domain in TASKS}}.items():
-                start, steps = (None, STEPS["base"]) if part == "base" else (folder.root / "other/base", STEPS["other"])
+                begin, steps = (None, STEPS["base"]) if part == "base" else (folder.root / "other/base", STEPS["other"])
                 found[f"other/{part}"] = folder.build(
                     f"other/{part}",
                     parts[f"other/{part}"],
-                    lambda out, tasks=tasks, start=start, steps=steps: maker.make(out, start, tasks, LENGTHS, steps),
+                    lambda out, tasks=tasks, begin=begin, steps=steps: maker.make(out, begin, tasks, LENGTHS, steps),
                 )
     models = {part: facts for part, facts in found.items() if not part.startswith("data")}
     return {part.removeprefix("teachers/"): facts["exact_match"] for part, facts in models.items()}

@@ -130,7 +130,7 @@ def build(folder: PartsFolder) -> dict[str, dict[str, float]]:
     base = fingerprint(data, SEED, SHAPE, VOCABULARY_SIZE, LR, BATCH_SIZE, STEPS["tiny-base"])
     parts = {"data": data, "hub": data, "models/tiny-base": base}
     parts |= {f"models/{name}": fingerprint(base, name, STEPS[name]) for name in EXPERTS.values()}
-    found = {part: folder.facts(part, made_from) for part, made_from in parts.items()}
+    found: dict[str, Any] = {part: folder.facts(part, made_from) for part, made_from in parts.items()}
     if None in found.values():
         # Imported here: a second call answers without loading torch.
         from tools.quickstart.stand_in_models import StandInMaker
@@ -142,7 +142,7 @@ def build(folder: PartsFolder) -> dict[str, dict[str, float]]:
             held_out(), seed=SEED, shape=SHAPE, vocabulary_size=VOCABULARY_SIZE, batch_size=BATCH_SIZE, lr=LR
         )
         start = folder.root / "models/tiny-base"
-        lessons = {"tiny-base": (None, tuple(KINDS))}
+        lessons: dict[str, tuple[Path | None, tuple[str, ...]]] = {"tiny-base": (None, tuple(KINDS))}
         lessons |= {name: (start, (domain,)) for domain, name in EXPERTS.items()}
         for name, (parent, domains) in lessons.items():
             found[f"models/{name}"] = folder.build(

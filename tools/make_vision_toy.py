@@ -88,7 +88,7 @@ def build(folder: PartsFolder, *, threads: int) -> dict[str, dict[str, Any]]:
     base = fingerprint(data, SEED, TEXT_SHAPE, TOWER_SHAPE, LR, BATCH_SIZE, BASE_LENGTHS, KNOWN, STEPS)
     models = {BASE: base} | {name: fingerprint(base, domain) for domain, name in TEACHERS.items()}
     parts = {"data": data} | {f"models/{name}": made_from for name, made_from in models.items()}
-    found = {part: folder.facts(part, made_from) for part, made_from in parts.items()}
+    found: dict[str, Any] = {part: folder.facts(part, made_from) for part, made_from in parts.items()}
     if None in found.values():
         # Imported here: a second call answers without loading torch.
         from tools.vision_toy.models import ToyMaker

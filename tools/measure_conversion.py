@@ -27,6 +27,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mopd.conversion.job import Job
+    from mopd.student.parallel import Layout
 
 STEPS = ("make", "copy", "to-megatron", "to-hf", "compare")
 MODEL_STEPS = ("model-to-megatron", "model-to-hf")
@@ -117,7 +122,7 @@ def run_step(step: str, folder: Path, gigabytes: float) -> dict[str, float]:
     }
 
 
-def checkpoint_job(target: Path, gigabytes: float):
+def checkpoint_job(target: Path, gigabytes: float) -> Job:
     """A checkpoint of random weights as a job."""
     import torch
 
@@ -162,7 +167,7 @@ def hash_of(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def join():
+def join() -> Layout:
     """A world of one rank, with everything imported."""
     from mopd.config.student import ParallelConfig
     from mopd.student import parallel
@@ -171,7 +176,7 @@ def join():
     return parallel.initialize(ParallelConfig(), timeout_s=STEP_TIMEOUT_S, seed=0)
 
 
-def through_model(source: Path, megatron: Path, target: Path, layout, *, is_export: bool) -> None:
+def through_model(source: Path, megatron: Path, target: Path, layout: Layout, *, is_export: bool) -> None:
     """The same conversions with the whole model in memory, as a training run has it."""
     from mopd.config.student import StudentConfig
     from mopd.conversion.hf.reader import HfReader
@@ -195,7 +200,7 @@ def through_model(source: Path, megatron: Path, target: Path, layout, *, is_expo
             checkpoint.write(target, sharded, layout, state={"source": str(source)})
 
 
-def finish_job(job) -> None:
+def finish_job(job: Job) -> None:
     """Run a job as one rank."""
     job.begin(resume=False)
     job.write_share(0, 1)

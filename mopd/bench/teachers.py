@@ -6,8 +6,8 @@ the path once for each payload, all of one server.
     bare:  AsyncLLM in this process (or the torch engine), all sequences at once
     path:  Router -> RemoteEngine -> HTTP -> ``mopd serve`` (a child process) -> the same engine
 
-With ``--size`` the torch engine beside a bare forward pass at a published model's
-sizes, on a GPU. Shapes: R response tokens, K top-k.
+With ``--size`` the torch engine beside a bare forward pass at a published model's sizes, on a GPU; with
+``--adapter-rank`` two adapters on one server (``mopd.bench.adapters``). Shapes: R response tokens, K top-k.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mopd.base.files.temporary import TemporaryFolder
 from mopd.base.types import UserError
+from mopd.bench.adapters import measure_adapters
 from mopd.bench.harness import BenchReport, Comparison, Others, at_least, at_most, ratio, rounds, rows, say, timed
 from mopd.bench.models import DOMAIN, Dtype, make_recipe, make_tokens, qwen3, size_on_gpu, write_model
 from mopd.bench.processes import TIMEOUT_S, TOKEN, family_busy_s, servers
@@ -63,8 +64,9 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     Raises:
         UserError: an impossible option, or an engine that does not start.
     """
-    for name, value in (("--pairs", args.pairs), ("--sequences", args.sequences), ("--top-k", args.top_k)):
-        if value < 1:
+    numbers = {"--pairs": args.pairs, "--sequences": args.sequences, "--top-k": args.top_k}
+    for name, value in (numbers | {"--adapter-rank": args.adapter_rank}).items():
+        if value is not None and value < 1:
             raise UserError(f"{name} is {value}: set 1 or more")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = BenchReport(benchmark="teachers", arguments=arguments, as_json=args.json, device=device)
@@ -74,19 +76,25 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         return report.finish()
     if args.engine == "vllm" and find_spec("vllm") is None:
         raise UserError("bench teachers: vllm is not installed: pip install 'mopd[vllm]', or set --engine torch")
-    asyncio.run(measure_path(report, args.engine, args.pairs, args.sequences, args.top_k))
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(64, 193, (args.sequences,), generator=generator).tolist()
+    tokens = [torch.randint(3, MODEL["vocab_size"], (length,), generator=generator) for length in lengths]
+    if args.adapter_rank is None:
+        asyncio.run(measure_path(report, args.engine, tokens, args.pairs, args.top_k))
+        return report.finish()
+    options = {"longest": MAX_LENGTH, "rank": args.adapter_rank, "top_k": args.top_k, "count": args.pairs}
+    starts = [PROMPT_LENGTH] * args.sequences
+    asyncio.run(measure_adapters(report, MODEL, _engine_config(args.engine), tokens, starts, **options))
     return report.finish()
 
 
-async def measure_path(report: BenchReport, engine: str, num_pairs: int, num_sequences: int, top_k: int) -> None:
-    """Start both sides, and measure ``num_pairs`` pairs after a warm-up of each: sequences of 64 to 192 random tokens.
+async def measure_path(report: BenchReport, engine: str, tokens: Sequence[Tensor], num_pairs: int, top_k: int) -> None:
+    """Start both sides, and measure ``num_pairs`` pairs after a warm-up of each, of sequences ``tokens`` [L] int64.
 
     Raises:
         UserError: the server or the engine did not start.
     """
-    generator, cfg = torch.Generator().manual_seed(0), _engine_config(engine)
-    lengths = torch.randint(64, 193, (num_sequences,), generator=generator).tolist()
-    tokens = [torch.randint(3, MODEL["vocab_size"], (length,), generator=generator) for length in lengths]
+    cfg, lengths, num_sequences = _engine_config(engine), list(map(len, tokens)), len(tokens)
     num_tokens, num_rows = sum(lengths), sum(lengths) - PROMPT_LENGTH * num_sequences
     starts, options = [PROMPT_LENGTH] * num_sequences, {"top_k": top_k, "temperature": 1.0}
     with TemporaryFolder("mopd-bench-") as name:

@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequences", type=int, default=64, metavar="N", help="sequences of the batch (default: %(default)s)")
     add("--top-k", type=int, default=64, metavar="K", help="scores per token (default: %(default)s)")
     add("--size", metavar="NAME", help="instead: qwen3-1.7b, random weights, beside a bare forward pass; on a GPU")
+    rank = "instead: two adapters of this rank on one server, beside two servers of merged folders"
+    add("--adapter-rank", type=int, metavar="R", help=rank)
     add("--json", action="store_true", help="print JSON instead of a table")
     text = "seconds of a step through each data plane"
     add = parts.add_parser("data_plane", help=text, description=text).add_argument

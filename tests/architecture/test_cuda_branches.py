@@ -25,7 +25,7 @@ def asking(node: ast.AST, name: str = "") -> Counter[str]:
     for child in ast.iter_child_nodes(node):
         named = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
         found[name or "module"] += _asks(child)
-        found += asking(child, f"{name}.{child.name}".lstrip(".") if named else name)
+        found += asking(child, f"{name}.{child.name}".lstrip(".") if named else name)  # type: ignore[attr-defined]
     return +found
 
 

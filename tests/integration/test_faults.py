@@ -166,8 +166,8 @@ def test_a_server_killed_during_an_update_never_serves_half_of_it(
             right = await local.generate(ToDraw(prompts, SAMPLING, seeds))
             for given in (await routers[ROLLOUT].generate(ToDraw(prompts, SAMPLING, seeds)), await restarted(groups)):
                 for one, other in zip(given, right, strict=True):
-                    assert one.tokens.tolist() == other.tokens.tolist()
-                    torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=0)
+                    assert one.tokens.tolist() == other.tokens.tolist()  # type: ignore[attr-defined]
+                    torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=0)  # type: ignore[attr-defined]
             assert "rollout.0 has weights 2 again" in caplog.text
 
     async def restarted(groups: object) -> list[object]:

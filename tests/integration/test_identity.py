@@ -72,7 +72,7 @@ def test_a_server_with_the_right_hashes_and_wrong_scores(
 ) -> None:
     folder = world.teachers["right" if mistake == "swapped" else "left"]
     engine = MistakenEngine.from_pretrained(folder, TorchEngineConfig(dtype="float32"))
-    engine.mistake = mistake
+    engine.mistake = mistake  # type: ignore[attr-defined]
     with served(engine, world.teachers["left"]) as url:
         recipe = world.write_recipe(
             tmp_path / "run",

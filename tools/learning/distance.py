@@ -71,7 +71,7 @@ def _along_own_text(
 
 def _logprobs(model: Any, tokens_BS: Tensor, visible_BS: Tensor) -> Tensor:
     positions_BS = (visible_BS.cumsum(1) - 1).clamp(min=0)
-    logits_BSV = model(
+    logits_BSV: Tensor = model(
         input_ids=tokens_BS, attention_mask=visible_BS, position_ids=positions_BS, use_cache=False
     ).logits
     return logits_BSV.double().log_softmax(-1)

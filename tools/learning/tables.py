@@ -76,7 +76,7 @@ def _mean_distance(result: Result, key: str) -> float | None:
 
 
 def _mean_reward(result: Result, when: str) -> float:
-    return statistics.mean(one[when] for one in result["domains"].values())
+    return float(statistics.mean(one[when] for one in result["domains"].values()))
 
 
 def _spread(values: Sequence[float | None]) -> str:

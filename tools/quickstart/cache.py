@@ -51,7 +51,8 @@ class PartsFolder:
         entry = self._entries().get(part)
         if entry is None or entry["made_from"] != made_from or entry["files"] != _hashes(self.root / part):
             return None
-        return entry["facts"]
+        facts: dict[str, Any] = entry["facts"]
+        return facts
 
     def build(self, part: str, made_from: str, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         """Have ``make(folder)`` fill an empty folder, unless the part is there; returns what ``make`` returned.

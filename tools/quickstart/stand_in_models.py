@@ -124,7 +124,8 @@ class StandInMaker:
     def _prompt(self, one: Exercise, is_chat: bool) -> list[int]:
         if is_chat:
             return prompt_ids(self._tokenizer, one.prompt)
-        return self._tokenizer(one.prompt)["input_ids"]
+        ids: list[int] = self._tokenizer(one.prompt)["input_ids"]
+        return ids
 
     @torch.no_grad()
     def _share(self, model: Qwen3ForCausalLM, made: Sequence[Exercise]) -> float:

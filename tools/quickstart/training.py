@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class Phase:
 def new_model(tokenizer: PreTrainedTokenizerFast, shape: dict[str, int], seed: int) -> Qwen3ForCausalLM:
     """A Qwen3 with fresh weights; ``shape`` holds the sizes of its config."""
     torch.manual_seed(seed)
+    options: dict[str, Any] = {"max_position_embeddings": 128, **shape}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         tie_word_embeddings=True,
@@ -46,7 +48,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, shape: dict[str, int], seed: i
         pad_token_id=tokenizer.pad_token_id,
         initializer_range=0.05,
         dtype="float32",
-        **{"max_position_embeddings": 128, **shape},
+        **options,
     )
     model = Qwen3ForCausalLM(config)
     model.generation_config.do_sample = True
@@ -59,7 +61,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
     """Token ids of a one-message chat, ready for the assistant's answer."""
     messages = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, batch: Sequence[Question]) -> tuple[Tensor, Tensor]:

@@ -220,7 +220,7 @@ def _base_table(toy: str, domain: Domain, table: Tensor, rng: torch.Generator) -
 
 def _head(embeddings_VH: Tensor, table_VV: Tensor) -> Tensor:
     """Return the LM head, [V, HIDDEN], that gives each word's embedding the logits of its row, as nearly as it can."""
-    solved = torch.linalg.lstsq(embeddings_VH.double(), table_VV.double(), driver="gelsd").solution
+    solved: Tensor = torch.linalg.lstsq(embeddings_VH.double(), table_VV.double(), driver="gelsd").solution
     return solved.T.float()
 
 
@@ -265,7 +265,8 @@ def _write_prompts(toy: str, domains: Sequence[Domain], out: Path) -> None:
     """Write ``train.jsonl`` and ``validation.jsonl``; no prompt stands in both."""
     seen: set[str] = set()
     for split in ("validation", "train"):
-        rng, lines = random.Random(f"{toy}/{split}"), []
+        rng = random.Random(f"{toy}/{split}")
+        lines: list[str] = []
         while len(lines) < ROWS[split] * len(domains):
             domain = domains[len(lines) % len(domains)]
             inner = [rng.choice(domain.words) for _ in range(PROMPT_WORDS - 1)]

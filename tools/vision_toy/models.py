@@ -103,7 +103,7 @@ class ToyMaker:
 
     def _new_model(self) -> Qwen2_5_VLForConditionalGeneration:
         torch.manual_seed(self._seed)
-        ids = {
+        ids: dict[str, Any] = {
             f"{name}_token_id": self._ids[f"<|{token}|>"]
             for name, token in (
                 ("image", "image_pad"),
@@ -159,10 +159,11 @@ class ToyMaker:
         """Token ids, each image's placeholder as often as it has tokens."""
         text = one.prompt.removeprefix(IMAGE_MARK)
         content = [{"type": "image"}, {"type": "text", "text": text}] if one.letters else text
-        messages = [{"role": "user", "content": content}]
-        rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        messages: Any = [{"role": "user", "content": content}]
+        rendered: Any = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         expanded = rendered.replace("<|image_pad|>", "<|image_pad|>" * IMAGE_TOKENS)
-        return self._tokenizer(expanded, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self._tokenizer(expanded, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _inputs(self, tokens_BS: Tensor, files: Sequence[bytes]) -> dict[str, Tensor]:
         inputs = {"input_ids": tokens_BS}

@@ -82,7 +82,7 @@ def run_case(
     loss.backward()
     assert hidden.grad is not None
     result = {f"metric/{name}": value for name, value in metrics.items()}
-    return result | {"loss": loss.detach(), "grad/hidden": hidden.grad, "grad/weight": weight.main_grad}  # type: ignore[dict-item]
+    return result | {"loss": loss.detach(), "grad/hidden": hidden.grad, "grad/weight": weight.main_grad}  # type: ignore[attr-defined, dict-item]
 
 
 def numbers_gathered(run: Callable[[], object]) -> Tensor:

@@ -215,7 +215,7 @@ class Case:
         self.average: dict[str, Tensor] | None = None
         """Moving average of the whole model's weights from the first step on, in float64; on rank 0, else empty."""
         model = self.worker._chunks[0].module
-        model.register_forward_pre_hook(self._note_form, with_kwargs=True)
+        model.register_forward_pre_hook(self._note_form, with_kwargs=True)  # type: ignore[attr-defined]
 
     def _note_form(self, model: Any, inputs: Any, options: dict[str, Any]) -> None:
         self.is_packed.add(options["packed"] is not None)
@@ -317,7 +317,7 @@ class Case:
         worker = self.worker
         sums = worker.forward_backward(self.plan(9), diagnostics=False)
         norm = self.exact_grad_norm()
-        gradients = {id(f.own): f.own.main_grad for f in all_factors([chunk.module for chunk in worker._chunks])}
+        gradients = {id(f.own): f.own.main_grad for f in all_factors([chunk.module for chunk in worker._chunks])}  # type: ignore[attr-defined]
         lora = worker.recipe.student.lora
         assert lora is not None
         chunks = worker._chunks

@@ -112,7 +112,7 @@ def test_what_other_processes_take_is_counted(tmp_path: Path, monkeypatch: pytes
     second, now_s = os.sysconf("SC_CLK_TCK"), [0.0]
     statistics = tmp_path / "stat"
     monkeypatch.setattr(harness, "STATISTICS", statistics)
-    monkeypatch.setattr(harness.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(harness.time, "monotonic", lambda: now_s[0])  # type: ignore[attr-defined]
     monkeypatch.setattr(os, "cpu_count", lambda: 1000)
     statistics.write_text("cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 0\n")
     own_s = [3.0]

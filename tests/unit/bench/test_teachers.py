@@ -46,9 +46,27 @@ def test_the_whole_path_beside_the_bare_engine(
     assert code == (0 if goals["throughput"]["value"] >= 0.85 else 1) and path["tokens_per_s"] > 0
 
 
+def test_two_adapters_on_one_server_beside_merged_folders(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    monkeypatch.setattr(teachers, "MODEL", {**teachers.MODEL, **small})
+    options = ["--engine", "torch", "--pairs", "2", "--sequences", "3", "--top-k", "8", "--json"]
+    assert main(["bench", "teachers", "--adapter-rank", "4", *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (part,) = told["parts"]
+    shared, apart = part["rows"]
+    assert apart["ratio"] == 1 and {len(row["seconds"]) for row in (shared, apart)} == {2}
+    assert shared["tokens_per_s"] == pytest.approx(part["num_tokens"] / shared["median_s"])
+    assert 0 < shared["memory_mib"] < apart["memory_mib"]  # a process less
+    assert 0 < told["goals"]["error_nats"]["value"] < 1e-3  # other numbers, of the same adapters
+
+
 def test_impossible_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "teachers", "--pairs", "0"]) == 2
     assert capsys.readouterr().err == "mopd: error: --pairs is 0: set 1 or more\n"
+    assert main(["bench", "teachers", "--adapter-rank", "0"]) == 2
+    assert capsys.readouterr().err == "mopd: error: --adapter-rank is 0: set 1 or more\n"
 
 
 def test_scoring_beside_a_bare_forward_pass() -> None:

@@ -17,7 +17,7 @@ from mopd.bench.pipeline import COLUMNS as PIPELINE_COLUMNS
 from mopd.cli import convert
 from mopd.cli import main as cli
 from mopd.orchestrator.preflight import showing
-from mopd.orchestrator.preflight.checks import Check
+from mopd.orchestrator.preflight.checks import Check  # type: ignore[attr-defined]
 from mopd.orchestrator.tasks import evaluation
 from mopd.orchestrator.validation import ValidationResult
 from mopd.report.build import build_report, print_summary

@@ -18,7 +18,7 @@ from tests.fixtures.networks import enter_network
 enter_network()
 module.SILENT_S, module.REPORT_S = 12.0, 10.0  # a fraction of a cluster's
 if "MOPD_TESTS_PATIENCE_S" in os.environ:
-    module.TERMINATE_TIMEOUT_S = float(os.environ["MOPD_TESTS_PATIENCE_S"])
+    module.TERMINATE_TIMEOUT_S = float(os.environ["MOPD_TESTS_PATIENCE_S"])  # type: ignore[attr-defined]
 if "MOPD_TESTS_IGNORES" in os.environ:
     signal.signal(signal.Signals[os.environ["MOPD_TESTS_IGNORES"]], signal.SIG_IGN)
 words = sys.argv[1].split(",")

@@ -217,7 +217,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch) if arguments.folder is None else arguments.folder / name
                 folder.mkdir(parents=True, exist_ok=True)
-                print(json.dumps({"case": name, **compiled(*call, folder)}), flush=True)
+                print(json.dumps({"case": name, **compiled(*call, folder)}), flush=True)  # type: ignore[call-arg]
 
 
 if __name__ == "__main__":

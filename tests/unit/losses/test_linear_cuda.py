@@ -33,7 +33,7 @@ HALVES = (torch.float16, torch.bfloat16)
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     CALLS.clear()
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    monkeypatch.setattr(head.torch, "addmm", cuda_addmm)
+    monkeypatch.setattr(head.torch, "addmm", cuda_addmm)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("rows_at_once", [8, None])

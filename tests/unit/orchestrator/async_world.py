@@ -21,7 +21,7 @@ from mopd.base.tasks import Stop
 from mopd.base.types import Batch, DomainSums, FailedSample, MicroBatchPlan, Prompt, SampleMeta
 from mopd.bench.stand_ins import SHARES, Lengths, Scenario, make_dataset, make_recipe, make_stream
 from mopd.config.schedule import WarmUpConfig
-from mopd.config.schema import AnswersConfig, Recipe
+from mopd.config.schema import AnswersConfig, Recipe  # type: ignore[attr-defined]
 from mopd.data.packing import PackingRules
 from mopd.data.stream import MixedStream
 from mopd.orchestrator.controller import Controller

@@ -155,8 +155,8 @@ def test_a_rule_makes_one_teacher_of_several(engines: dict[str, TorchEngine], ru
     views = [alone(engines[name], math_tokens, math) for name in ENSEMBLE]
     stacked = [torch.stack([getattr(view, name) for view in views]) for name in ("ids", "logprobs", "token_logprobs")]
     expected = {
-        "mean_probability": lambda: combine.mean_probability(*stacked, (0.75, 0.25)),
-        "mean_logprob": lambda: combine.mean_logprob(*stacked, (0.75, 0.25)),
+        "mean_probability": lambda: combine.mean_probability(*stacked, (0.75, 0.25)),  # type: ignore[call-arg]
+        "mean_logprob": lambda: combine.mean_logprob(*stacked, (0.75, 0.25)),  # type: ignore[call-arg]
         "per_token_lowest_entropy": lambda: combine.lowest_entropy(*stacked),
     }[rule]()
     assert fields["teacher_ids"][0].shape == (math.response_length, width)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mopd.placement.ray.cluster import CALL_TIMEOUT_S, LAST_CALL_TIMEOUT_S, LOST_CODE, RayServer
+from mopd.placement.ray.cluster import CALL_TIMEOUT_S, LAST_CALL_TIMEOUT_S, LOST_CODE, RayServer  # type: ignore[attr-defined]
 
 
 class Agent:

@@ -46,13 +46,13 @@ CASES = {
     "launcher: the others' last word": (nodes.REPORT_S + ending.TERMINATE_TIMEOUT_S, ending.TERMINATE_TIMEOUT_S),
     "launchers: their beats": (nodes.SILENT_S, 3 * nodes.BEAT_S),
     "rank 0: the orchestrator": (ending.END_S, ending.GROUPS_CLOSE_S + process.END_S + THREAD_END_S),
-    "groups: one, and Ray": (ending.GROUPS_CLOSE_S, ending.GROUP_CLOSE_S + cluster.LAST_CALL_TIMEOUT_S),
+    "groups: one, and Ray": (ending.GROUPS_CLOSE_S, ending.GROUP_CLOSE_S + cluster.LAST_CALL_TIMEOUT_S),  # type: ignore[attr-defined]
     "a group: watchers, servers": (
         ending.GROUP_CLOSE_S,
-        CANCEL_GRACE_S + server_group.KILL_WAIT_S + server_group.STOP_GRACE_S + server_group.KILL_WAIT_S,
+        CANCEL_GRACE_S + server_group.KILL_WAIT_S + server_group.STOP_GRACE_S + server_group.KILL_WAIT_S,  # type: ignore[attr-defined]
     ),
-    "a watcher: the end of a server": (ending.WATCHERS_CLOSE_S, server_group.KILL_WAIT_S),
-    "a killed server: its reaper": (server_group.KILL_WAIT_S, reaper.TRACKER_S),
+    "a watcher: the end of a server": (ending.WATCHERS_CLOSE_S, server_group.KILL_WAIT_S),  # type: ignore[attr-defined]
+    "a killed server: its reaper": (server_group.KILL_WAIT_S, reaper.TRACKER_S),  # type: ignore[attr-defined]
     "a response: a grader that ends programs": (judged.OVERHEAD_S, judge.GRACE_S),
     "templates: rows of a batch": (rendering.DEADLINE_S, rendering.BATCH_ROWS * rendering.MAX_RENDER_S),
     "TransferQueue: an actor's silence": (
@@ -85,7 +85,7 @@ def test_a_restart_is_declared_for_as_long_as_its_tries_take(startup_s: float) -
     group: Any = object.__new__(ServerGroup)
     group.cfg = SimpleNamespace(startup_timeout_s=startup_s)
     group.plan = SimpleNamespace(group=SimpleNamespace(routing=SimpleNamespace(request_timeout_s=request_s)))
-    one = startup_s + request_s + server_group.KILL_WAIT_S + server_group.FIRST_PAUSE_S
+    one = startup_s + request_s + server_group.KILL_WAIT_S + server_group.FIRST_PAUSE_S  # type: ignore[attr-defined]
     assert group._longest_restart_s > server_group.MAX_RESTARTS * one
 
 

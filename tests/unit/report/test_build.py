@@ -71,9 +71,9 @@ def test_scores_give_intervals_and_a_watched_domain_a_line(run_dir: Path) -> Non
         return [1.0] * number + [0.0] * (100 - number)
 
     lines = [json.loads(line) for line in (run_dir / "validation.jsonl").read_text().splitlines()]
-    for line, code, law in zip(lines, (20, 60, 50), (90, 70, 60), strict=True):
-        line |= {"rewards": {"code": code / 100}, "watched": {"law": law / 100}, "pass_at_k": {"code": 0.875}}
-        line["scores"] = {"code": right(code), "law": right(law)}
+    for line, taught, watched in zip(lines, (20, 60, 50), (90, 70, 60), strict=True):
+        line |= {"rewards": {"code": taught / 100}, "watched": {"law": watched / 100}, "pass_at_k": {"code": 0.875}}
+        line["scores"] = {"code": right(taught), "law": right(watched)}
     write_lines(run_dir / "validation.jsonl", lines)
     (run_dir / "headroom.json").write_text(json.dumps({"code": {"teacher": 0.7, "scores": right(70)}}))
     report = build_report(run_dir)

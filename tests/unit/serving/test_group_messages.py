@@ -245,7 +245,7 @@ def test_a_join_that_is_still_read_gives_way_to_a_new_one(
     rollout: RunningServer, weights: Weights, local: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However late it is read, and in whichever order they are."""
-    began, goes_on, read = threading.Event(), threading.Event(), updates.from_json
+    began, goes_on, read = threading.Event(), threading.Event(), updates.from_json  # type: ignore[attr-defined]
 
     def read_slowly(rows: object) -> list[TensorMeta]:
         if not began.is_set():

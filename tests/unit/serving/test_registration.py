@@ -89,7 +89,7 @@ def test_a_count_that_is_written_late_leaves_nothing(
     folder: Path, registrar: Registrar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Network file systems take their time; the end does not wait for them."""
-    is_writing, goes_on, write = threading.Event(), threading.Event(), registration.write_private
+    is_writing, goes_on, write = threading.Event(), threading.Event(), registration.write_private  # type: ignore[attr-defined]
     registrar.begin("http://10.0.0.5:8000", HASHES)
 
     def write_late(path: Path, content: bytes) -> None:

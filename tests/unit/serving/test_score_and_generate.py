@@ -121,7 +121,7 @@ def test_every_key_of_sampling_reaches_the_engine(folder: Any, local: TorchEngin
         (plain, {"ignore_eos": True, "max_new_tokens": 100}),
         (penalty, {"num_begun": 2}),
     ]
-    assert {name for _, changes in cases for name in changes} == {
+    assert {name for _, changes in cases for name in changes} == {  # type: ignore[attr-defined]
         field.name for field in fields(SamplingParams) if field.name not in ("num_top_ids", "routes")
     }
 

@@ -265,12 +265,12 @@ def test_what_runs_ends_with_the_old_weights_and_what_waits_is_answered_with_the
         waiting.weight_version = 1
         early = asyncio.create_task(draw(waiting))
         host = rollout.server.served.host
-        await until(lambda: len(host._waiting) == 1)
+        await until(lambda: len(host._waiting) == 1)  # type: ignore[attr-defined]
         update = asyncio.create_task(load(other, other_weights.items(), 2))
-        await until(lambda: len(host._waiting) == 2)
+        await until(lambda: len(host._waiting) == 2)  # type: ignore[attr-defined]
         waiting.allow(2)
         late = asyncio.create_task(draw(other))
-        await until(lambda: len(host._waiting) == 3)
+        await until(lambda: len(host._waiting) == 3)  # type: ignore[attr-defined]
         assert not any(task.done() for task in (running, early, update, late))
         engine.gate.set()
         assert torch.equal((await running).logprobs, (await draw(local)).logprobs)

@@ -293,7 +293,7 @@ def test_the_loss_is_the_domains_own_losses_by_budget(
     loss, mask = BUDGETED[name], problem["loss_mask"].clone()
     for domain in absent:
         mask[:, domain::3] = False
-    budget = [(loss.domain_budget or dict.fromkeys("abc", 1 / 3))[d] * (i not in absent) for i, d in enumerate("abc")]
+    budget = [(loss.domain_budget or dict.fromkeys("abc", 1 / 3))[d] * (i not in absent) for i, d in enumerate("abc")]  # type: ignore[attr-defined]
 
     def compute(columns: slice, loss: TopKLossConfig | PolicyGradientConfig) -> tuple[Sums, float, Tensor]:
         objective = Objective(loss, layout, true_vocab_size=VOCAB, lm_head_memory_budget_mib=64)
@@ -311,7 +311,7 @@ def test_the_loss_is_the_domains_own_losses_by_budget(
         return sums, value.item(), hidden.grad
 
     sums, value, gradient = compute(slice(None), loss)
-    aggregation = loss.aggregation if loss.aggregation == "sequence_mean" else "token_mean"
+    aggregation = loss.aggregation if loss.aggregation == "sequence_mean" else "token_mean"  # type: ignore[attr-defined]
     plain = replace(loss, domain_budget={}, aggregation=aggregation)
     own = {d: compute(slice(d, None, 3), plain)[1] for d in range(3) if d not in absent}
     assert value == pytest.approx(sum(budget[d] / sum(budget) * one for d, one in own.items()), rel=1e-5)

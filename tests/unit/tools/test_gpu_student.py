@@ -130,7 +130,7 @@ def test_what_the_bench_measured_is_kept(
     """A child that prints figures as ``mopd bench`` does: exit code 1 is a goal that is missed, 2 an error."""
     figures = {"speed_up": 2.0, "is_met": is_met}
     script = f"import sys; print({json.dumps(json.dumps(figures))}); print('mopd: error: it broke', file=sys.stderr)"
-    start = gpu_student.start
+    start = gpu_student.start  # type: ignore[attr-defined]
     monkeypatch.setattr(
         gpu_student,
         "start",

@@ -93,7 +93,7 @@ def test_tokens_after_the_end_and_before_the_prompt_count_nowhere() -> None:
     embeddings = torch.ones(5, 96)
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
     models = [_model(embeddings, head, None).eval() for head in (ends, unsure)]
-    found, never_drawn = _along_own_text(*models, [[2], [3, 4]], 10, tokenizer)
+    found, never_drawn = _along_own_text(*models, [[2], [3, 4]], 10, tokenizer)  # type: ignore[call-arg]
     assert found == pytest.approx(torch.tensor(5.0).log().item(), rel=1e-3)
     assert never_drawn == 0
 
@@ -105,9 +105,9 @@ def test_words_that_the_other_would_never_draw_are_counted_along_the_own_text() 
     sure[3] = 1.0
     models = [_model(torch.ones(5, 96), head, None).eval() for head in (alike, sure)]
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
-    _, never_drawn = _along_own_text(*models, [[2]] * 400, 10, tokenizer)
+    _, never_drawn = _along_own_text(*models, [[2]] * 400, 10, tokenizer)  # type: ignore[call-arg]
     assert never_drawn == pytest.approx(0.8, abs=0.03)
-    assert _along_own_text(*reversed(models), [[2]], 10, tokenizer)[1] == 0
+    assert _along_own_text(*reversed(models), [[2]], 10, tokenizer)[1] == 0  # type: ignore[call-arg]
 
 
 def result(name: str, toy: str, seed: int, **more: Any) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def test_who_has_its_tensors_waits_for_its_turn(two: Members, weights: Weights) 
     assert "b" not in left and "c" not in left and not reached.is_read.is_set()
     late.goes_on.set()
     for future in (sending, first, *receiving):
-        future.result(DEADLINE_S)
+        future.result(DEADLINE_S)  # type: ignore[attr-defined]
     assert left == ["a", "b", "c", "d"]
 
 
@@ -150,7 +150,7 @@ def test_after_a_failure_of_one_nobody_sends_and_all_streams_are_read(
     sending = [two.pool.submit(two.send, rank, weights, streams[rank]) for rank in two.senders]
     others = [*sending, *two.receiving()]
     with pytest.raises(NonFiniteError, match=f"'{name}'"):
-        others.pop(sender).result(DEADLINE_S)
+        others.pop(sender).result(DEADLINE_S)  # type: ignore[attr-defined]
     assert_all_fail(others)
     assert all(stream.is_drained for stream in streams)
 

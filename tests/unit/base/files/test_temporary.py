@@ -88,7 +88,7 @@ def test_one_that_is_taken_for_abandoned_before_its_lock_is_made_anew(
     is_open: bool, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever looks removes what has no lock, as a folder has for a moment."""
-    module, name = (temporary.fcntl, "flock") if is_open else (temporary.os, "open")
+    module, name = (temporary.fcntl, "flock") if is_open else (temporary.os, "open")  # type: ignore[attr-defined]
     real, removed = getattr(module, name), []
 
     def late(*arguments: Any) -> Any:

@@ -64,7 +64,7 @@ def test_each_mistake_fails_both_limits(folders: dict[str, Path], mistake: str) 
     engine = MistakenEngine.from_pretrained(
         folders["other" if mistake == "swapped" else "own"], TorchEngineConfig(dtype="float32")
     )
-    engine.mistake = mistake
+    engine.mistake = mistake  # type: ignore[attr-defined]
     parity = measure(folders["own"], engine)
     for dtype in ("float32", "bfloat16"):
         assert parity.kl > 2 * PreflightConfig().self_kl_limit(dtype)
