@@ -28,7 +28,7 @@ from mopd.config.groups import SettledEngine
 from mopd.config.student import LoraConfig
 from mopd.conversion.adapters import merge_adapter, read_adapter
 from mopd.engines.clients.remote import RemoteEngine
-from mopd.engines.interface import Scores
+from mopd.engines.interface import Scores, ToScore
 from mopd.engines.student_adapter import StudentAdapter
 from mopd.placement.engine_file import EngineFile, teacher_file
 
@@ -147,9 +147,8 @@ async def _start(
 async def _ask(
     asked: Sequence[tuple[RemoteEngine, str]], tokens: Sequence[Tensor], starts: Sequence[int], top_k: int
 ) -> list[list[Scores]]:
-    return await asyncio.gather(
-        *(client.score(tokens, starts, top_k=top_k, temperature=1.0, adapter=name) for client, name in asked)
-    )
+    request = ToScore(tokens, starts, top_k=top_k, temperature=1.0)
+    return await asyncio.gather(*(client.score(replace(request, adapter=name)) for client, name in asked))
 
 
 def _family_bytes(pid: int) -> int:

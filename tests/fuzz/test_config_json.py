@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import transformers
+from safetensors.torch import save_file
+from torch import zeros
 
 from mopd.base.types import UserError
+from mopd.conversion.adapters import peft_names, read_any_adapter
 from mopd.conversion.hf.pretrained import load_config, load_tokenizer, read_stop_ids
-from mopd.conversion.jobs import rewriting
 from mopd.conversion.models import families
 from mopd.conversion.models.reading import read_dims
 from tests.fixtures.tiny_models import CONFIGS, FAMILIES, FAMILY_KEYS, make_tokenizer
@@ -86,9 +88,11 @@ def test_tokenizers(tmp_path: Path, name: str) -> None:
 def test_adapter_configs(tmp_path: Path) -> None:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {}}
 
+    names = peft_names("model.layers.0.self_attn.q_proj")
+    save_file(dict(zip(names, (zeros(8, 2), zeros(2, 8)), strict=True)), tmp_path / "adapter_model.safetensors")
+
     def read(content: bytes) -> None:
         (tmp_path / "adapter_config.json").write_bytes(content)
-        found = rewriting._read_config(tmp_path / "adapter_config.json")
-        rewriting._scale(found, "model.layers.0.self_attn.q_proj", tmp_path)
+        read_any_adapter(tmp_path)
 
     fuzz("adapter_config.json", [json.dumps(config).encode()], read, (UserError,))
