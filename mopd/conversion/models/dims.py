@@ -263,6 +263,10 @@ class ModelDims:
     """Experts; None for a dense model."""
     zero_centered_norms: bool = False
     """Whether norms multiply by 1 + w (a gated delta net's own by w)."""
+    wide_qk_norm: bool = False
+    """Whether the queries of all heads together pass one RMSNorm, and so the keys."""
+    pre_norms: bool = True
+    """Whether attention and MLP begin with a norm."""
     post_norms: bool = False
     """Whether attention and MLP also end with a norm."""
     scaled_embeddings: bool = False
@@ -329,8 +333,9 @@ class ModelDims:
 
     @property
     def has_own_layers(self) -> bool:
-        """Whether layers have what TransformerEngine's have not: post-norms, windows, gated delta nets."""
-        return self.post_norms or self.window is not None or self.delta is not None
+        """Whether layers have what TransformerEngine's have not: post-norms, windows, gated delta nets, norms of all
+        heads together."""
+        return self.post_norms or self.window is not None or self.delta is not None or self.wide_qk_norm
 
     @property
     def has_uniform_layers(self) -> bool:
@@ -400,8 +405,10 @@ def division_problem(
     """Return why the degrees or the stages do not divide the model; empty if they do. ``spelled`` makes a key from a
     field's name."""
     has_dense_layers = dims.moe is None or not all(dims.moe.layers)
-    # Ranks that share a key/value head have equal parts of the rows of its queries, keys and values.
-    is_shared = tp % dims.num_query_groups == 0 and dims.qkv_rows % tp == 0 and not dims.gated_attention
+    # Ranks that share a key/value head have equal parts of the rows of its queries, keys and values. A norm of all
+    # heads would count a shared one twice.
+    is_shared = tp % dims.num_query_groups == 0 and dims.qkv_rows % tp == 0
+    is_shared = is_shared and not (dims.gated_attention or dims.wide_qk_norm)
     needs = [
         ("tensor_model_parallel_size", tp, "key/value heads", tp if is_shared else dims.num_query_groups),
         ("tensor_model_parallel_size", tp, "attention heads", dims.num_attention_heads),

@@ -25,13 +25,7 @@ def _more(keys: Keys) -> dict[str, Any]:
     keys.only("attention_bias", True)
     keys.only("swiglu_alpha", 1.702)
     keys.only("swiglu_limit", SWIGLU_LIMIT, "vLLM reads no other")
-    num_layers = keys.count("num_hidden_layers")
-    if keys.absent("layer_types"):
-        layers = tuple(layer % 2 == 0 for layer in range(num_layers))
-    else:
-        layers = tuple(kind == "sliding_attention" for kind in keys.container("layer_types", list))
-        if len(layers) != num_layers:
-            raise keys.error("layer_types", f"names {len(layers)} layers, num_hidden_layers is {num_layers}")
+    layers = keys.layers_of("sliding_attention", lambda layer: layer % 2 == 0)
     return {
         "activation": "clamped_swiglu",
         "linear_bias": True,
