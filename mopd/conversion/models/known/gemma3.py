@@ -11,15 +11,19 @@ from mopd.conversion.models.rows import ATTENTION, Param, gate_up, one
 
 _DEFAULT_PATTERN = 6
 """Number of layers of which the last sees all tokens, if the config names neither layers nor another number."""
+_NOT_READ = "transformers does not read it where a model has two ropes"
 
 
 def two_ropes(keys: Keys) -> Keys:
     """Give the whole-attention layers' rope the keys of a model with one rope, and the windows' base its older key."""
     config = dict(keys.config)
     ropes = config.get("rope_parameters")
+    if not keys.absent("rope_scaling"):
+        keys.section("rope_scaling").only("truncate", True, _NOT_READ)
     if isinstance(ropes, dict) and "full_attention" in ropes:
         section = keys.section("rope_parameters")
-        config["rope_parameters"] = section.container("full_attention", dict)
+        section.section("full_attention").only("truncate", True, _NOT_READ)
+        config["rope_parameters"] = ropes["full_attention"]
         local = section.section("sliding_attention")
         local.only("rope_type", "default")
         config["rope_local_base_freq"] = local.positive("rope_theta")
