@@ -165,8 +165,6 @@ class MoeDims:
     """Number of groups to choose from."""
     expert_bias: bool = False
     """Whether a bias per expert takes part in the choice, but not in the score."""
-    is_stacked: bool = False
-    """Whether checkpoints keep all experts of a layer in one tensor."""
     router_fp32: bool = False
     """Whether the router computes in fp32 whatever the model's dtype."""
 

@@ -71,6 +71,10 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
         "sliding_window": [3, 30], "attention_bias": [False, False, True],
         "layer_types": [None, ["full_attention", "sliding_attention", "full_attention"], ["full_attention"] * 3],
     },
+    "minimax_m2": {
+        "num_local_experts": [3, 5], "num_experts_per_tok": [2, 3, 1], "rotary_dim": [4, 8],
+        "use_qk_norm": [*[True] * 5, False], "shared_intermediate_size": [*[0] * 5, 8],
+    },
     "mistral": {"sliding_window": [None, 8]},
     "llama": {"attention_bias": [False, True], "mlp_bias": [False, True]},
     "qwen3": {"attention_bias": [False, True]},

@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": {**YARN, "truncate": False},
     },
+    "minimax_m2": {"family": "minimax_m2", "tie_word_embeddings": False},
     "olmo3": {"family": "olmo3", "num_layers": 4, "tie_word_embeddings": False, "rope_parameters": OLMO_ROPES},
 }
 """Those of a shared head have one key/value head, which two tensor-parallel ranks share."""
@@ -67,7 +68,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STEPS = {"objective": "sft_on_teacher", "logprobs": True, "steps": 3}
 FEW = {
     "seed_oss": "tp2_sp", "glm4_moe": "tp2_sp", "phi3": "tp2", "shared_head": "tp2", "shared_head_norms": "tp2_sp",
-    "gemma3": "recompute", "gpt_oss": "tp2_sp", "olmo3": "tp2",
+    "gemma3": "recompute", "gpt_oss": "tp2_sp", "olmo3": "tp2", "minimax_m2": "tp2_sp",
 }  # fmt: skip
 
 
@@ -77,6 +78,7 @@ def _layouts_of(name: str) -> list[str]:
         return [FEW[name]]
     others = {
         "glm4_moe": ("tp2", "cp2", "recompute"), "gemma3": ("ep2",), "gpt_oss": ("tp2",), "olmo3": ("ep2",),
+        "minimax_m2": ("tp2",),
     }.get(name, ("ep2", "cp2", "recompute"))  # fmt: skip
     if name != "gpt_oss":
         others = (*others, "tp2_sp_ep2")

@@ -17,7 +17,6 @@ def _experts(keys: Keys) -> MoeDims:
         ffn_hidden_size=keys.count("intermediate_size"),
         layers=(True,) * keys.count("num_hidden_layers"),
         normalized=True,
-        is_stacked=True,
     )
 
 
@@ -60,6 +59,8 @@ FAMILIES = {
         qkv_bias="attention_bias",
         layer_types=("full_attention", "sliding_attention"),
         quantised="mxfp4",
+        stacked_experts=True,
+        attention="eager",  # the fused kernel knows no sinks
         experts=_experts,
         more=_more,
     )
