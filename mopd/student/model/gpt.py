@@ -214,7 +214,7 @@ def _build_chunk(
     vp_stage = None if layout.vp_size == 1 else chunk
     model = StudentModel(
         config=config,
-        transformer_layer_spec=_layer_specs(student, dims, config, vp_stage),
+        transformer_layer_spec=_layer_specs(student, dims, layout, config, vp_stage),
         vocab_size=dims.padded_vocab_size(layout.tp_size),
         max_sequence_length=dims.max_positions,
         pre_process=layout.is_first_stage and chunk == 0,
@@ -326,7 +326,7 @@ def _hand_on_padding_mask(model: StudentModel) -> None:
 
 
 def _layer_specs(
-    student: StudentConfig, dims: ModelDims, config: TransformerConfig, vp_stage: int | None
+    student: StudentConfig, dims: ModelDims, layout: Layout, config: TransformerConfig, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the layers of chunk ``vp_stage`` of this pipeline stage, or of the whole stage (``None``)."""
     _mark_missing_imports()
@@ -340,7 +340,7 @@ def _layer_specs(
                 layer.submodules.self_attention.submodules.core_attention = EngineAttention
         return spec
     first = get_transformer_layer_offset(config, vp_stage)
-    layers = [_local_spec(dims, first + i) for i in range(get_num_layers_to_build(config, vp_stage))]
+    layers = [_local_spec(dims, layout, first + i) for i in range(get_num_layers_to_build(config, vp_stage))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(dims))
 
 
@@ -356,7 +356,7 @@ def _mark_missing_imports() -> None:
         multi_latent_attention.HAVE_TE = False
 
 
-def _local_spec(dims: ModelDims, number: int) -> ModuleSpec:
+def _local_spec(dims: ModelDims, layout: Layout, number: int) -> ModuleSpec:
     """Return layer ``number`` (from 0 over the whole model)."""
     is_latent, has_experts, norm = dims.mla is not None, dims.is_moe_layer(number), _norm(dims)
     layer = get_gpt_layer_local_spec(
@@ -396,7 +396,7 @@ def _local_spec(dims: ModelDims, number: int) -> ModuleSpec:
             attention.q_layernorm = attention.k_layernorm = norm
         if dims.wide_qk_norm:
             attention.q_layernorm, attention.k_layernorm = (
-                ModuleSpec(module=WideRMSNorm, params={"num_heads": heads})
+                ModuleSpec(module=WideRMSNorm, params={"num_heads": heads, "group": layout.tp_group})
                 for heads in (dims.num_attention_heads, dims.num_query_groups)
             )
     # Gated delta nets are never TransformerEngine's, and its keys never theirs.

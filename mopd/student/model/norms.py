@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.parallel_state import get_tensor_model_parallel_group
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -40,11 +40,13 @@ class WideRMSNorm(torch.nn.Module):
     """RMSNorm of all heads of queries, or of keys, together. Each tensor-parallel rank has its own heads and their part
     of the weight, whose gradient is whole there: ranks have all tokens between the projections."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int) -> None:
-        """``hidden_size``: channels of a head; ``num_heads``: those of all ranks."""
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int, group: dist.ProcessGroup
+    ) -> None:
+        """``hidden_size``: channels of a head; ``num_heads``: those of all ranks of the ``group``."""
         super().__init__()
-        self._group, self._eps, self._width = get_tensor_model_parallel_group(), eps, num_heads * hidden_size
-        own = self._width // self._group.size()
+        self._group, self._eps, self._width = group, eps, num_heads * hidden_size
+        own = self._width // group.size()
         self.weight = torch.nn.Parameter(torch.empty(own, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
