@@ -361,7 +361,8 @@ def check_layout(dims: ModelDims, parallel: ParallelConfig) -> None:
     """
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
     ep, cp = parallel.expert_model_parallel_size, parallel.context_parallel_size
-    if problem := layout_problem(dims, stages_of(parallel), tp=tp, ep=ep, etp=etp, cp=cp):
+    sp = parallel.sequence_parallel
+    if problem := layout_problem(dims, stages_of(parallel), tp=tp, ep=ep, etp=etp, cp=cp, sp=sp):
         raise UserError(problem)
 
 
@@ -379,11 +380,28 @@ def check_layers(dims: ModelDims, transformer_impl: str) -> None:
 
 
 def layout_problem(
-    dims: ModelDims, stages: Stages = ONE_STAGE, *, tp: int = 1, ep: int = 1, etp: int | None = None, cp: int = 1
+    dims: ModelDims,
+    stages: Stages = ONE_STAGE,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    cp: int = 1,
+    sp: bool = True,
 ) -> str:
     """Return why ``check_layout`` refuses; empty for a layout that divides the model. ``etp`` None means ``tp``, as in
-    Megatron."""
+    Megatron; ``sp``: whether tensor-parallel ranks split sequences.
+
+    Without, Megatron refuses to train experts, and each rank would keep only its own heads' part of the gradient of
+    latent attention's rotary keys, which all heads share.
+    """
     spelled, etp = "student.parallel.{}".format, tp if etp is None else etp
+    needs = [name for name, part in (("experts", dims.moe), ("latent attention", dims.mla)) if part is not None]
+    if needs and tp > 1 and not sp:
+        return (
+            f"{spelled('tensor_model_parallel_size')} is {tp} and the model has {' and '.join(needs)}: set "
+            f"{spelled('sequence_parallel')}: true"
+        )
     if cp > 1 and dims.delta is not None:
         return (
             f"{spelled('context_parallel_size')} is {cp} and model_type {dims.family} has gated delta nets, whose "

@@ -398,6 +398,7 @@ def test_missing_config_and_folder(tmp_path: Path):
         (QWEN3_MOE, {"ep": 3}, "expert_model_parallel_size 3 does not .* 128 experts"),
         (QWEN3_MOE, {"etp": 5}, "expert_tensor_parallel_size 5 does not .* 768 columns"),
         (QWEN3, {"ep": 2}, "has no experts: set it to 1"),
+        (QWEN3_MOE, {"tp": 2, "sp": False}, "has experts: set student.parallel.sequence_parallel: true"),
     ],
 )
 def test_layout_that_would_split_a_part_of_the_model(config: dict[str, Any], degrees: dict[str, Any], message: str):
