@@ -180,11 +180,13 @@ class CoreAttention(MegatronModule):
         pg_collection: Any,
         softmax_scale: float | None = None,
         window: int | None = None,
+        scale: float | None = None,
         has_sinks: bool = False,
         **unread: Any,
     ) -> None:
-        """``window``: tokens that each one sees, itself included; None for all before. ``has_sinks``: each head has a
-        learned score that takes part in its softmax, under the name that it has in Megatron's attention."""
+        """``window``: tokens that each one sees, itself included; None for all before. ``scale``: this layer's factor
+        of scores; None for ``softmax_scale``, the model's. ``has_sinks``: each head has a learned score that takes part
+        in its softmax, under the name that it has in Megatron's attention."""
         super().__init__(config=config)
         self.softmax_offset: nn.Parameter | None = None
         if has_sinks:
@@ -192,7 +194,7 @@ class CoreAttention(MegatronModule):
             self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         self._tp_group = pg_collection.tp
         self._window = window
-        self._scale = softmax_scale
+        self._scale = softmax_scale if scale is None else scale
         self._cp_group = pg_collection.cp
 
     def forward(

@@ -29,6 +29,7 @@ from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.conversion.hf.reader import HfReader, read_tokenizer_json
 from mopd.conversion.models.config_keys import CONFIG_FILE, Keys, read_config
+from mopd.conversion.models.known import FAMILIES
 from mopd.conversion.models.vision_config import VISION_FORMATS
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -119,8 +120,9 @@ def _auto_class(config: PretrainedConfig) -> Any:
 
 
 def _attention(config: PretrainedConfig) -> str:
-    """Return transformers' kind of attention. Its fused kernel knows no sinks."""
-    return "eager" if config.model_type == "gpt_oss" else "sdpa"
+    """Return transformers' kind of attention: its fused kernel, unless the model's family says otherwise."""
+    family = FAMILIES.get(config.model_type)
+    return "sdpa" if family is None else family.attention
 
 
 def require_computes(folder: Path, model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ from mopd.config.schema import Recipe
 from mopd.conversion.models.adapted import adapted_modules
 from mopd.conversion.models.config_keys import QUANTISATION, read_config
 from mopd.conversion.models.dims import ModelDims
+from mopd.conversion.models.known import FAMILIES
 
 
 def sends_adapters(recipe: Recipe, dims: ModelDims) -> bool:
@@ -35,7 +36,7 @@ def check_updates(recipe: Recipe, dims: ModelDims) -> None:
     Raises:
         UserError: one line with the key to set.
     """
-    if dims.moe is None or not dims.moe.is_stacked:
+    if not FAMILIES[dims.family].stacked_experts:
         return
     config = read_config(Path(recipe.student.model))
     if any(config.get(key) is not None for key in QUANTISATION):

@@ -110,6 +110,17 @@ class Keys:
         """Return a nested object."""
         return Keys(self.container(key, dict), self.path, f"{self.prefix}{key}.")
 
+    def layers_of(self, kind: str, default: Callable[[int], bool]) -> tuple[bool, ...]:
+        """Return which layers are of a ``kind``, as ``layer_types`` says; without it, as ``default`` says of a layer's
+        number from 0."""
+        num_layers = self.count("num_hidden_layers")
+        if self.absent("layer_types"):
+            return tuple(default(layer) for layer in range(num_layers))
+        kinds = self.container("layer_types", list)
+        if len(kinds) != num_layers:
+            raise self.error("layer_types", f"names {len(kinds)} layers, num_hidden_layers is {num_layers}")
+        return tuple(each == kind for each in kinds)
+
     def only(self, key: str, value: Any, reason: str = "") -> None:
         """Refuse any other value; the key may be absent."""
         if not self.absent(key) and self.config[key] != value:

@@ -165,8 +165,6 @@ class MoeDims:
     """Number of groups to choose from."""
     expert_bias: bool = False
     """Whether a bias per expert takes part in the choice, but not in the score."""
-    is_stacked: bool = False
-    """Whether checkpoints keep all experts of a layer in one tensor."""
     router_fp32: bool = False
     """Whether the router computes in fp32 whatever the model's dtype."""
 
@@ -263,6 +261,10 @@ class ModelDims:
     """Experts; None for a dense model."""
     zero_centered_norms: bool = False
     """Whether norms multiply by 1 + w (a gated delta net's own by w)."""
+    wide_qk_norm: bool = False
+    """Whether the queries of all heads together pass one RMSNorm, and so the keys."""
+    pre_norms: bool = True
+    """Whether attention and MLP begin with a norm."""
     post_norms: bool = False
     """Whether attention and MLP also end with a norm."""
     scaled_embeddings: bool = False
@@ -329,8 +331,9 @@ class ModelDims:
 
     @property
     def has_own_layers(self) -> bool:
-        """Whether layers have what TransformerEngine's have not: post-norms, windows, gated delta nets."""
-        return self.post_norms or self.window is not None or self.delta is not None
+        """Whether layers have what TransformerEngine's have not: post-norms, windows, gated delta nets, norms of all
+        heads together."""
+        return self.post_norms or self.window is not None or self.delta is not None or self.wide_qk_norm
 
     @property
     def has_uniform_layers(self) -> bool:
@@ -358,7 +361,8 @@ def check_layout(dims: ModelDims, parallel: ParallelConfig) -> None:
     """
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
     ep, cp = parallel.expert_model_parallel_size, parallel.context_parallel_size
-    if problem := layout_problem(dims, stages_of(parallel), tp=tp, ep=ep, etp=etp, cp=cp):
+    sp = parallel.sequence_parallel
+    if problem := layout_problem(dims, stages_of(parallel), tp=tp, ep=ep, etp=etp, cp=cp, sp=sp):
         raise UserError(problem)
 
 
@@ -376,11 +380,28 @@ def check_layers(dims: ModelDims, transformer_impl: str) -> None:
 
 
 def layout_problem(
-    dims: ModelDims, stages: Stages = ONE_STAGE, *, tp: int = 1, ep: int = 1, etp: int | None = None, cp: int = 1
+    dims: ModelDims,
+    stages: Stages = ONE_STAGE,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    cp: int = 1,
+    sp: bool = True,
 ) -> str:
     """Return why ``check_layout`` refuses; empty for a layout that divides the model. ``etp`` None means ``tp``, as in
-    Megatron."""
+    Megatron; ``sp``: whether tensor-parallel ranks split sequences.
+
+    Without, Megatron refuses to train experts, and each rank would keep only its own heads' part of the gradient of
+    latent attention's rotary keys, which all heads share.
+    """
     spelled, etp = "student.parallel.{}".format, tp if etp is None else etp
+    needs = [name for name, part in (("experts", dims.moe), ("latent attention", dims.mla)) if part is not None]
+    if needs and tp > 1 and not sp:
+        return (
+            f"{spelled('tensor_model_parallel_size')} is {tp} and the model has {' and '.join(needs)}: set "
+            f"{spelled('sequence_parallel')}: true"
+        )
     if cp > 1 and dims.delta is not None:
         return (
             f"{spelled('context_parallel_size')} is {cp} and model_type {dims.family} has gated delta nets, whose "
@@ -400,8 +421,10 @@ def division_problem(
     """Return why the degrees or the stages do not divide the model; empty if they do. ``spelled`` makes a key from a
     field's name."""
     has_dense_layers = dims.moe is None or not all(dims.moe.layers)
-    # Ranks that share a key/value head have equal parts of the rows of its queries, keys and values.
-    is_shared = tp % dims.num_query_groups == 0 and dims.qkv_rows % tp == 0 and not dims.gated_attention
+    # Ranks that share a key/value head have equal parts of the rows of its queries, keys and values. A norm of all
+    # heads would count a shared one twice.
+    is_shared = tp % dims.num_query_groups == 0 and dims.qkv_rows % tp == 0
+    is_shared = is_shared and not (dims.gated_attention or dims.wide_qk_norm)
     needs = [
         ("tensor_model_parallel_size", tp, "key/value heads", tp if is_shared else dims.num_query_groups),
         ("tensor_model_parallel_size", tp, "attention heads", dims.num_attention_heads),

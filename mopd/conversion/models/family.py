@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mopd.conversion.models.config_keys import Keys
 from mopd.conversion.models.dims import MlaDims, MoeDims
@@ -49,6 +49,14 @@ class Family:
     """The ``quant_method`` of checkpoints that the reader turns into bfloat16; empty if there is none."""
     spelled: Callable[[Keys], Keys] | None = None
     """Function that returns the config with its keys spelled as other families spell them; None if they are."""
+    stacked_experts: bool = False
+    """Whether checkpoints keep all experts of a layer in one tensor (``conversion/hf/stacked.py``)."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of the names of a layer's experts in transformers, and what checkpoints have in their place."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Kind of attention by which transformers computes the model."""
+    vllm_on_cpu: str = ""
+    """What vLLM does with the family on a CPU, where it is refused then; empty if it serves it there."""
     has_vision: bool = False
     latent_attention: Callable[[Keys], MlaDims] | None = None
     """Reader of latent attention; None for grouped-query attention."""

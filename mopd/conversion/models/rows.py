@@ -124,6 +124,11 @@ ATTENTION = (
         "self_attention.k_layernorm.weight", "replicated", "self_attn.k_norm.weight", "head_dim", needs="qk_norm"
     ),
 )  # fmt: skip
+WIDE_QK_NORMS = (
+    one("self_attention.q_layernorm.weight", "rows", "self_attn.q_norm.weight", "q"),
+    one("self_attention.k_layernorm.weight", "rows", "self_attn.k_norm.weight", "kv"),
+)
+"""One norm of all queries and one of all keys, of which ranks have their own heads'."""
 LATENT_ATTENTION = (
     one("input_layernorm.weight", "replicated", "input_layernorm.weight", "hidden"),
     one(

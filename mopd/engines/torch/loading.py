@@ -21,13 +21,13 @@ from mopd.base.types import UserError
 from mopd.conversion.hf import pretrained
 from mopd.conversion.hf.pretrained import read_stop_ids
 from mopd.conversion.hf.stacked import split
+from mopd.conversion.models.known import FAMILIES
 
 __all__ = ["build_empty_model", "load_model", "read_config", "read_stop_ids", "weight_slots"]
 
 _FUSED_GATE_UP = ".mlp.experts.gate_up_proj"
 _FUSED_DOWN = ".mlp.experts.down_proj"
 _FLAT = {"model.visual.": "visual.", "model.language_model.": "model."}
-_MIXTRAL_BLOCK = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -93,10 +93,11 @@ def weight_slots(model: PreTrainedModel, naming: Literal["flat", "nested"] | Non
     slots: dict[str, Tensor] = dict(model.named_parameters())
     slots |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     each: dict[str, Tensor] = {}
+    family = FAMILIES.get(model.config.model_type)
     for name, tensor in slots.items():
-        each |= _split_experts(name, tensor, is_stored_stacked=model.config.model_type == "gpt_oss")
-    if model.config.model_type == "mixtral":
-        return {_mixtral_name(name): tensor for name, tensor in each.items()}
+        each |= _split_experts(name, tensor, is_stored_stacked=family is not None and family.stacked_experts)
+    if family is not None and family.renamed:
+        return {_stored_name(name, family.renamed): tensor for name, tensor in each.items()}
     if naming == "flat":
         return {_flat_name(name): tensor for name, tensor in each.items()}
     return each
@@ -119,10 +120,10 @@ def _split_experts(name: str, tensor: Tensor, *, is_stored_stacked: bool) -> dic
     return {name: tensor}
 
 
-def _mixtral_name(name: str) -> str:
+def _stored_name(name: str, renamed: tuple[tuple[str, str], ...]) -> str:
     if ".mlp." not in name:
         return name
-    for new, old in _MIXTRAL_BLOCK.items():
+    for new, old in renamed:
         name = name.replace(new, old)
     return name
 

@@ -50,6 +50,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from mopd.base.text import one_line
 from mopd.base.types import LostError, UserError
 from mopd.config.groups import VllmEngineConfig
+from mopd.conversion.models.known import FAMILIES
 from mopd.engines.interface import EngineNode, SamplingParams
 from mopd.engines.torch.loading import read_config
 
@@ -197,8 +198,11 @@ def _cpu_options(folder: Path, cfg: VllmEngineConfig, *, fixed: bool) -> dict[st
             "it, and set tensor_parallel_size"
         )
     config = read_config(folder).get_text_config()
-    if config.model_type == "glm4_moe":  # also of what transformers has saved; another result each time
-        raise UserError(f"{folder}: vLLM on a CPU computes model_type glm4_moe wrongly: set engine: {{type: torch}}")
+    family = FAMILIES.get(config.model_type)
+    if family is not None and family.vllm_on_cpu:
+        raise UserError(
+            f"{folder}: vLLM on a CPU {family.vllm_on_cpu} model_type {config.model_type}: set engine: {{type: torch}}"
+        )
     if not fixed and getattr(config, "kv_lora_rank", None) is not None:
         raise UserError(
             f"{folder}: vLLM on a CPU gives up weights of latent attention once it has packed them, so that no update "

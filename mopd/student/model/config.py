@@ -138,9 +138,9 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
         virtual_pipeline_model_parallel_size=layout.vp_size,
     )
     degrees = {"tp": layout.tp_size, "ep": layout.ep_size, "etp": layout.etp_size, "cp": layout.cp_size}
-    if problem := layout_problem(dims, stages, **degrees):
+    if problem := layout_problem(dims, stages, **degrees, sp=layout.sequence_parallel):
         raise UserError(problem)
-    _check_ranks_of_a_layer(student, dims, layout)
+    _check_images(student, dims, layout)
     _check_experts(student, dims)
     fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student, dims)}
     fields |= asdict(stages)
@@ -200,23 +200,13 @@ def check_fp8(student: StudentConfig, dims: ModelDims, tp_size: int) -> None:
             )
 
 
-def _check_ranks_of_a_layer(student: StudentConfig, dims: ModelDims, layout: Layout) -> None:
-    """Require sequence parallelism where Megatron-Core needs it on tensor-parallel ranks that share a layer, and refuse
-    context parallelism with images under TransformerEngine.
-
-    Experts: Megatron refuses to train without. Latent attention: each rank would keep only its own heads' part of the
-    gradient of the keys' rotary half, which all heads share. Images: TransformerEngine's rotation of queries and keys
-    knows one axis of positions, of whole sequences.
+def _check_images(student: StudentConfig, dims: ModelDims, layout: Layout) -> None:
+    """Refuse context parallelism with images under TransformerEngine, whose rotation of queries and keys knows one axis
+    of positions, of whole sequences.
 
     Raises:
         UserError: one line with the key to set.
     """
-    needs = [name for name, part in (("experts", dims.moe), ("latent attention", dims.mla)) if part is not None]
-    if needs and layout.tp_size > 1 and not layout.sequence_parallel:
-        raise UserError(
-            f"student.parallel.tensor_model_parallel_size is {layout.tp_size} and the model has {' and '.join(needs)}: "
-            "set student.parallel.sequence_parallel: true"
-        )
     if layout.cp_size > 1 and dims.vision is not None and uses_transformer_engine(student, dims):
         raise UserError(
             f"student.parallel.context_parallel_size is {layout.cp_size} and model_type {dims.family} sees images: set "

@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -46,7 +47,7 @@ from mopd.conversion.models.dims import ModelDims
 from mopd.student.attention import CoreAttention, EngineAttention, PackedSequences, RowParams, RowRotary
 from mopd.student.model.config import rotary_base, transformer_config, uses_transformer_engine
 from mopd.student.model.gated_delta_net import GatedAttention, GatedDeltaNet
-from mopd.student.model.norms import BiasedRowParallel, NormedRowParallel, RMSNorm, ZeroCenteredRMSNorm
+from mopd.student.model.norms import BiasedRowParallel, NormedRowParallel, RMSNorm, WideRMSNorm, ZeroCenteredRMSNorm
 from mopd.student.model.ropes import PairedRotary, scaled_frequencies
 from mopd.student.parallel import Layout
 from mopd.student.vision import ImageInput, image_features, make_tower
@@ -213,7 +214,7 @@ def _build_chunk(
     vp_stage = None if layout.vp_size == 1 else chunk
     model = StudentModel(
         config=config,
-        transformer_layer_spec=_layer_specs(student, dims, config, vp_stage),
+        transformer_layer_spec=_layer_specs(student, dims, layout, config, vp_stage),
         vocab_size=dims.padded_vocab_size(layout.tp_size),
         max_sequence_length=dims.max_positions,
         pre_process=layout.is_first_stage and chunk == 0,
@@ -299,6 +300,8 @@ def _mark_shards(model: StudentModel) -> None:
                     parameter.allreduce = model.config.tensor_model_parallel_size == 1 and parameter.allreduce
             if isinstance(module, BiasedRowParallel):  # each rank has tokens of its own
                 set_tensor_model_parallel_attributes(module.bias, is_parallel=True, dim=0, stride=1)
+        elif isinstance(module, WideRMSNorm):
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=0, stride=1)
         elif isinstance(module, CoreAttention) and module.softmax_offset is not None:
             set_tensor_model_parallel_attributes(module.softmax_offset, is_parallel=True, dim=0, stride=1)
 
@@ -323,7 +326,7 @@ def _hand_on_padding_mask(model: StudentModel) -> None:
 
 
 def _layer_specs(
-    student: StudentConfig, dims: ModelDims, config: TransformerConfig, vp_stage: int | None
+    student: StudentConfig, dims: ModelDims, layout: Layout, config: TransformerConfig, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the layers of chunk ``vp_stage`` of this pipeline stage, or of the whole stage (``None``)."""
     _mark_missing_imports()
@@ -337,7 +340,7 @@ def _layer_specs(
                 layer.submodules.self_attention.submodules.core_attention = EngineAttention
         return spec
     first = get_transformer_layer_offset(config, vp_stage)
-    layers = [_local_spec(dims, first + i) for i in range(get_num_layers_to_build(config, vp_stage))]
+    layers = [_local_spec(dims, layout, first + i) for i in range(get_num_layers_to_build(config, vp_stage))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(dims))
 
 
@@ -353,7 +356,7 @@ def _mark_missing_imports() -> None:
         multi_latent_attention.HAVE_TE = False
 
 
-def _local_spec(dims: ModelDims, number: int) -> ModuleSpec:
+def _local_spec(dims: ModelDims, layout: Layout, number: int) -> ModuleSpec:
     """Return layer ``number`` (from 0 over the whole model)."""
     is_latent, has_experts, norm = dims.mla is not None, dims.is_moe_layer(number), _norm(dims)
     layer = get_gpt_layer_local_spec(
@@ -363,13 +366,17 @@ def _local_spec(dims: ModelDims, number: int) -> ModuleSpec:
         normalization="RMSNorm",
     )
     submodules, attention = layer.submodules, layer.submodules.self_attention.submodules
-    submodules.input_layernorm = submodules.pre_mlp_layernorm = norm
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = norm if dims.pre_norms else IdentityOp
     if dims.is_delta_layer(number):
         submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": dims.delta})
     elif dims.gated_attention:
         submodules.self_attention.module = GatedAttention
+    window = dims.window_of(number)
+    # A scaled rope scales scores too, and is not the windowed layers' where they have their own.
+    has_own_rope = window is not None and dims.window is not None and dims.window.rotary_base is not None
+    scale = (dims.score_divisor or dims.head_dim) ** -0.5 if has_own_rope else None
     attention.core_attention = ModuleSpec(
-        module=CoreAttention, params={"window": dims.window_of(number), "has_sinks": dims.has_sinks}
+        module=CoreAttention, params={"window": window, "scale": scale, "has_sinks": dims.has_sinks}
     )
     if dims.linear_bias:
         submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedRowParallel
@@ -387,6 +394,11 @@ def _local_spec(dims: ModelDims, number: int) -> ModuleSpec:
         keys |= _FUSED_INPUT_NORM
         if dims.qk_norm:
             attention.q_layernorm = attention.k_layernorm = norm
+        if dims.wide_qk_norm:
+            attention.q_layernorm, attention.k_layernorm = (
+                ModuleSpec(module=WideRMSNorm, params={"num_heads": heads, "group": layout.tp_group})
+                for heads in (dims.num_attention_heads, dims.num_query_groups)
+            )
     # Gated delta nets are never TransformerEngine's, and its keys never theirs.
     submodules.sharded_state_dict_keys_map = keys if dims.delta is None else {}
     return layer

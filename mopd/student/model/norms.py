@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
@@ -28,6 +34,41 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
+
+
+class WideRMSNorm(torch.nn.Module):
+    """RMSNorm of all heads of queries, or of keys, together. Each tensor-parallel rank has its own heads and their part
+    of the weight, whose gradient is whole there: ranks have all tokens between the projections."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int, group: dist.ProcessGroup
+    ) -> None:
+        """``hidden_size``: channels of a head; ``num_heads``: those of all ranks of the ``group``."""
+        super().__init__()
+        self._group, self._eps, self._width = group, eps, num_heads * hidden_size
+        own = self._width // group.size()
+        self.weight = torch.nn.Parameter(torch.empty(own, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm [S, B, heads / tp, D], rounding once."""
+        wide = x.flatten(-2).float()
+        total = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=self._group)
+        # Backward sums as well: what each rank returns depends on the squares of all.
+        total = copy_to_tensor_model_parallel_region(total, group=self._group)
+        return (self.weight * (wide * torch.rsqrt(total / self._width + self._eps))).to(x.dtype).view_as(x)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Return Megatron's description of the weight for checkpoints."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self._group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
 
 class BiasedRowParallel(RowParallelLinear):

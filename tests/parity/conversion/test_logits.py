@@ -27,6 +27,7 @@ from tests.fixtures.tiny_models import FAMILIES, make_hf_model
 B, S, VOCAB_SIZE = 2, 23, 61
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+OLMO_ROPES = {"sliding_attention": ROPE, "full_attention": YARN}
 LLAMA_3_ON_THE_WAY = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 6.0,
     "original_max_position_embeddings": 64,
@@ -94,6 +95,8 @@ def test_logits_equal_those_of_transformers(family: str, tied: bool, layout: par
         ("llama", {"rope_parameters": YARN | {"attention_factor": 0.7}}),
         ("mistral", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
         ("llama", {"rope_parameters": LLAMA_3_ON_THE_WAY}),
+        ("olmo3", {"rope_parameters": OLMO_ROPES, "num_layers": 4, "num_kv_heads": 4}),
+        ("gemma3_text", {"rope_parameters": OLMO_ROPES}),
         ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}, "layer_types": ["full_attention"] * 2}),
     ],
 )

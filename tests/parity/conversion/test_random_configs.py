@@ -67,6 +67,14 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
         "attention_bias": [*[True] * 5, False], "swiglu_limit": [*[7.0] * 5, 1.0], "swiglu_alpha": [*[1.702] * 5, 1.0],
         "layer_types": [None, ["full_attention", "sliding_attention", "full_attention"], ["full_attention"] * 3],
     },
+    "olmo3": {
+        "sliding_window": [3, 30], "attention_bias": [False, False, True],
+        "layer_types": [None, ["full_attention", "sliding_attention", "full_attention"], ["full_attention"] * 3],
+    },
+    "minimax_m2": {
+        "num_local_experts": [3, 5], "num_experts_per_tok": [2, 3, 1], "rotary_dim": [4, 8],
+        "use_qk_norm": [*[True] * 5, False], "shared_intermediate_size": [*[0] * 5, 8],
+    },
     "mistral": {"sliding_window": [None, 8]},
     "llama": {"attention_bias": [False, True], "mlp_bias": [False, True]},
     "qwen3": {"attention_bias": [False, True]},
@@ -98,7 +106,7 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     own = {key: draw(st.sampled_from(values)) for key, values in CHOICES.get(family, {}).items()}
     if own.get("layer_types"):
         own["layer_types"] = own["layer_types"][: keys["num_layers"]]
-    if family == "gemma3_text":
+    if family in ("gemma3_text", "olmo3"):
         rope = {"full_attention": rope, "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}
     return keys | own | {"rope_parameters": rope}
 

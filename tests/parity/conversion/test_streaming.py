@@ -51,7 +51,7 @@ EXPERTS = {
 DEEP = {"vp2": keys(pp=2, vp=2), "last1": keys(pp=2, last=1)}
 LAYOUTS = DENSE | EXPERTS | DEEP
 ODD_VOCAB = 61
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "minimax_m2")
 THOROUGH = ("llama-tied", "deepseek_v3-tied")
 NAMES = [f"{family}-{head}" for family in FAMILIES for head in ("tied", "untied")] + ["qwen3_moe-mixed", "qwen3-bf16"]
 NAMES += ["qwen2_5_vl-tied", "qwen3_vl-untied", "qwen3-deep", "deepseek_v3-deep"]

@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 Results = dict[str, Any]
 IS_WHOLE = os.environ.get("MOPD_FAMILIES") == "all"
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+OLMO_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}, "full_attention": YARN}
 GEMMA_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -49,6 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": {**YARN, "truncate": False},
     },
+    "minimax_m2": {"family": "minimax_m2", "tie_word_embeddings": False},
+    "olmo3": {"family": "olmo3", "num_layers": 4, "tie_word_embeddings": False, "rope_parameters": OLMO_ROPES},
 }
 """Those of a shared head have one key/value head, which two tensor-parallel ranks share."""
 ONE = {"tp": 1, "pp": 1, "dp": 1, "sp": False}
@@ -65,7 +68,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STEPS = {"objective": "sft_on_teacher", "logprobs": True, "steps": 3}
 FEW = {
     "seed_oss": "tp2_sp", "glm4_moe": "tp2_sp", "phi3": "tp2", "shared_head": "tp2", "shared_head_norms": "tp2_sp",
-    "gemma3": "recompute", "gpt_oss": "tp2_sp",
+    "gemma3": "recompute", "gpt_oss": "tp2_sp", "olmo3": "tp2", "minimax_m2": "tp2_sp",
 }  # fmt: skip
 
 
@@ -73,9 +76,10 @@ def _layouts_of(name: str) -> list[str]:
     """Experts have ranks of their own in one, and need sequence parallelism; windows meet parts of a sequence."""
     if not IS_WHOLE:
         return [FEW[name]]
-    others = {"glm4_moe": ("tp2", "cp2", "recompute"), "gemma3": ("ep2",), "gpt_oss": ("tp2",)}.get(
-        name, ("ep2", "cp2", "recompute")
-    )
+    others = {
+        "glm4_moe": ("tp2", "cp2", "recompute"), "gemma3": ("ep2",), "gpt_oss": ("tp2",), "olmo3": ("ep2",),
+        "minimax_m2": ("tp2",),
+    }.get(name, ("ep2", "cp2", "recompute"))  # fmt: skip
     if name != "gpt_oss":
         others = (*others, "tp2_sp_ep2")
     return [layout for layout in LAYOUTS if layout not in others]
@@ -187,7 +191,13 @@ def test_an_export_has_what_predicts_further_tokens(ranks: Results, models: dict
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not IS_WHOLE or find_spec("vllm") is None, reason="make families, with vLLM")
 @pytest.mark.parametrize(
-    ("family", "keys"), [("seed_oss", {}), ("phi3", {"hidden_size": 128}), ("gemma3_text", {"num_layers": 4})]
+    ("family", "keys"),
+    [
+        ("seed_oss", {}),
+        ("phi3", {"hidden_size": 128}),
+        ("gemma3_text", {"num_layers": 4}),
+        ("olmo3", {"num_layers": 4}),
+    ],
 )
 def test_vllm_follows_the_student(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
     """In fp32, before and after updates by each way; heads of 32 channels, as vLLM's attention on a CPU wants them."""

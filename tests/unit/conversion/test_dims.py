@@ -110,6 +110,27 @@ GPT_OSS_20B = {
         "quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
     },
 }  # fmt: skip
+MINIMAX_M2 = {
+    "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "hidden_size": 3072,
+    "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"}, "num_hidden_layers": 62,
+    "intermediate_size": 1536, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+    "hidden_act": "silu", "vocab_size": 200064, "max_position_embeddings": 196608, "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000, "rotary_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 8,
+    "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
+    "attn_type_list": [1] * 62, "shared_intermediate_size": 0, "use_mtp": True, "num_mtp_modules": 3,
+    "mtp_transformer_layers": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+OLMO_3_7B = {
+    "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32,
+    "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu",
+    "vocab_size": 100278, "max_position_embeddings": 65536, "rms_norm_eps": 1e-06, "rope_theta": 500000,
+    "sliding_window": 4096, "attention_bias": False, "tie_word_embeddings": False,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+}  # fmt: skip
 PATH = Path("model/config.json")
 
 
@@ -126,6 +147,23 @@ def test_published_gpt_oss_config():
     assert sum(math.prod(shape) for shape in families.hf_tensors(dims).values()) == 20_914_757_184
     assert [dims.window_of(layer) for layer in range(3)] == [128, None, 128]
     assert isinstance(dims.rope_scaling, YarnRope) and not dims.rope_scaling.is_truncated
+
+
+def test_published_olmo_3_config():
+    dims = dims_from_config(OLMO_3_7B, PATH)
+    assert sum(math.prod(shape) for shape in families.hf_tensors(dims).values()) == 7_298_011_136
+    assert dims.window == WindowDims(size=4096, layers=(True, True, True, False) * 8, rotary_base=5e5)
+    assert dims_from_config({**OLMO_3_7B, "layer_types": None}, PATH) == dims
+    assert dims.wide_qk_norm and not dims.qk_norm and dims.post_norms and not dims.pre_norms and dims.has_own_layers
+    assert "does not divide the model's 8 key/value heads" in layout_problem(replace(dims, num_query_groups=8), tp=16)
+    assert not layout_problem(dims, tp=16)
+
+
+def test_published_minimax_m2_config():
+    dims = dims_from_config(MINIMAX_M2, PATH)
+    assert (dims.rotary_fraction, dims.wide_qk_norm, dims.num_mtp_layers) == (0.5, True, 3)
+    assert dims.moe is not None and dims.moe.expert_bias and dims.moe.score_function == "sigmoid"
+    assert dims.has_own_layers
 
 
 def test_llama_2_config_without_optional_keys():
@@ -274,6 +312,13 @@ def require_refusal(config: dict[str, Any], key: str) -> None:
         (GEMMA_3_1B, {"layer_types": ["full_attention"]}, "layer_types"),
         (GEMMA_3_1B, {"sliding_window": None}, "sliding_window"),
         (GEMMA_3_1B, {"rope_local_base_freq": None}, "rope_local_base_freq"),
+        (MINIMAX_M2, {"attn_type_list": [0] + [1] * 61}, "attn_type_list"),
+        (MINIMAX_M2, {"qk_norm_type": "per_head"}, "qk_norm_type"),
+        (MINIMAX_M2, {"use_routing_bias": False}, "use_routing_bias"),
+        (MINIMAX_M2, {"rotary_dim": 49}, "partial_rotary_factor"),
+        (OLMO_3_7B, {"rope_theta": 10000}, "rope_theta"),
+        (OLMO_3_7B, {"rope_scaling": OLMO_3_7B["rope_scaling"] | {"truncate": False}}, "rope_scaling.truncate"),
+        (OLMO_3_7B, {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}}, "rope_parameters"),
         (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"factor": None}}, "rope_scaling.factor"),
         (LLAMA_3, {"rope_scaling": LLAMA_3_ROPE | {"type": "linear"}}, "rope_scaling.rope_type"),
         (LLAMA_3, {"rope_parameters": {"rope_type": "default"}}, "rope_scaling"),
@@ -353,6 +398,7 @@ def test_missing_config_and_folder(tmp_path: Path):
         (QWEN3_MOE, {"ep": 3}, "expert_model_parallel_size 3 does not .* 128 experts"),
         (QWEN3_MOE, {"etp": 5}, "expert_tensor_parallel_size 5 does not .* 768 columns"),
         (QWEN3, {"ep": 2}, "has no experts: set it to 1"),
+        (QWEN3_MOE, {"tp": 2, "sp": False}, "has experts: set student.parallel.sequence_parallel: true"),
     ],
 )
 def test_layout_that_would_split_a_part_of_the_model(config: dict[str, Any], degrees: dict[str, Any], message: str):

@@ -44,9 +44,8 @@ def test_on_a_cpu_there_are_none(tmp_path: Path) -> None:
         asyncio.run(VllmEngine.start_rollout(make_hf_model(tmp_path, "qwen3_moe"), CFG, **options))
 
 
-def test_a_family_that_vllm_computes_wrongly_on_a_cpu(tmp_path: Path) -> None:
-    start = VllmEngine.start_teacher(
-        make_hf_model(tmp_path, "glm4_moe"), CFG, max_logprobs=4, startup_timeout_s=STARTUP_S
-    )
-    with pytest.raises(UserError, match="computes model_type glm4_moe wrongly"):
+@pytest.mark.parametrize(("family", "problem"), [("glm4_moe", "computes wrongly"), ("minimax_m2", "has no router for")])
+def test_a_family_that_vllm_does_not_serve_on_a_cpu(tmp_path: Path, family: str, problem: str) -> None:
+    start = VllmEngine.start_teacher(make_hf_model(tmp_path, family), CFG, max_logprobs=4, startup_timeout_s=STARTUP_S)
+    with pytest.raises(UserError, match=f"on a CPU {problem} model_type {family}: set engine"):
         asyncio.run(start)

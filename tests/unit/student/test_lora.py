@@ -137,7 +137,7 @@ def test_layers_that_adapters_would_not_stand_beside_are_refused(
         check_lora(dims, student)
 
 
-@pytest.mark.parametrize("family", ["seed_oss", "glm4_moe", "deepseek_v3", "mixtral"])
+@pytest.mark.parametrize("family", ["seed_oss", "glm4_moe", "deepseek_v3", "mixtral", "minimax_m2"])
 def test_layers_like_others_are_taken(tmp_path: Path, family: str) -> None:
     dims = read_dims(make_hf_model(tmp_path / family, family))
     check_lora(dims, StudentConfig(model=str(tmp_path / family), lora=LoraConfig(rank=RANK)))

@@ -30,7 +30,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"decoder_sparse_step": 2}),
     ("deepseek_v2", {"first_k_dense_replace": 0, "q_lora_rank": 48}),
 ]
-LOCAL = ("gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+LOCAL = ("gemma3_text", "gpt_oss", "minimax_m2", "olmo3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families whose layers are never TransformerEngine's."""
 
 

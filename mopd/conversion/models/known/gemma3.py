@@ -11,19 +11,28 @@ from mopd.conversion.models.rows import ATTENTION, Param, gate_up, one
 
 _DEFAULT_PATTERN = 6
 """Number of layers of which the last sees all tokens, if the config names neither layers nor another number."""
+_NOT_READ = "transformers does not read it where a model has two ropes"
 
 
-def _spelled(keys: Keys) -> Keys:
+def two_ropes(keys: Keys) -> Keys:
     """Give the whole-attention layers' rope the keys of a model with one rope, and the windows' base its older key."""
-    config = {**keys.config, "hidden_act": keys.config.get("hidden_activation")}
+    config = dict(keys.config)
     ropes = config.get("rope_parameters")
+    if not keys.absent("rope_scaling"):
+        keys.section("rope_scaling").only("truncate", True, _NOT_READ)
     if isinstance(ropes, dict) and "full_attention" in ropes:
         section = keys.section("rope_parameters")
-        config["rope_parameters"] = section.container("full_attention", dict)
+        section.section("full_attention").only("truncate", True, _NOT_READ)
+        config["rope_parameters"] = ropes["full_attention"]
         local = section.section("sliding_attention")
         local.only("rope_type", "default")
         config["rope_local_base_freq"] = local.positive("rope_theta")
     return Keys(config, keys.path, keys.prefix)
+
+
+def _spelled(keys: Keys) -> Keys:
+    config = {**keys.config, "hidden_act": keys.config.get("hidden_activation")}
+    return two_ropes(Keys(config, keys.path, keys.prefix))
 
 
 def _more(keys: Keys) -> dict[str, Any]:
@@ -31,26 +40,23 @@ def _more(keys: Keys) -> dict[str, Any]:
         if not keys.absent(key):
             raise keys.error(key, f"{keys.config[key]!r:.100} is not supported, only null is")
     keys.only("use_bidirectional_attention", False)
-    num_layers = keys.count("num_hidden_layers")
-    if keys.absent("layer_types"):
-        every = _DEFAULT_PATTERN if keys.absent("sliding_window_pattern") else keys.count("sliding_window_pattern")
-        layers = tuple((layer + 1) % every != 0 for layer in range(num_layers))
-    else:
-        layers = tuple(kind == "sliding_attention" for kind in keys.container("layer_types", list))
-        if len(layers) != num_layers:
-            raise keys.error("layer_types", f"names {len(layers)} layers, num_hidden_layers is {num_layers}")
-    base = keys.positive("rope_local_base_freq")
+    every = _DEFAULT_PATTERN if keys.absent("sliding_window_pattern") else keys.count("sliding_window_pattern")
     return {
         "zero_centered_norms": True,
         "post_norms": True,
         "scaled_embeddings": True,
         "activation": "gelu_tanh",
         "score_divisor": keys.positive("query_pre_attn_scalar"),
-        "window": WindowDims(size=keys.count("sliding_window"), layers=layers, rotary_base=base),
+        "window": WindowDims(
+            size=keys.count("sliding_window"),
+            layers=keys.layers_of("sliding_attention", lambda layer: (layer + 1) % every != 0),
+            rotary_base=keys.positive("rope_local_base_freq"),
+        ),
     }
 
 
-def _norm(megatron: str, hf: str, *, also: str = "") -> Param:
+def norm(megatron: str, hf: str, *, also: str = "") -> Param:
+    """Return the row of a norm of all channels."""
     return one(f"{megatron}.weight", "replicated", f"{hf}.weight", "hidden", also=also)
 
 
@@ -59,12 +65,11 @@ FAMILIES = {
         architecture="Gemma3ForCausalLM",
         dense=(
             *ATTENTION,
-            _norm("self_attention.linear_proj.post_layernorm", "post_attention_layernorm"),
-            _norm("pre_mlp_layernorm", "pre_feedforward_layernorm", also="mlp.linear_fc1.layer_norm_weight"),
+            norm("self_attention.linear_proj.post_layernorm", "post_attention_layernorm"),
+            norm("pre_mlp_layernorm", "pre_feedforward_layernorm", also="mlp.linear_fc1.layer_norm_weight"),
             *gate_up("mlp", "mlp", "ffn"),
-            _norm("mlp.linear_fc2.post_layernorm", "post_feedforward_layernorm"),
+            norm("mlp.linear_fc2.post_layernorm", "post_feedforward_layernorm"),
         ),
-        ropes=("linear", "llama3"),  # yarn's scores would be scaled in the windowed layers too
         qk_norm=True,
         layer_types=("full_attention", "sliding_attention"),
         activation="gelu_pytorch_tanh",

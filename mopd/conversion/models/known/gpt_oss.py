@@ -17,7 +17,6 @@ def _experts(keys: Keys) -> MoeDims:
         ffn_hidden_size=keys.count("intermediate_size"),
         layers=(True,) * keys.count("num_hidden_layers"),
         normalized=True,
-        is_stacked=True,
     )
 
 
@@ -25,13 +24,7 @@ def _more(keys: Keys) -> dict[str, Any]:
     keys.only("attention_bias", True)
     keys.only("swiglu_alpha", 1.702)
     keys.only("swiglu_limit", SWIGLU_LIMIT, "vLLM reads no other")
-    num_layers = keys.count("num_hidden_layers")
-    if keys.absent("layer_types"):
-        layers = tuple(layer % 2 == 0 for layer in range(num_layers))
-    else:
-        layers = tuple(kind == "sliding_attention" for kind in keys.container("layer_types", list))
-        if len(layers) != num_layers:
-            raise keys.error("layer_types", f"names {len(layers)} layers, num_hidden_layers is {num_layers}")
+    layers = keys.layers_of("sliding_attention", lambda layer: layer % 2 == 0)
     return {
         "activation": "clamped_swiglu",
         "linear_bias": True,
@@ -66,6 +59,8 @@ FAMILIES = {
         qkv_bias="attention_bias",
         layer_types=("full_attention", "sliding_attention"),
         quantised="mxfp4",
+        stacked_experts=True,
+        attention="eager",  # the fused kernel knows no sinks
         experts=_experts,
         more=_more,
     )

@@ -5,11 +5,14 @@ from mopd.conversion.models.dims import MoeDims
 from mopd.conversion.models.family import Family
 from mopd.conversion.models.rows import ATTENTION, PRE_MOE_NORM, experts, one
 
-_EXPERTS = experts("block_sparse_moe.experts.{expert}", "w1", "w3", "w2")
-_ROUTER = (one("mlp.router.weight", "replicated", "block_sparse_moe.gate.weight", "experts", "hidden"),)
+RENAMED = ((".mlp.", ".block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+ROUTER_AND_EXPERTS = (
+    one("mlp.router.weight", "replicated", "block_sparse_moe.gate.weight", "experts", "hidden"),
+    *experts("block_sparse_moe.experts.{expert}", "w1", "w3", "w2"),
+)
 
 
-def _experts(keys: Keys) -> MoeDims:
+def mixtral_experts(keys: Keys) -> MoeDims:
     if not keys.absent("router_jitter_noise") and keys.config["router_jitter_noise"]:
         raise keys.error("router_jitter_noise", "is not supported; set it to 0.0")
     return MoeDims(
@@ -24,8 +27,9 @@ def _experts(keys: Keys) -> MoeDims:
 FAMILIES = {
     "mixtral": Family(
         architecture="MixtralForCausalLM",
-        moe=ATTENTION + PRE_MOE_NORM + _ROUTER + _EXPERTS,
+        moe=ATTENTION + PRE_MOE_NORM + ROUTER_AND_EXPERTS,
         head_dim_defaults_to_share=True,
-        experts=_experts,
+        renamed=RENAMED,
+        experts=mixtral_experts,
     )
 }

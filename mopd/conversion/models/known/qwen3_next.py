@@ -88,21 +88,14 @@ def _qwen3_5_experts(keys: Keys) -> MoeDims:
 def _more(keys: Keys) -> dict[str, Any]:
     """Return which layers have gated delta nets, and their sizes. Absent, every fourth layer attends."""
     keys.only("attn_output_gate", True)
-    num_layers = keys.count("num_hidden_layers")
-    if keys.absent("layer_types"):
-        every = 4 if keys.absent("full_attention_interval") else keys.count("full_attention_interval")
-        layers = tuple((layer + 1) % every != 0 for layer in range(num_layers))
-    else:
-        layers = tuple(kind == "linear_attention" for kind in keys.container("layer_types", list))
-    if len(layers) != num_layers:
-        raise keys.error("layer_types", f"names {len(layers)} layers, num_hidden_layers is {num_layers}")
+    every = 4 if keys.absent("full_attention_interval") else keys.count("full_attention_interval")
     delta = DeltaDims(
         num_key_heads=keys.count("linear_num_key_heads"),
         num_value_heads=keys.count("linear_num_value_heads"),
         key_head_dim=keys.count("linear_key_head_dim"),
         value_head_dim=keys.count("linear_value_head_dim"),
         conv_size=keys.count("linear_conv_kernel_dim"),
-        layers=layers,
+        layers=keys.layers_of("linear_attention", lambda layer: (layer + 1) % every != 0),
     )
     if delta.num_value_heads % delta.num_key_heads:
         problem = f"{delta.num_value_heads} is no multiple of linear_num_key_heads {delta.num_key_heads}"
