@@ -120,6 +120,24 @@ def test_random_kills_lose_nothing_and_repeat_nothing(
             assert any(row.get(f"{name}/left", 0) > 0 for row in rows), f"no call was made: {name}"
 
 
+@LONG
+def test_the_process_of_the_tools_dies(world: World, tmp_path: Path, make_run: Callable[..., Run]) -> None:
+    """The run ends in one line, and goes on."""
+    world = with_calls(world, tmp_path / "world")
+    run = make_run(recipe_of(world, tmp_path / "run", steps=ENDLESS, **playing("python_tool", tmp_path)))
+    run.start()
+    run.wait_until(lambda: run.num_steps > 3, "step 4")
+    (tools,) = [one for one in run.find("orchestrator").children() if "python_tool" in one.cmdline()]
+    tools.kill()
+    assert run.end() == 2, run.stderr
+    assert "(python_tool) ended its process (killed by signal 9)" in run.error()
+    assert run.error().endswith("; go on with --resume")
+    steps = complete_steps(run.path / "checkpoints")[-1] + STEPS_BETWEEN
+    run.start("--resume", f"schedule.steps={steps}")
+    assert run.end() == 0, run.stderr
+    check_accounts(run, steps=steps)
+
+
 def playing(kind: str, folder: Path) -> dict[str, Any]:
     """Keys of a recipe whose responses have up to 4 turns."""
     environment: dict[str, Any] = {"type": kind, "max_turns": 4}
