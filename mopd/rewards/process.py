@@ -52,7 +52,13 @@ class RewardProcess:
     """A process, ready or starting. Its calls block; every wait has a deadline."""
 
     def __init__(
-        self, program: str | Path, arguments: tuple[str, str], *, max_bytes: int, folder: Path | None = None
+        self,
+        program: str | Path,
+        arguments: tuple[str, str],
+        *,
+        max_bytes: int,
+        folder: Path | None = None,
+        python: str = sys.executable,
     ) -> None:
         """Start it; ``exchange(None)`` then waits for the import. It dies with the thread that calls this.
 
@@ -60,6 +66,7 @@ class RewardProcess:
             program: ``child.py`` or ``judge.py`` of this folder, or a path, with its own two ``arguments``.
             max_bytes: memory of the process, and of each that it starts.
             folder: working directory; absent: a new one, which is removed with the process.
+            python: interpreter, by an absolute path.
 
         Raises:
             UserError: there is no room for its folder.
@@ -74,7 +81,7 @@ class RewardProcess:
             with open(output_end, "wb") as output:
                 path, numbers = Path(__file__).parent / program, (os.getpid(), theirs.fileno(), max_bytes)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", str(path), *arguments, *map(str, numbers)],
+                    [python, "-I", str(path), *arguments, *map(str, numbers)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -24,6 +24,7 @@ from mopd.launch.failure import STOPPED_CODE
 from mopd.run.checkpointing import complete_steps
 from tests.fixtures.chance import seed_of
 from tests.fixtures.environments import COUNTING
+from tests.fixtures.tiny_models import CHARACTERS, make_tokenizer
 from tests.integration.groups import is_alive
 from tests.integration.under_fire import LOCAL, MAX_STALENESS, PER_PROMPT, TOY, Run, check_accounts, recipe_of, trained
 from tests.integration.world import World, read_metrics
@@ -31,6 +32,7 @@ from tests.integration.world import World, read_metrics
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 SHORT_FORM = 1
 IS_LONG = "MOPD_KILLS" in os.environ
+LONG = pytest.mark.skipif(not IS_LONG, reason="takes long: make kills")
 VICTIMS = ("rank 0", "launcher", "orchestrator", "rollout.0", "teachers.left.0")
 SERVERS = ("rollout.0", "teachers.left.0")
 STEPS_BETWEEN = 6
@@ -41,6 +43,13 @@ SHARE_IN_TRANSFER = 0.4
 """Of the deaths of ranks, launchers and orchestrators."""
 ENDLESS = 100_000
 """Steps, for a run that is to be killed: more go by while a server starts again than before."""
+CALL = '<tool_call>{"name": "%s", "arguments": {"%s": "%s"}}</tool_call>'
+CALLS = {
+    "q": CALL % ("python", "code", "print(6 * 7)"),
+    "=": CALL % ("calculator", "expression", "9 ** 9"),
+    "?": CALL % ("calculator", "expression", "1 / 0"),
+}
+"""Characters that no prompt holds, and what their ids mean in the place of them."""
 
 
 @pytest.fixture
@@ -60,15 +69,14 @@ def make_run() -> Iterator[Callable[..., Run]]:
         shutil.rmtree(run.temporary)
 
 
-@pytest.mark.parametrize(
-    "has_turns", [False, pytest.param(True, marks=pytest.mark.skipif(not IS_LONG, reason="takes long: make kills"))]
-)
+@pytest.mark.parametrize("environment", [None, *(pytest.param(kind, marks=LONG) for kind in ("custom", "python_tool"))])
 def test_random_kills_lose_nothing_and_repeat_nothing(
-    world: World, tmp_path: Path, make_run: Callable[..., Run], has_turns: bool
+    world: World, tmp_path: Path, make_run: Callable[..., Run], environment: str | None
 ) -> None:
     """A run is killed again and again, in places and at moments by chance, then goes on to its end; also one whose
     responses have several turns in an environment."""
-    changes = playing(tmp_path) if has_turns else {}
+    changes = {} if environment is None else playing(environment, tmp_path)
+    world = with_calls(world, tmp_path / "world") if environment == "python_tool" else world
     num_kills = int(os.environ.get("MOPD_KILLS", SHORT_FORM))
     chance = random.Random(seed_of("MOPD_KILLS_SEED", is_new=IS_LONG))
     victims = [chance.choice(VICTIMS) for _ in range(num_kills)]
@@ -106,20 +114,53 @@ def test_random_kills_lose_nothing_and_repeat_nothing(
     assert run.end() == 0, run.stderr
     check_accounts(run, steps=steps)
     check_metrics(run, steps=steps)
+    if environment == "python_tool":
+        rows = read_metrics(run.path)
+        for name in ("given_share", "tool_errors"):
+            assert any(row.get(f"{name}/left", 0) > 0 for row in rows), f"no call was made: {name}"
 
 
-def playing(folder: Path) -> dict[str, Any]:
+@LONG
+def test_the_process_of_the_tools_dies(world: World, tmp_path: Path, make_run: Callable[..., Run]) -> None:
+    """The run ends in one line, and goes on."""
+    world = with_calls(world, tmp_path / "world")
+    run = make_run(recipe_of(world, tmp_path / "run", steps=ENDLESS, **playing("python_tool", tmp_path)))
+    run.start()
+    run.wait_until(lambda: run.num_steps > 3, "step 4")
+    (tools,) = [one for one in run.find("orchestrator").children() if "python_tool" in one.cmdline()]
+    tools.kill()
+    assert run.end() == 2, run.stderr
+    assert "(python_tool) ended its process (killed by signal 9)" in run.error()
+    assert run.error().endswith("; go on with --resume")
+    steps = complete_steps(run.path / "checkpoints")[-1] + STEPS_BETWEEN
+    run.start("--resume", f"schedule.steps={steps}")
+    assert run.end() == 0, run.stderr
+    check_accounts(run, steps=steps)
+
+
+def playing(kind: str, folder: Path) -> dict[str, Any]:
     """Keys of a recipe whose responses have up to 4 turns."""
-    module = folder / "counting.py"
-    module.write_text(COUNTING, encoding="utf-8")
-    environment = {"type": "custom", "module": str(module), "class_name": "Counting", "max_turns": 4}
+    environment: dict[str, Any] = {"type": kind, "max_turns": 4}
+    if kind == "custom":
+        module = folder / "counting.py"
+        module.write_text(COUNTING, encoding="utf-8")
+        environment |= {"module": str(module), "class_name": "Counting"}
     return {
         "rollout": {**TOY["rollout"], "environment": environment, "max_response_length": 64},
         "preflight__require_better_teacher": False,
     }
 
 
-@pytest.mark.skipif(not IS_LONG, reason="takes long: make kills")
+def with_calls(world: World, folder: Path) -> World:
+    """A world as that one, in which the student's random turns hold calls of tools."""
+    shutil.copytree(world.folder, folder)
+    copy = World(folder)
+    for model in (copy.student, *copy.teachers.values()):
+        make_tokenizer(model, characters=[CALLS.get(one, one) for one in CHARACTERS])
+    return copy
+
+
+@LONG
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_new_run_dies_as_it_starts(world: World, tmp_path: Path, make_run: Callable[..., Run], victim: str) -> None:
     """It may not have begun: what is told then is right, too, and does."""
@@ -198,7 +239,7 @@ def check_order(run: Run) -> None:
     assert run.left_behind() == []
 
 
-@pytest.mark.skipif(not IS_LONG, reason="takes long: make kills")
+@LONG
 @pytest.mark.ray
 def test_actors_of_transfer_queue_die(world: World, tmp_path: Path, make_run: Callable[..., Run]) -> None:
     """One line, nothing of Ray is left; finished samples are read back from a checkpoint, unless its files changed.

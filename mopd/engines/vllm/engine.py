@@ -199,7 +199,7 @@ class VllmEngine:
         options = {
             "logprobs_mode": "raw_logprobs" if cuts else "processed_logprobs",
             "max_logprobs": max_logprobs,
-            "enable_prefix_caching": True,
+            **({} if "enable_prefix_caching" in cfg.extra else {"enable_prefix_caching": True}),
             "enable_sleep_mode": enable_sleep_mode,
             "weight_transfer_config": group_transfer(),
             **({"enable_return_routed_experts": True} if tells_routes else {}),

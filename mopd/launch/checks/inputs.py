@@ -17,7 +17,7 @@ from mopd.base.hardware import Hardware
 from mopd.base.plugins import plugin_path
 from mopd.base.text import visible
 from mopd.base.types import UserError
-from mopd.config.environment import CustomEnvironmentConfig
+from mopd.config.environment import CustomEnvironmentConfig, VerifiersConfig
 from mopd.config.load import Loaded
 from mopd.config.losses import CustomLossConfig
 from mopd.config.machine.places import engine_groups
@@ -107,6 +107,9 @@ def file_checks(loaded: Loaded, is_whole: Callable[..., bool]) -> Iterator[tuple
     if isinstance(environment, CustomEnvironmentConfig):
         place = ("rollout", "environment", "module")
         yield "rollout.environment", partial(_check_file, loaded, environment.module, *place)
+    if isinstance(environment, VerifiersConfig) and environment.python is not None:
+        where = loaded.where("rollout", "environment", "python")
+        yield "rollout.environment", partial(check_interpreter, environment.python, where)
     for name in recipe.rewards or {}:
         if is_whole("rewards", name):
             yield f"reward of {name}", partial(_check_reward, loaded, name)

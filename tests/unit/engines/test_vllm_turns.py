@@ -1,6 +1,6 @@
 """Responses of several turns that real vLLM draws, against one transformers pass over each whole trajectory.
 
-Later turns begin with blocks of the prefix cache. Not exercised: a GPU, bf16.
+Later turns begin with blocks of the prefix cache, where the recipe has not turned it off. Not exercised: a GPU, bf16.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return turning_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def engine(folder: Path, loop: asyncio.AbstractEventLoop) -> Iterator[VllmEngine]:
-    """An engine with weights of version 3."""
-    start = VllmEngine.start_rollout(folder, CFG, sampling=SAMPLING, startup_timeout_s=STARTUP_S)
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.long)], ids=["cached", "uncached"])
+def engine(folder: Path, loop: asyncio.AbstractEventLoop, request: pytest.FixtureRequest) -> Iterator[VllmEngine]:
+    """An engine with weights of version 3, with the prefix cache and without."""
+    cfg = CFG if request.param else replace(CFG, extra={"enable_prefix_caching": False})
+    start = VllmEngine.start_rollout(folder, cfg, sampling=SAMPLING, startup_timeout_s=STARTUP_S)
     engine = loop.run_until_complete(start)
+    assert engine._llm.vllm_config.cache_config.enable_prefix_caching == request.param
     weights = AutoModelForCausalLM.from_pretrained(folder).named_parameters()
     loop.run_until_complete(load_staged(engine, stage_updates(weights, 3)))
     yield engine
