@@ -124,6 +124,7 @@ lint: $(STAMP)  ## ruff, spelling, mypy, import contracts, Dockerfiles, scripts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/vermin --quiet --no-tips --violations --target=3.10- --exclude sys.set_int_max_str_digits mopd tools setup.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.gpu

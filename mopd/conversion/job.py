@@ -32,6 +32,7 @@ from mopd.base.types import UserError
 
 MAX_FILE_BYTES = 2**30
 """Size at which a file of weights ends, unless the caller says otherwise."""
+_HASHED_AT_ONCE = 2**20
 _SPARE_BYTES = 2**24
 """Room for manifest, index and journal in the check of disk space."""
 _MAX_JOURNAL_BYTES = 2**28
@@ -295,8 +296,11 @@ def grouped_by_size(items: Iterable[Item], size_of: Callable[[Item], int], limit
 
 def sha256_of(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(_HASHED_AT_ONCE):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def files_below(folder: Path) -> list[str]:

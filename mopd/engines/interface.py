@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -224,6 +224,9 @@ An id may stand twice in a row."""
 NO_VISION = "the model sees no images: route rows with images to one that does"
 
 
+ColumnsT = TypeVar("ColumnsT", bound="_Columns")
+
+
 class _Columns:
     """Request about N sequences: each of its ``COLUMNS`` is ``None`` or has one entry for each sequence."""
 
@@ -245,7 +248,7 @@ class _Columns:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def at(self, places: Sequence[int]) -> Self:
+    def at(self: ColumnsT, places: Sequence[int]) -> ColumnsT:
         """Return the request about some of the sequences."""
         columns = {name: getattr(self, name) for name in self.COLUMNS}
         chosen = {name: own if own is None else [own[i] for i in places] for name, own in columns.items()}

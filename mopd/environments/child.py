@@ -45,18 +45,28 @@ class Episodes:
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to one request, an error included: whatever the class raises ends one response at most."""
-        limit = asyncio.timeout(self._timeout_s)
+        task, is_late = asyncio.current_task(), False
+        assert task is not None
+
+        def expire() -> None:
+            nonlocal is_late
+            is_late = True
+            task.cancel()
+
+        # Not `wait_for`, whose own task would end the loop by a SystemExit of the class.
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, expire)
         try:
-            async with limit:
-                return {"number": request["number"], "value": await self._value(request)}
+            return {"number": request["number"], "value": await self._value(request)}
         except BaseException as error:  # also SystemExit and the like, which would end the others' objects
-            if limit.expired():
+            if is_late:
                 problem = f"gave no answer within turn_timeout_s {self._timeout_s:g}"
             elif isinstance(error, _NoAnswer):
                 problem = str(error)
             else:
                 problem = f"failed in {request['do']}: {describe(error, self._path)}"
             return {"number": request["number"], "error": problem}
+        finally:
+            timer.cancel()
 
     async def _value(self, request: dict[str, Any]) -> Any:
         episode = request["episode"]

@@ -74,7 +74,7 @@ async def callbacks_beside(callbacks: Sequence[CallbackConfig], run: Path) -> As
         for one in processes:
             try:
                 await asyncio.wait_for(asyncio.to_thread(one.wait_ready), START_S)
-            except TimeoutError as error:
+            except asyncio.TimeoutError as error:
                 one.process.kill()
                 raise UserError(f"{one.key}: {one.cfg.module!r} was not made within {START_S:g} s") from error
         yield processes

@@ -87,9 +87,8 @@ class TransferTargets:
 
         async def ask(engine: RemoteEngine) -> int:
             try:
-                async with asyncio.timeout(timeout_s):
-                    return (await engine.info()).num_workers
-            except (EngineError, TimeoutError) as error:
+                return (await asyncio.wait_for(engine.info(), timeout_s)).num_workers
+            except (EngineError, asyncio.TimeoutError) as error:
                 logger.warning("weights to rollout replica %s: %s", engine.name, one_line(error) or "no answer")
                 self._silent.add(engine)
                 return 0
