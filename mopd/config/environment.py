@@ -19,7 +19,7 @@ class TurnsConfig(Checked):
     max_tokens_per_turn: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
     """Longest turn in tokens; a longer one ends the response as truncated."""
     max_tokens_per_observation: Annotated[int, at_least(1, MAX_TOKENS)] = 512
-    """Longest given text in tokens; of a longer one the first are given."""
+    """Longest given text in tokens; a longer one is cut."""
     turn_timeout_s: Seconds = 30.0
     """Deadline for the environment's answer to one turn."""
     observation_role: Literal["tool", "user"] = "tool"
@@ -34,7 +34,7 @@ class PythonToolConfig(TurnsConfig):
     type: Literal["python_tool"]
     """Environment type."""
     on_malformed_call: Literal["answer", "end"] = "answer"
-    """A call that cannot be read: tell the student what is wrong with it, or end the response there."""
+    """After a call that cannot be read: tell the student what is wrong, or end the response."""
     max_memory_gib: Annotated[float, at_least(0.125, 64.0)] = 1.0
     """Memory of one program, in GiB."""
 
@@ -66,9 +66,9 @@ class OpenEnvConfig(TurnsConfig):
     action: Lines
     """Field of the server's action that takes the text of a turn."""
     observation: Lines | None = None
-    """Field of its observation that is given to the student, a text; absent: all fields, as JSON."""
+    """Text field of its observation that the student is given; absent: all fields, as JSON."""
     begins_with: Literal["row", "reset"] = "row"
-    """A response's prompt: the row's, or what the server's first observation says."""
+    """A response's prompt: the row's, or the server's first observation."""
     on_error: Literal["stop", "end"] = "stop"
     """As for ``type: custom``."""
 

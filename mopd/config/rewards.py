@@ -53,7 +53,7 @@ class RegexConfig(Checked):
     type: Literal["regex"]
     """Reward type."""
     pattern: str
-    """Python regular expression with one group, which finds the answer in a response, or with none."""
+    """Python regular expression with at most one group."""
     timeout_s: Seconds = 2.0
     """Deadline of one response, which else scores 0."""
 
@@ -111,7 +111,7 @@ class CustomRewardConfig(Checked):
     timeout_s: Seconds = 60.0
     """Deadline for one batch of calls."""
     max_memory_gib: Annotated[float, at_least(0.25, 1024.0)] = 8.0
-    """Memory of the function's process, and of each that it starts, in GiB; more ends the run."""
+    """Memory of the function's process, in GiB; more ends the run."""
 
 
 RewardConfig = (

@@ -78,13 +78,13 @@ class ViewConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefreshConfig(Checked):
-    """Which of the student's weights a student that is its own teacher gets, and when."""
+    """When a teacher that is the student gets new weights."""
 
     every_steps: Count = 1
     """Optimizer steps from one update of the teacher to the next."""
     ema: float | None = None
-    """Decay, between 0 and 1, of an average of the student's weights after every step, which the teacher gets instead;
-    absent: the weights as they are."""
+    """Decay of an average of the student's weights, which the teacher gets; absent: it gets the weights as they
+    are."""
 
     def check(self) -> None:
         if self.ema is not None and not 0 < self.ema < 1:

@@ -58,7 +58,7 @@ def key_paths() -> set[tuple[str, ...]]:
     paths, sections = set(), []
     for line in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines():
         heading = re.match(r"## (?:`([^`]+)`|Top level)", line)
-        row = re.match(r"\| `([a-z_0-9]+)` \|", line)
+        row = re.match(r"- `([a-z_0-9]+)` \(", line)
         if heading:
             section = tuple(heading[1].split(".")) if heading[1] else ()
             sections = [section]
