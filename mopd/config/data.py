@@ -89,7 +89,7 @@ class ReaderConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFileConfig:
-    """One entry of ``data.train`` or ``data.validation``: a file, or a split of a data set of the Hub."""
+    """One entry of ``data.train`` or ``data.validation``."""
 
     path: str
     """A ``.parquet`` or ``.jsonl`` file, or a name of the Hub."""
@@ -139,7 +139,7 @@ class DataConfig(Checked):
     system_prompt: Lines | Mapping[str, Lines] | None = None
     """System message where a conversation has none, for all or by domain (docs/data.md#from-row-to-tokens)."""
     prompt_suffix: Lines | Mapping[str, Lines] | None = None
-    """Text behind each prompt, or the last user message, for all or by domain."""
+    """Text behind each prompt, for all or by domain."""
     image_key: str = "images"
     """Column that holds a row's images (docs/vision.md)."""
     max_pixels: Annotated[int, at_least(1, MAX_IMAGE_PIXELS)] | None = None
@@ -147,12 +147,12 @@ class DataConfig(Checked):
     max_prompt_length: Annotated[int, at_least(1, MAX_TOKENS)] = 1024
     """Longest prompt in tokens, images included."""
     overlong_prompts: Literal["filter", "error", "truncate"] = "error"
-    """What happens to a longer prompt: dropped with a count, refused, or cut from the left."""
+    """Drop a longer prompt, refuse it, or cut it from the left."""
     domain_weights: Mapping[str, float] | Literal["adaptive"] = field(default_factory=dict)
     """Share of each domain in the prompt stream; empty: by row count; ``adaptive``: by head-room
     (docs/data.md#prompts-where-head-room-is-left)."""
     adaptive_floor: Share = 0.3
-    """With ``domain_weights: adaptive``: share of prompts that all domains get equally."""
+    """With ``adaptive``: share of prompts that all domains get equally."""
 
     scores_cache: str | None = None
     """Folder of the teachers' scores, which runs may share (docs/pipeline.md#samples-and-scores-that-are-kept)."""
@@ -201,7 +201,7 @@ class DataConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig(Checked):
-    """``rewards`` by domain on held-out prompts, greedy unless a temperature is set."""
+    """Rewards on held-out prompts."""
 
     every_steps: Count = 50
     """Optimizer steps between validations, beside those of step 0 and the last step."""

@@ -15,21 +15,20 @@ class TurnsConfig(Checked):
     """Limits of every environment."""
 
     max_turns: Annotated[int, at_least(1, MAX_TURNS)] = 8
-    """Most turns of the student in one response."""
+    """Most turns of one response."""
     max_tokens_per_turn: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
-    """Longest turn in tokens; a longer one ends the response as truncated."""
+    """Longest turn in tokens; a longer one ends the response."""
     max_tokens_per_observation: Annotated[int, at_least(1, MAX_TOKENS)] = 512
     """Longest given text in tokens; a longer one is cut."""
     turn_timeout_s: Seconds = 30.0
     """Deadline for the environment's answer to one turn."""
     observation_role: Literal["tool", "user"] = "tool"
-    """Role under which the chat template writes what the environment answers."""
+    """Role of what the environment answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PythonToolConfig(TurnsConfig):
-    """Two confined tools, ``calculator`` and ``python``. A turn without a tool call ends the response
-    (docs/environments.md#python_tool)."""
+    """Two confined tools, ``calculator`` and ``python`` (docs/environments.md#python_tool)."""
 
     type: Literal["python_tool"]
     """Environment type."""
@@ -57,7 +56,7 @@ class CustomEnvironmentConfig(TurnsConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenEnvConfig(TurnsConfig):
-    """A server of the OpenEnv library, with a session for each response. Needs mopd's extra ``openenv``."""
+    """A server of OpenEnv (docs/environments.md#openenv)."""
 
     type: Literal["openenv"]
     """Environment type."""

@@ -48,7 +48,7 @@ class AutoEngineConfig:
     type: Literal["auto"] = "auto"
     """Engine type; ``mopd config`` prints what it becomes, and why."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Parameter and activation dtype; ``auto``: bfloat16 on CUDA, float32 without."""
+    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +58,9 @@ class TorchEngineConfig(Checked):
     type: Literal["torch"] = "torch"
     """Engine type."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Parameter and activation dtype; ``auto``: bfloat16 on CUDA, float32 without."""
+    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
     max_tokens_per_batch: Count = 65536
-    """Token budget of one forward pass, padding included; a larger request is split."""
+    """Tokens of one forward pass, padding included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +70,13 @@ class VllmEngineConfig(Checked):
     type: Literal["vllm"]
     """Engine type."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Parameter and activation dtype; ``auto``: bfloat16 on CUDA, float32 without."""
+    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
     tensor_parallel_size: Processes = 1
     """GPUs of one replica that share each layer."""
     pipeline_parallel_size: Processes = 1
-    """Stages of a teacher's replica, also on several nodes (docs/teachers.md#teachers-larger-than-a-node)."""
+    """Stages of a teacher's replica (docs/teachers.md#teachers-larger-than-a-node)."""
     gpu_memory_utilization: Share = 0.9
-    """Share of each GPU's memory that one replica may take."""
+    """Share of each GPU's memory for one replica."""
     kv_cache_memory_bytes: Annotated[int, at_least(1, MAX_BYTES)] | None = None
     """Key-value cache; absent: what ``gpu_memory_utilization`` leaves. Required on a CPU."""
     max_model_len: Annotated[int, at_least(1, 2 * MAX_TOKENS)] | None = None
@@ -106,7 +106,7 @@ class SglangEngineConfig(Checked):
     type: Literal["sglang"]
     """Engine type."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Parameter and activation dtype; ``auto``: bfloat16 on CUDA, float32 without."""
+    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
     tensor_parallel_size: Processes = 1
     """GPUs of one replica that share each layer."""
     mem_fraction_static: Share = 0.85
@@ -255,7 +255,7 @@ class TeacherDefaultsConfig(EngineGroupConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherConfig(EngineGroupConfig):
-    """One standalone domain expert and the domains that it answers for."""
+    """One domain expert and the domains that it answers for."""
 
     model: str
     """Hugging Face checkpoint: a folder, or a name of the Hub; ``student`` is the student itself."""
@@ -273,11 +273,11 @@ class TeacherConfig(EngineGroupConfig):
     """With ``tokenizer: own``: the student's special tokens, each with the teacher's, or null for one that is not
     scored."""
     domains: tuple[str, ...] = ()
-    """Values of the data's domain column that go to this teacher; may be empty for the default teacher only."""
+    """Domains of the data that this teacher answers for."""
     default: bool = False
-    """Also answers for every domain that no teacher names. At most one teacher."""
+    """Also answers for every domain that no teacher names."""
     weight: Positive | None = None
-    """Share in domains that several teachers name, relative to the others' weights."""
+    """Relative weight in domains that several teachers name."""
     payload: Payload = "topk"
     """Ids at which it gives log-probs, beside the sampled token (docs/losses.md#which-ids-payload-and-always_ids)."""
 

@@ -31,7 +31,7 @@ TaskAdvantage = Literal["mean", "leave_one_out", "grpo"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestTokensConfig(Checked):
-    """The tokens of each response on which the student is least sure, or farthest from its teacher."""
+    """Tokens on which the student is least sure, or farthest from its teacher."""
 
     largest: Literal["student_entropy", "divergence"]
     """What ranks a response's tokens (docs/losses.md#which-tokens-count-losstokens)."""
@@ -44,10 +44,10 @@ Tokens = Literal["all"] | LargestTokensConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopKLossConfig(Checked):
-    """Divergence between teacher and student on the teacher's top-k tokens of every response position."""
+    """Divergence on the top-k tokens of every response position (docs/losses.md)."""
 
     type: Literal["topk_forward_kl", "topk_reverse_kl", "topk_jsd"] = "topk_forward_kl"
-    """KL(teacher||student), KL(student||teacher), or the Jensen-Shannon divergence between them."""
+    """KL(teacher||student), KL(student||teacher), or Jensen-Shannon."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 64
     """Ids per position, of those that ``teachers.NAME.payload`` names."""
     always_ids: tuple[int | str, ...] = ()
@@ -56,7 +56,7 @@ class TopKLossConfig(Checked):
     """What becomes of the mass outside the ids (docs/losses.md#top-k-losses-parallel_topk_distill); absent: generalized
     for reverse KL, else bucket."""
     beta: Fraction = 0.5
-    """Weight of the teacher in the mixture of ``topk_jsd``; 0 is forward KL and 1 is reverse KL."""
+    """Weight of the teacher in the mixture of ``topk_jsd``."""
     temperature: Positive = 1.0
     """Divides the logits of both sides."""
     aggregation: Aggregation = "token_mean"
@@ -117,12 +117,12 @@ class TopKLossConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMaskConfig(Checked):
-    """Leaves out whole responses by the geometric mean of their tokens' ratios of current student to rollout."""
+    """Leaves out whole responses by their mean ratio."""
 
     low: NotNegative = 0.9
-    """Least mean ratio of a response that counts."""
+    """Least mean ratio."""
     high: Positive = 1.1
-    """Largest mean ratio of a response that counts."""
+    """Largest mean ratio."""
 
     def check(self) -> None:
         _check_bounds(self.low, self.high)
@@ -130,8 +130,7 @@ class SequenceMaskConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchCorrectionConfig(Checked):
-    """Weights for the ratio of the student's to the rollout's probability of a token
-    (docs/losses.md#samples-of-another-policy-correction)."""
+    """Weights for samples of another policy (docs/losses.md#samples-of-another-policy-correction)."""
 
     type: Literal["none", "tis", "icepop", "gate"]
     """Form of the weight."""
@@ -160,7 +159,7 @@ def _check_bounds(low: float, high: float) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLLossConfig(Checked):
-    """Estimator of a KL from the sampled token alone. Delta = student log-prob - teacher log-prob."""
+    """Estimator of a KL from the sampled token alone."""
 
     type: Literal["k2", "k3", "k3_reverse"]
     """k2: gradient of reverse KL; k3: of forward KL; k3_reverse: k3's value with k2's gradient."""
@@ -183,8 +182,7 @@ class KLLossConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyGradientConfig(Checked):
-    """Policy gradient with the detached advantage A = -(student - teacher log-prob) - baseline (+ weight x task
-    advantage)."""
+    """Policy gradient with the advantage -(student - teacher log-prob) - baseline (+ weight x task advantage)."""
 
     type: Literal["policy_gradient"]
     """Loss type."""
@@ -202,7 +200,7 @@ class PolicyGradientConfig(Checked):
     clip_ratio_high: Positive = 0.2
     """PPO clip above 1."""
     dual_clip: float | None = None
-    """Bound c > 1 of the loss for negative advantages (dual-clip PPO); absent means none."""
+    """Bound of the loss for negative advantages (dual-clip PPO)."""
     correction: MismatchCorrectionConfig | None = None
     """Weight of tokens that another policy drew. Required with ``schedule.max_staleness`` above 0."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 16
@@ -231,13 +229,12 @@ class PolicyGradientConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullLossConfig(Checked):
-    """Divergence between teacher and student over the whole vocabulary, from the teacher's hidden states and output
-    matrix (``payload: hidden``)."""
+    """Divergence over the whole vocabulary, from the teacher's hidden states (``payload: hidden``)."""
 
     type: Literal["full_forward_kl", "full_reverse_kl", "full_jsd"]
-    """KL(teacher||student), KL(student||teacher), or the Jensen-Shannon divergence between them."""
+    """KL(teacher||student), KL(student||teacher), or Jensen-Shannon."""
     beta: Fraction = 0.5
-    """Weight of the teacher in the mixture of ``full_jsd``; 0 is forward KL and 1 is reverse KL."""
+    """Weight of the teacher in the mixture of ``full_jsd``."""
     skew: NotNegative = 0.0
     """Weight of the averaged side in the mixture (docs/losses.md#the-whole-vocabulary-payload-hidden)."""
     temperature: Positive = 1.0
@@ -262,7 +259,7 @@ class FullLossConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomLossConfig(Checked):
-    """A function of yours of both sides' log-probs at the teacher's ids (docs/extending.md#a-loss)."""
+    """A function of yours (docs/extending.md#a-loss)."""
 
     type: Literal["custom"]
     """Loss type."""
@@ -277,7 +274,7 @@ class CustomLossConfig(Checked):
     always_ids: tuple[int | str, ...] = ()
     """As in a top-k loss."""
     temperature: Positive = 1.0
-    """Divides the logits of both sides; with ``own_samples`` it must equal ``rollout.temperature``."""
+    """Divides the logits of both sides."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)

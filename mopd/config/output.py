@@ -21,7 +21,7 @@ class PushConfig(Checked):
     repo: str
     """Repository, ``namespace/name``, created where it is missing."""
     private: bool = True
-    """Make the repository private, and refuse one that is public."""
+    """Make the repository private, and refuse a public one."""
 
     def check(self) -> None:
         if not REPOSITORY.fullmatch(self.repo):
@@ -35,7 +35,7 @@ class CheckpointConfig(Checked):
     every_steps: Count = 100
     """Optimizer steps between checkpoints; the last step is always saved."""
     keep_last: Count = 2
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints to keep."""
     async_save: bool = True
     """Copy the state into host memory (14 bytes a weight in bfloat16, 16 in float32), and write while training goes
     on."""

@@ -31,7 +31,7 @@ class AutoPlacementConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InProcessConfig:
-    """In the process that leads the run, on rank 0's GPU, a step's samples at a time."""
+    """In the orchestrator, on rank 0's GPU."""
 
     type: Literal["in_process"] = "in_process"
     """Placement type."""
@@ -46,7 +46,7 @@ class LocalConfig(Checked):
     gpus: tuple[int, ...] = ()
     """GPUs of this group by number; empty: the lowest free ones."""
     num_threads: Annotated[int, at_least(1, MAX_THREADS)] | None = None
-    """CPU threads of one replica; absent: the machine's cores over the number of replicas."""
+    """CPU threads of one replica; absent: an equal share of the cores."""
     share_gpus_with: Literal["student"] | None = None
     """Rollout only: replicas take turns with the trainer ranks on their GPUs
     (docs/teachers.md#gpus-of-student-and-rollout)."""
@@ -122,8 +122,7 @@ class ExternalConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegisteredConfig(Checked):
-    """Servers that register with the run and may come and go: ``mopd serve RECIPE --teacher NAME --register
-    RUN/replicas``."""
+    """Servers that register with the run (docs/teachers.md#servers-that-register)."""
 
     type: Literal["registered"]
     """Placement type."""

@@ -116,11 +116,11 @@ class RolloutConfig(EngineGroupConfig):
     on_truncated: Literal["train", "mask_tail", "drop"] = "train"
     """What becomes of a response that ``max_response_length`` cut (docs/data.md#responses-and-micro-batches)."""
     masked_tail: Count | None = None
-    """Tokens at the end of a cut response that carry no loss, with ``on_truncated: mask_tail``."""
+    """With ``mask_tail``: tokens at the end of a cut response that carry no loss."""
     samples_per_prompt: Annotated[int, at_least(1, MAX_SAMPLES)] = 1
     """Responses drawn per prompt."""
     environment: EnvironmentConfig | None = None
-    """What answers the student's turns."""
+    """What answers the student's turns (docs/environments.md)."""
     on_new_weights: Literal["auto", "finish", "continue"] = "auto"
     """Whether responses under way end before new weights are taken, or go on under them
     (docs/pipeline.md#long-responses); ``auto``: ``continue`` with ``schedule.max_staleness`` above 0."""
@@ -235,7 +235,7 @@ class RolloutConfig(EngineGroupConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswersConfig(Checked):
-    """The teachers' own answers to the training prompts: drawn once, and kept on disk."""
+    """The teachers' own answers to the training prompts, drawn once."""
 
     temperature: NotNegative = 0.0
     """Sampling temperature; 0 is greedy."""

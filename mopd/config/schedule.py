@@ -78,7 +78,7 @@ class PreflightConfig(Checked):
     """Compare each teacher's scores with a transformers forward of its folder
     (docs/teachers.md#is-it-the-right-model); ``auto``: up to 80 GiB of weights that fit into host memory."""
     max_self_kl: Positive | None = None
-    """Largest mean KL, in nats, between a teacher's scores and its own folder; absent: 1e-5 in float32, else 5e-3."""
+    """Largest mean KL (nats) between a teacher's scores and its folder; absent: 1e-5 in float32, else 5e-3."""
     max_logprob_difference: Positive | None = None
     """Largest mean log-prob difference between student and rollout, or a teacher and its folder; absent: 1e-3 in
     float32, else 5e-2."""

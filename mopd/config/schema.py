@@ -68,14 +68,13 @@ class Recipe(Checked):
     student: StudentConfig
     """The model that learns."""
     teacher_defaults: TeacherDefaultsConfig = TeacherDefaultsConfig()
-    """Keys that every teacher inherits; its own win."""
+    """What every teacher inherits."""
     teachers: Mapping[str, TeacherConfig]
-    """Domain experts by name; metrics and reports use the name."""
+    """Domain experts by name."""
     combine: Combine = "weighted_mean"
     """How several teachers of a domain join (docs/losses.md#one-distribution-of-several-teachers-combine)."""
     on_failure: Literal["stop", "replace"] = "stop"
-    """A sample that no replica of its teacher could score: end the run, or count it and take the domain's next
-    prompt."""
+    """After a sample that no replica could score: end the run, or take the domain's next prompt."""
     data: DataConfig
     """Prompt files."""
     domains: Mapping[str, DomainConfig] = field(default_factory=dict)

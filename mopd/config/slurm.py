@@ -48,7 +48,7 @@ class SlurmContainerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmComponentConfig(Checked):
-    """Where one group's component differs from the student's; absent keys are as there."""
+    """Where one group's component differs from the student's."""
 
     partition: str | None = None
     """Partitions, with commas between."""
@@ -70,7 +70,7 @@ class SlurmConfig(Checked):
     partition: str | None = None
     """Partitions, with commas between; absent: the cluster's default."""
     nodes: Processes | None = None
-    """Nodes of the whole job; absent: as few as hold everything."""
+    """Nodes of the job; absent: as few as hold everything."""
     spare_nodes: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
     """Empty nodes for registered replicas whose node is lost."""
     student_nodes: Processes | None = None
@@ -78,7 +78,7 @@ class SlurmConfig(Checked):
     gpus_per_node: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
     """GPUs of each node; 0 for a run without."""
     cpus_per_node: Processes | None = None
-    """CPUs of each node; absent: whole nodes, with all their memory."""
+    """CPUs of each node; absent: whole nodes."""
     time: str | None = None
     """Limit as sbatch takes it, in quotes (``"12:00:00"``). A longer run is queued again."""
     stop_before_s: Annotated[int, at_least(1, MAX_SIGNAL_S)] = 300
@@ -94,7 +94,7 @@ class SlurmConfig(Checked):
     setup: tuple[str, ...] = ()
     """Shell lines that the job runs first, as ``["module load cuda"]``; every step gets what they export."""
     container: SlurmContainerConfig | None = None
-    """Image for every step; absent: the Python that submits."""
+    """Image for every step."""
     components: Mapping[str, SlurmComponentConfig] = field(default_factory=dict)
     """With ``form: heterogeneous``: where the component of ``rollout`` or ``teachers.NAME`` differs from the
     student's."""

@@ -37,13 +37,13 @@ class ViewConfig(Checked):
     """What this teacher reads in the place of the student's prompt (docs/teachers.md#a-view-of-its-own)."""
 
     system: Lines | None = None
-    """System message, in the place of the conversation's own."""
+    """System message."""
     prompt: Lines | None = None
-    """The last user message, or the whole prompt where that is plain text."""
+    """Last user message, or the whole plain-text prompt."""
     messages: str | None = None
-    """Column with the teacher's conversation, or its text, in the place of the student's."""
+    """Column with the teacher's conversation, or its text."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template for this view, before ``data.chat_template_kwargs``."""
+    """Arguments of the chat template."""
     max_prompt_length: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
     """Longest prompt of this view in tokens; absent: ``data.max_prompt_length``."""
 

@@ -34,7 +34,7 @@ class AutoSyncConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpConfig:
-    """By HTTP, kept aside at each server (docs/weights.md). Works everywhere."""
+    """By HTTP (docs/weights.md). Works everywhere."""
 
     type: Literal["http"]
     """The way's name."""
@@ -56,12 +56,12 @@ class BucketsConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveConfig(BucketsConfig):
-    """From the student's ranks into the memory of all rollout engines at once, over gloo or NCCL (docs/weights.md)."""
+    """From the student's ranks to all rollout engines at once, over gloo or NCCL (docs/weights.md)."""
 
     type: Literal["collective"]
     """The way's name."""
     or_http: bool = False
-    """Go on by HTTP if no engine can join the student's group; else the run ends."""
+    """Go on by HTTP if no engine can join, where the run else ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
