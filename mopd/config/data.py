@@ -75,8 +75,7 @@ class ReaderConfig(Checked):
     """A function of yours that yields the rows of a file (docs/extending.md#a-data-reader)."""
 
     module: str
-    """The function: ``file.py:name``, ``package.module:name``, or the name of an entry point ``mopd.readers`` of an
-    installed package."""
+    """The function: ``file.py:name``, ``package.module:name``, or an entry point ``mopd.readers``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of the function."""
     timeout_s: Seconds = 600.0
@@ -90,14 +89,14 @@ class ReaderConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFileConfig:
-    """One entry of ``data.train`` or ``data.validation``: a file, or a split of a data set of the Hub."""
+    """One entry of ``data.train`` or ``data.validation``."""
 
     path: str
     """A ``.parquet`` or ``.jsonl`` file, or a name of the Hub."""
     columns: ShippedColumns | ColumnsConfig | None = None
     """As ``data.columns``, for this entry alone."""
     domain: str | None = None
-    """Domain of every row of this entry, whatever its columns say."""
+    """Domain of every row of this entry."""
     system_prompt: Lines | Mapping[str, Lines] | None = None
     """As ``data.system_prompt``, for this entry alone."""
     prompt_suffix: Lines | Mapping[str, Lines] | None = None
@@ -128,39 +127,35 @@ class DataConfig(Checked):
     """Prompt files and how to read their rows."""
 
     train: tuple[str | DataFileConfig, ...]
-    """Training prompts: parquet or JSONL files, or splits of data sets of the Hub, each a text or a section
-    (docs/data.md#files-and-columns)."""
+    """Training prompts: files, or splits of data sets of the Hub (docs/data.md#files-and-columns)."""
     validation: tuple[str | DataFileConfig, ...] = ()
     """Validation prompts, as ``train``."""
     columns: ShippedColumns | ColumnsConfig = DEFAULT_COLUMNS
-    """Which columns hold what: a mapping that comes with mopd, by its name, or a section
-    (docs/data.md#files-and-columns)."""
+    """Which columns hold what: the name of a mapping, or a section (docs/data.md#files-and-columns)."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's own chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Extra arguments of the chat template (for example ``enable_thinking: false``)."""
+    """Arguments of the chat template, as ``enable_thinking: false``."""
     system_prompt: Lines | Mapping[str, Lines] | None = None
-    """System message before each conversation that begins without one, for all or by domain
-    (docs/data.md#from-row-to-tokens)."""
+    """System message where a conversation has none, for all or by domain (docs/data.md#from-row-to-tokens)."""
     prompt_suffix: Lines | Mapping[str, Lines] | None = None
-    """Text behind each prompt, or the last user message, for all or by domain."""
+    """Text behind each prompt, for all or by domain."""
     image_key: str = "images"
     """Column that holds a row's images (docs/vision.md)."""
     max_pixels: Annotated[int, at_least(1, MAX_IMAGE_PIXELS)] | None = None
-    """Larger images are scaled down to so many pixels; absent: what the processor of ``student.model`` says."""
+    """Larger images are scaled down to so many pixels; absent: the processor's limit."""
     max_prompt_length: Annotated[int, at_least(1, MAX_TOKENS)] = 1024
-    """Longest prompt in tokens, those of its images included."""
+    """Longest prompt in tokens, images included."""
     overlong_prompts: Literal["filter", "error", "truncate"] = "error"
-    """What happens to a longer prompt: dropped with a count, refused, or cut from the left."""
+    """Drop a longer prompt, refuse it, or cut it from the left."""
     domain_weights: Mapping[str, float] | Literal["adaptive"] = field(default_factory=dict)
-    """Share of each domain in the prompt stream, for every domain or none; empty: by row count. ``adaptive``: by
-    head-room (docs/data.md#prompts-where-head-room-is-left)."""
+    """Share of each domain in the prompt stream; empty: by row count; ``adaptive``: by head-room
+    (docs/data.md#prompts-where-head-room-is-left)."""
     adaptive_floor: Share = 0.3
-    """With ``domain_weights: adaptive``: share of prompts that all domains get equally."""
+    """With ``adaptive``: share of prompts that all domains get equally."""
 
     scores_cache: str | None = None
-    """Folder where the teachers' scores are kept and read again, also by other runs
-    (docs/pipeline.md#samples-and-scores-that-are-kept)."""
+    """Folder of the teachers' scores, which runs may share (docs/pipeline.md#samples-and-scores-that-are-kept)."""
     scores_cache_max_gib: Positive = 100.0
     """Size of ``scores_cache`` from which nothing more is added."""
     scored: tuple[str, ...] = ()
@@ -206,19 +201,18 @@ class DataConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig(Checked):
-    """``rewards`` by domain on held-out prompts, greedy unless a temperature is set."""
+    """Rewards on held-out prompts."""
 
     every_steps: Count = 50
-    """Optimizer steps between validations; step 0 and the last step are always validated."""
+    """Optimizer steps between validations, beside those of step 0 and the last step."""
     temperature: NotNegative = 0.0
     """Sampling temperature; 0 is greedy."""
     samples_per_prompt: Count = 1
-    """Responses drawn per prompt, k, for avg@k and pass@k. Above 1 needs ``temperature`` above 0."""
+    """Responses per prompt, k, for avg@k and pass@k. Above 1 needs ``temperature`` above 0."""
     max_samples_per_domain: Count | None = None
-    """Only the first rows of each domain; absent means all."""
+    """First rows of each domain; absent: all."""
     watch: tuple[str, ...] = ()
-    """Domains of ``data.validation`` that no teacher teaches, to report what the student forgets; they need a
-    reward."""
+    """Domains that no teacher teaches, to see what the student forgets; they need a reward."""
 
     def check(self) -> None:
         if self.samples_per_prompt > 1 and self.temperature == 0:
@@ -230,7 +224,7 @@ class ValidationConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalPlaneConfig:
-    """Samples in the memory of one process on rank 0's machine, from which each rank reads its own."""
+    """Samples in the orchestrator's memory."""
 
     type: Literal["local"] = "local"
     """Data plane type."""
@@ -238,7 +232,7 @@ class LocalPlaneConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferQueueConfig(Checked):
-    """Samples in storage units of the TransferQueue package, on a Ray cluster (``pip install 'mopd[ray]'``)."""
+    """Samples in TransferQueue's storage units on a Ray cluster (``pip install 'mopd[ray]'``)."""
 
     type: Literal["transfer_queue"]
     """Data plane type."""

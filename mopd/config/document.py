@@ -21,8 +21,8 @@ from mopd.config.values import Lines
 INTRODUCTION = """\
 # Recipes: every key
 
-A recipe is one YAML file (JSON is YAML too) that says everything about a run. `mopd config RECIPE` prints a recipe with
-every value resolved and the place that it comes from; `python -m mopd.config.document` writes this page.
+A recipe is one YAML file (JSON is YAML too) that says everything about a run. `mopd config RECIPE` prints every value
+and where it comes from. `python -m mopd.config.document docs/recipes.md` writes this page.
 
 - **Precedence:** default < `base` (another recipe, named relative to this file) < recipe < `key=value` on the command
   line. Sections merge key by key; lists and scalars are replaced. A section of another `type` replaces the one below
@@ -34,8 +34,8 @@ every value resolved and the place that it comes from; `python -m mopd.config.do
   Quote such values.
 - **Paths** are relative to the working directory, and may name the Hugging Face Hub
   ([data.md](data.md#names-of-the-hub)).
-- **Columns below:** a default follows its type, or is the bold choice; *absent* is `null`. `type` chooses among the
-  forms of a section.
+- **Below** a key's type and default stand in brackets; of choices the default is bold. *absent* is `null`. `type`
+  chooses among the forms of a section.
 """
 
 
@@ -73,13 +73,13 @@ Row = tuple[str, ...]
 def _section(
     cls: type, path: str, lines: list[str], headings: dict[type, str], told: dict[tuple[str, Row], str]
 ) -> None:
-    """Heading, class text and table of one section, then its subsections; ``headings`` are those under which a class
+    """Heading, class text and keys of one section, then its subsections; ``headings`` are those under which a class
     already stands, ``told`` those under which a row of some path does."""
     choice = f" with `type: {' | '.join(type_values(cls))}`" if type_values(cls) else ""
     heading = f"{f'`{path}`' if path else 'Top level'}{choice}"
     inherited = next((base for base in cls.__mro__[1:] if base in headings and dataclasses.is_dataclass(base)), None)
     headings |= {base: heading for base in cls.__mro__[:-1] if base not in headings}
-    lines += [f"## {heading}\n", _cell(inspect.getdoc(cls) or "") + "\n"]
+    lines += [f"## {heading}\n", _text(inspect.getdoc(cls) or "") + "\n"]
     annotations = field_types(cls)
     above = () if inherited is None else field_types(inherited)
     rows = _rows(cls, above)
@@ -91,7 +91,7 @@ def _section(
         lines.append(" ".join(same) + "\n")
     rows = [row for row in rows if (path, row) not in told]
     if rows:
-        lines += ["| key | type, default | meaning |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows), ""]
+        lines += [*(f"- {name} ({kind}): {meaning}" for name, kind, meaning in rows), ""]
     told |= {(path, row): heading for row in rows}
     elsewhere: list[str] = []
     new: list[tuple[type, str]] = []
@@ -112,14 +112,14 @@ def _section(
 
 
 def _rows(cls: type, without: Collection[str]) -> list[Row]:
-    """Table rows of a section's own fields: all but those ``without``, and a ``type`` that the heading tells."""
+    """Entries of a section's own fields: all but those ``without``, and a ``type`` that the heading tells."""
     only_type = ("type",) if len(type_values(cls)) == 1 else ()
     return [_row(cls, field.name) for field in dataclasses.fields(cls) if field.name not in (*without, *only_type)]
 
 
 def _row(cls: type, name: str) -> Row:
     (field,) = (field for field in dataclasses.fields(cls) if field.name == name)
-    return tuple(_cell(word) for word in (f"`{name}`", _type_and_default(cls, field), field_docs(cls)[name]))
+    return tuple(_text(word) for word in (f"`{name}`", _type_and_default(cls, field), field_docs(cls)[name]))
 
 
 def _inner(member: Any) -> tuple[Any, str]:
@@ -175,10 +175,10 @@ def _default(field: dataclasses.Field[Any]) -> str:
     return f"`{value}`"
 
 
-def _cell(text: str) -> str:
-    """Text for one table cell: one line, our double backticks as Markdown's single ones, names of pages as links."""
+def _text(text: str) -> str:
+    """Text on one line, our double backticks as Markdown's single ones, names of pages as links."""
     text = re.sub(r"(``)?docs/(\w+\.md)(#[\w-]+)?(``)?", r"[\2](\2\3)", " ".join(text.split()))
-    return text.replace("``", "`").replace("|", "\\|")
+    return text.replace("``", "`")
 
 
 if __name__ == "__main__":

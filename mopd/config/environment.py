@@ -16,26 +16,25 @@ class TurnsConfig(Checked):
     """Limits of every environment."""
 
     max_turns: Annotated[int, at_least(1, MAX_TURNS)] = 8
-    """Most turns of the student in one response."""
+    """Most turns of one response."""
     max_tokens_per_turn: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
-    """Longest turn in tokens; a longer one ends the response as truncated."""
+    """Longest turn in tokens; a longer one ends the response."""
     max_tokens_per_observation: Annotated[int, at_least(1, MAX_TOKENS)] = 512
-    """Longest given text in tokens; of a longer one the first are given."""
+    """Longest given text in tokens; a longer one is cut."""
     turn_timeout_s: Seconds = 30.0
     """Deadline for the environment's answer to one turn."""
     observation_role: Literal["tool", "user"] = "tool"
-    """Role under which the chat template writes what the environment answers."""
+    """Role of what the environment answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PythonToolConfig(TurnsConfig):
-    """Two confined tools, ``calculator`` and ``python``. A turn without a tool call ends the response
-    (docs/environments.md#python_tool)."""
+    """Two confined tools, ``calculator`` and ``python`` (docs/environments.md#python_tool)."""
 
     type: Literal["python_tool"]
     """Environment type."""
     on_malformed_call: Literal["answer", "end"] = "answer"
-    """A call that cannot be read: tell the student what is wrong with it, or end the response there."""
+    """After a call that cannot be read: tell the student what is wrong, or end the response."""
     max_memory_gib: Annotated[float, at_least(0.125, 64.0)] = 1.0
     """Memory of one program, in GiB."""
 
@@ -58,7 +57,7 @@ class CustomEnvironmentConfig(TurnsConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenEnvConfig(TurnsConfig):
-    """A server of the OpenEnv library, with a session for each response. Needs mopd's extra ``openenv``."""
+    """A server of OpenEnv (docs/environments.md#openenv)."""
 
     type: Literal["openenv"]
     """Environment type."""
@@ -67,9 +66,9 @@ class OpenEnvConfig(TurnsConfig):
     action: Lines
     """Field of the server's action that takes the text of a turn."""
     observation: Lines | None = None
-    """Field of its observation that is given to the student, a text; absent: all fields, as JSON."""
+    """Text field of its observation that the student is given; absent: all fields, as JSON."""
     begins_with: Literal["row", "reset"] = "row"
-    """A response's prompt: the row's, or what the server's first observation says."""
+    """A response's prompt: the row's, or the server's first observation."""
     on_error: Literal["stop", "end"] = "stop"
     """As for ``type: custom``."""
 

@@ -12,13 +12,12 @@ from mopd.config.values import Checked, Fraction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateConfig(Checked):
-    """Decides per prompt, once the student has answered: distil, reinforce by the task reward, or skip
-    (docs/teachers.md#gates)."""
+    """Decides for each prompt: distil, reinforce by the task reward, or skip (docs/teachers.md#gates)."""
 
     by: Literal["teacher_answers", "student_rewards"]
-    """What is judged: the teacher's own answer, or the student's responses."""
+    """What is judged: the teacher's answer, or the student's responses."""
     threshold: Fraction = 0.5
-    """Distil where the teacher's reward is at least this; of student_rewards, where the student's mean is below it."""
+    """Distil where the teacher's reward is at least this, or the student's mean reward is below it."""
     others: Literal["reinforce", "skip"] = "reinforce"
     """Other prompts: learn from the task reward alone, or leave them out."""
 
@@ -28,7 +27,7 @@ class DomainConfig:
     """Keys of one domain of the data."""
 
     gate: GateConfig | None = None
-    """What each of its prompts is trained on; absent: all that the recipe's loss asks for."""
+    """What each of its prompts is trained on."""
 
 
 def require_gates(gates: Mapping[str, GateConfig], loss: Loss, elsewhere: Mapping[str, bool]) -> None:

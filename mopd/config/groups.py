@@ -43,12 +43,12 @@ STUDENT = "student"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoEngineConfig:
-    """vLLM on GPUs of the group's own, where it is installed and does what the recipe asks, else torch."""
+    """vLLM on GPUs of the group's own where it is installed and does what the recipe asks, else torch."""
 
     type: Literal["auto"] = "auto"
     """Engine type; ``mopd config`` prints what it becomes, and why."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Parameter and activation dtype; ``auto``: bfloat16 on CUDA, float32 without."""
+    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +58,9 @@ class TorchEngineConfig(Checked):
     type: Literal["torch"] = "torch"
     """Engine type."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Parameter and activation dtype; ``auto``: bfloat16 on CUDA, float32 without."""
+    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
     max_tokens_per_batch: Count = 65536
-    """Token budget of one forward pass, padding included; a larger request is split."""
+    """Tokens of one forward pass, padding included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,26 +70,26 @@ class VllmEngineConfig(Checked):
     type: Literal["vllm"]
     """Engine type."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Parameter and activation dtype; ``auto``: bfloat16 on CUDA, float32 without."""
+    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
     tensor_parallel_size: Processes = 1
     """GPUs of one replica that share each layer."""
     pipeline_parallel_size: Processes = 1
-    """Stages of a teacher's replica, also on several nodes (docs/teachers.md#teachers-larger-than-a-node)."""
+    """Stages of a teacher's replica (docs/teachers.md#teachers-larger-than-a-node)."""
     gpu_memory_utilization: Share = 0.9
-    """Share of each GPU's memory that one replica may take."""
+    """Share of each GPU's memory for one replica."""
     kv_cache_memory_bytes: Annotated[int, at_least(1, MAX_BYTES)] | None = None
-    """Size of the key-value cache; absent: what ``gpu_memory_utilization`` leaves (a CPU needs the number)."""
+    """Key-value cache; absent: what ``gpu_memory_utilization`` leaves. Required on a CPU."""
     max_model_len: Annotated[int, at_least(1, 2 * MAX_TOKENS)] | None = None
-    """Longest sequence; absent: what the run's prompts and responses need."""
+    """Longest sequence; absent: as the run needs."""
     max_num_batched_tokens: Count = 8192
     """Tokens of one forward step; on a CPU more than ``max_model_len``."""
     max_num_seqs: Count = 256
     """Sequences of one forward step."""
     max_scoring_tokens: Count = 8192
-    """Tokens that are scored at a time, beside ``gpu_memory_utilization`` ([tokens, vocabulary] in fp32). At least
+    """Tokens scored at a time, whose fp32 logits need memory beside ``gpu_memory_utilization``; at least
     ``max_model_len``."""
     enforce_eager: bool = False
-    """Run without CUDA graphs and compilation: starts faster, runs slower."""
+    """Run without CUDA graphs and compilation."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's ``AsyncEngineArgs``, as in ``{quantization: fp8}``."""
 
@@ -106,13 +106,13 @@ class SglangEngineConfig(Checked):
     type: Literal["sglang"]
     """Engine type."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Parameter and activation dtype; ``auto``: bfloat16 on CUDA, float32 without."""
+    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
     tensor_parallel_size: Processes = 1
     """GPUs of one replica that share each layer."""
     mem_fraction_static: Share = 0.85
-    """Share of each GPU's memory that weights and key-value cache of one replica may take."""
+    """Share of each GPU's memory for weights and key-value cache."""
     max_total_tokens: Count | None = None
-    """Tokens of the key-value cache; absent: what ``mem_fraction_static`` leaves (a CPU needs the number)."""
+    """Tokens of the key-value cache; absent: what ``mem_fraction_static`` leaves. Required on a CPU."""
     max_running_requests: Count = 256
     """Sequences of one forward step."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -128,11 +128,11 @@ class RoutingConfig(Checked):
     """How requests are cut and spread over a group's replicas."""
 
     max_tokens_per_request: Count = 16384
-    """Tokens of one request (of responses to draw, their prompts')."""
+    """Tokens of one request; when responses are drawn, prompt tokens."""
     max_inflight_tokens: Count = 131072
-    """Tokens that one replica holds unanswered; more wait at the router. A server's own limits go before."""
+    """Tokens that one replica may hold unanswered; the rest waits at the router."""
     request_timeout_s: Seconds = 600.0
-    """Deadline of one request to one replica; a server that takes no requests is waited for as long."""
+    """Deadline of one request to one replica, and of the wait for a server that takes no requests."""
 
     def check(self) -> None:
         if self.max_inflight_tokens < self.max_tokens_per_request:
@@ -151,7 +151,7 @@ class EngineGroupConfig(Checked):
     placement: Placement = AutoPlacementConfig()
     """Where the replicas run."""
     replicas: Annotated[int, at_least(1, MAX_REPLICAS)] = 1
-    """Copies of the engine. ``external`` counts its URLs instead; of ``registered`` it is the planned number."""
+    """Copies of the engine; with ``registered`` the planned number. ``external`` counts its URLs instead."""
     routing: RoutingConfig = RoutingConfig()
     """How requests reach the replicas."""
 
@@ -255,35 +255,31 @@ class TeacherDefaultsConfig(EngineGroupConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherConfig(EngineGroupConfig):
-    """One standalone domain expert and the domains that it answers for."""
+    """One domain expert and the domains that it answers for."""
 
     model: str
-    """Hugging Face checkpoint: a folder, or a name of the Hub; config and tokenizer are enough for ``protocol:
-    openai``. ``student``: the student itself."""
+    """Hugging Face checkpoint: a folder, or a name of the Hub; ``student`` is the student itself."""
     adapter: str | None = None
     """Folder of a LoRA adapter of ``model`` in PEFT's format (docs/teachers.md#adapters)."""
     share: bool | None = None
-    """One group of replicas for several teachers with an ``adapter``. Absent: for those that agree in their other keys;
-    true: they must; false: replicas of its own."""
+    """Share replicas with the other teachers with an ``adapter``; absent: where their other keys agree."""
     refresh: Literal["frozen"] | RefreshConfig | None = None
     """Weights of a teacher that is the student (docs/teachers.md#the-student-as-teacher)."""
     view: ViewConfig | None = None
-    """What it reads in the place of the student's prompt; absent: the same."""
+    """What it reads in the place of the student's prompt."""
     tokenizer: Literal["student", "own"] = "student"
-    """student: the student's tokens; own: those of ``model``, compared chunk by chunk
-    (docs/teachers.md#another-tokenizer)."""
+    """Whose tokens it reads (docs/teachers.md#another-tokenizer)."""
     tokenizer_map: Mapping[str, str | None] = field(default_factory=dict)
-    """With ``tokenizer: own``: the student's special tokens, each with the teacher's token for it, or null for one that
-    is not scored."""
+    """With ``tokenizer: own``: the student's special tokens, each with the teacher's, or null for one that is not
+    scored."""
     domains: tuple[str, ...] = ()
-    """Values of the data's domain column that go to this teacher; may be empty for the default teacher only."""
+    """Domains of the data that this teacher answers for."""
     default: bool = False
-    """Also answers for every domain that no teacher names. At most one teacher."""
+    """Also answers for every domain that no teacher names."""
     weight: Positive | None = None
-    """Share in domains that several teachers name, relative to the others' weights."""
+    """Relative weight in domains that several teachers name."""
     payload: Payload = "topk"
-    """Ids at which it gives log-probs, beside the sampled token: its own ``loss.top_k`` most probable, the student's,
-    both, or none; hidden: its hidden states (docs/losses.md#which-ids-payload-and-always_ids)."""
+    """Ids at which it gives log-probs, beside the sampled token (docs/losses.md#which-ids-payload-and-always_ids)."""
 
     def check(self) -> None:
         EngineGroupConfig.check(self)  # ``super()`` does not work in dataclasses with slots

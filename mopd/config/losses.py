@@ -31,7 +31,7 @@ TaskAdvantage = Literal["mean", "leave_one_out", "grpo"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestTokensConfig(Checked):
-    """The tokens of each response on which the student is least sure, or farthest from its teacher."""
+    """Tokens on which the student is least sure, or farthest from its teacher."""
 
     largest: Literal["student_entropy", "divergence"]
     """What ranks a response's tokens (docs/losses.md#which-tokens-count-losstokens)."""
@@ -44,26 +44,26 @@ Tokens = Literal["all"] | LargestTokensConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopKLossConfig(Checked):
-    """Divergence between teacher and student on the teacher's top-k tokens of every response position."""
+    """Divergence on the top-k tokens of every response position (docs/losses.md)."""
 
     type: Literal["topk_forward_kl", "topk_reverse_kl", "topk_jsd"] = "topk_forward_kl"
-    """KL(teacher||student), KL(student||teacher), or the Jensen-Shannon divergence between them."""
+    """KL(teacher||student), KL(student||teacher), or Jensen-Shannon."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 64
-    """Ids per position of the teacher, of the student, or of each: see ``teachers.NAME.payload``."""
+    """Ids per position, of those that ``teachers.NAME.payload`` names."""
     always_ids: tuple[int | str, ...] = ()
-    """Tokens that are among every position's ids: texts of single tokens, or ids."""
+    """Tokens, as texts or ids, that are among every position's ids."""
     tail: Literal["bucket", "generalized", "renormalize", "none", "sampled"] | None = None
     """What becomes of the mass outside the ids (docs/losses.md#top-k-losses-parallel_topk_distill); absent: generalized
     for reverse KL, else bucket."""
     beta: Fraction = 0.5
-    """Weight of the teacher in the mixture of ``topk_jsd``; 0 is forward KL and 1 is reverse KL."""
+    """Weight of the teacher in the mixture of ``topk_jsd``."""
     temperature: Positive = 1.0
     """Divides the logits of both sides."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number; denominators are global."""
+    """How token losses become one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight that each domain has: names every domain, sums to 1. Empty: by tokens
-    (``sequence_mean``: by responses)."""
+    """Share of the loss's weight of every domain, sum 1; empty: by tokens, or responses
+    (docs/losses.md#domain-budgets)."""
     logprob_min_clamp: float | None = None
     """Floor of both sides' log-probs, with gradient 0."""
     entry_max_clamp: Positive | None = None
@@ -71,7 +71,7 @@ class TopKLossConfig(Checked):
     loss_max_clamp: Positive | None = None
     """Cap of a token's loss, with gradient 0."""
     loss_soft_cap: Positive | None = None
-    """Cap that keeps a gradient: above c a token's loss x becomes c (1 + log(x / c)). The recommended stabiliser."""
+    """Cap that keeps a gradient: above c a loss x becomes c (1 + log(x / c)). The recommended stabiliser."""
     task_reward_weight: NotNegative = 0.0
     """Weight of the task advantage's policy gradient beside the divergence."""
     task_advantage: TaskAdvantage = "mean"
@@ -117,12 +117,12 @@ class TopKLossConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMaskConfig(Checked):
-    """Leaves out whole responses by the geometric mean of their tokens' ratios of current student to rollout."""
+    """Leaves out whole responses by their mean ratio."""
 
     low: NotNegative = 0.9
-    """Least mean ratio of a response that counts."""
+    """Least mean ratio."""
     high: Positive = 1.1
-    """Largest mean ratio of a response that counts."""
+    """Largest mean ratio."""
 
     def check(self) -> None:
         _check_bounds(self.low, self.high)
@@ -130,18 +130,16 @@ class SequenceMaskConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchCorrectionConfig(Checked):
-    """Weights for the ratio of the student's to the rollout's probability of a token
-    (docs/losses.md#samples-of-another-policy-correction)."""
+    """Weights for samples of another policy (docs/losses.md#samples-of-another-policy-correction)."""
 
     type: Literal["none", "tis", "icepop", "gate"]
-    """none: 1, for ``sequence`` alone; tis: the ratio, truncated at ``high``; icepop: the ratio inside [low, high],
-    else 0; gate: the same with the ratio of current student to rollout (MiMo)."""
+    """Form of the weight."""
     low: NotNegative = 0.5
     """Lower bound of the ratio (icepop, gate)."""
     high: Positive = 2.0
     """Upper bound of the ratio."""
     sequence: SequenceMaskConfig | None = None
-    """Also leave out whole responses; absent means none. ``{}`` takes the bounds' defaults."""
+    """Also leave out whole responses."""
 
     def check(self) -> None:
         _check_bounds(self.low, self.high)
@@ -161,7 +159,7 @@ def _check_bounds(low: float, high: float) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLLossConfig(Checked):
-    """Estimator of a KL from the sampled token alone. Delta = student log-prob - teacher log-prob."""
+    """Estimator of a KL from the sampled token alone."""
 
     type: Literal["k2", "k3", "k3_reverse"]
     """k2: gradient of reverse KL; k3: of forward KL; k3_reverse: k3's value with k2's gradient."""
@@ -170,56 +168,52 @@ class KLLossConfig(Checked):
     temperature: Positive = 1.0
     """Divides the logits of both sides; must equal ``rollout.temperature``."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number; denominators are global."""
+    """How token losses become one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight that each domain has: names every domain, sums to 1. Empty: by tokens
-    (``sequence_mean``: by responses)."""
+    """Share of the loss's weight of every domain, sum 1; empty: by tokens, or responses
+    (docs/losses.md#domain-budgets)."""
     tokens: Tokens = "all"
     """Tokens that count: all, or a share of each response."""
     loss_max_clamp: Positive | None = None
     """Cap of a token's loss, with gradient 0."""
     correction: MismatchCorrectionConfig | None = None
-    """Weight of tokens that another policy than the current student has drawn. Required with ``schedule.max_staleness``
-    above 0."""
+    """Weight of tokens that another policy drew. Required with ``schedule.max_staleness`` above 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyGradientConfig(Checked):
-    """Policy gradient with the detached advantage A = -(student - teacher log-prob) - baseline (+ weight x task
-    advantage)."""
+    """Policy gradient with the advantage -(student - teacher log-prob) - baseline (+ weight x task advantage)."""
 
     type: Literal["policy_gradient"]
     """Loss type."""
     baseline: Literal["kl", "domain", "none"] = "kl"
-    """What is subtracted from the advantage: its expectation over the ids, its mean over the domain's other responses,
-    or nothing (docs/losses.md#policy-gradient-parallel_policy_gradient)."""
+    """What is subtracted from the advantage (docs/losses.md#policy-gradient-parallel_policy_gradient)."""
     task_reward_weight: NotNegative = 0.0
     """Weight of the task advantage."""
     task_advantage: TaskAdvantage = "mean"
-    """A response's reward minus the mean over its prompt's responses (mean), or over the others (leave_one_out); grpo:
-    mean, divided by their standard deviation."""
+    """A response's reward less the mean over its prompt's responses, or over the others; grpo also divides by the
+    standard deviation."""
     old_logprobs: Literal["student", "rollout"] = "student"
-    """p_old of the PPO ratio: the student's own (on-policy, ratio 1) or the rollout engine's."""
+    """p_old of the PPO ratio: the student's own (ratio 1) or the rollout's."""
     clip_ratio_low: Positive = 0.2
     """PPO clip below 1."""
     clip_ratio_high: Positive = 0.2
     """PPO clip above 1."""
     dual_clip: float | None = None
-    """Bound c > 1 of the loss for negative advantages (dual-clip PPO); absent means none."""
+    """Bound of the loss for negative advantages (dual-clip PPO)."""
     correction: MismatchCorrectionConfig | None = None
-    """Weight of tokens that another policy than the current student has drawn. Required with ``schedule.max_staleness``
-    above 0."""
+    """Weight of tokens that another policy drew. Required with ``schedule.max_staleness`` above 0."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 16
     """Ids per position, for the baseline and metrics."""
     always_ids: tuple[int | str, ...] = ()
-    """Tokens that are among every position's ids, as in a top-k loss."""
+    """As in a top-k loss."""
     temperature: Positive = 1.0
     """Divides the logits of both sides; must equal ``rollout.temperature``."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number; denominators are global."""
+    """How token losses become one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight that each domain has: names every domain, sums to 1. Empty: by tokens
-    (``sequence_mean``: by responses)."""
+    """Share of the loss's weight of every domain, sum 1; empty: by tokens, or responses
+    (docs/losses.md#domain-budgets)."""
     tokens: Tokens = "all"
     """Tokens that count: all, or a share of each response."""
 
@@ -235,23 +229,21 @@ class PolicyGradientConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullLossConfig(Checked):
-    """Divergence between teacher and student over the whole vocabulary, from the teacher's hidden states and output
-    matrix (``payload: hidden``)."""
+    """Divergence over the whole vocabulary, from the teacher's hidden states (``payload: hidden``)."""
 
     type: Literal["full_forward_kl", "full_reverse_kl", "full_jsd"]
-    """KL(teacher||student), KL(student||teacher), or the Jensen-Shannon divergence between them."""
+    """KL(teacher||student), KL(student||teacher), or Jensen-Shannon."""
     beta: Fraction = 0.5
-    """Weight of the teacher in the mixture of ``full_jsd``; 0 is forward KL and 1 is reverse KL."""
+    """Weight of the teacher in the mixture of ``full_jsd``."""
     skew: NotNegative = 0.0
-    """Weight of the averaged side in the mixture that it is compared with
-    (docs/losses.md#the-whole-vocabulary-payload-hidden)."""
+    """Weight of the averaged side in the mixture (docs/losses.md#the-whole-vocabulary-payload-hidden)."""
     temperature: Positive = 1.0
     """Divides the logits of both sides."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number; denominators are global."""
+    """How token losses become one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight that each domain has: names every domain, sums to 1. Empty: by tokens
-    (``sequence_mean``: by responses)."""
+    """Share of the loss's weight of every domain, sum 1; empty: by tokens, or responses
+    (docs/losses.md#domain-budgets)."""
     # What other losses have as keys.
     top_k: ClassVar[int] = 0
     tokens: ClassVar[Literal["all"]] = "all"
@@ -267,28 +259,27 @@ class FullLossConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomLossConfig(Checked):
-    """A function of yours of both sides' log-probs at the teacher's ids (docs/extending.md#a-loss)."""
+    """A function of yours (docs/extending.md#a-loss)."""
 
     type: Literal["custom"]
     """Loss type."""
     module: str
-    """The function: ``file.py:name``, ``package.module:name``, or the name of an entry point ``mopd.losses`` of an
-    installed package."""
+    """The function: ``file.py:name``, ``package.module:name``, or an entry point ``mopd.losses``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of the function."""
     own_samples: bool = False
-    """Whether the function reads log-probs of the sampled token, which must then be the student's own."""
+    """Whether the function reads log-probs of the sampled token."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 64
     """Ids per position, as in a top-k loss."""
     always_ids: tuple[int | str, ...] = ()
-    """Tokens that are among every position's ids, as in a top-k loss."""
+    """As in a top-k loss."""
     temperature: Positive = 1.0
-    """Divides the logits of both sides; with ``own_samples`` it must equal ``rollout.temperature``."""
+    """Divides the logits of both sides."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number; denominators are global."""
+    """How token losses become one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight that each domain has: names every domain, sums to 1. Empty: by tokens
-    (``sequence_mean``: by responses)."""
+    """Share of the loss's weight of every domain, sum 1; empty: by tokens, or responses
+    (docs/losses.md#domain-budgets)."""
     # What other losses have as keys.
     tokens: ClassVar[Literal["all"]] = "all"
     correction: ClassVar[None] = None

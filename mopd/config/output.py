@@ -15,12 +15,13 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.A
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushConfig(Checked):
-    """Uploads of Hugging Face folders to the Hub, beside the steps; the token is the environment's ``HF_TOKEN``."""
+    """Uploads of Hugging Face folders to the Hub with the environment's ``HF_TOKEN``; a failure does not end the
+    run."""
 
     repo: str
-    """Repository, ``namespace/name``; made if it is not there."""
+    """Repository, ``namespace/name``, created where it is missing."""
     private: bool = True
-    """Make the repository private, and refuse one that is public."""
+    """Make the repository private, and refuse a public one."""
 
     def check(self) -> None:
         if not REPOSITORY.fullmatch(self.repo):
@@ -34,18 +35,18 @@ class CheckpointConfig(Checked):
     every_steps: Count = 100
     """Optimizer steps between checkpoints; the last step is always saved."""
     keep_last: Count = 2
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints to keep."""
     async_save: bool = True
-    """Copy the state into host memory (14 bytes a weight in bfloat16, 16 in float32, over all ranks) and go on while
-    every rank writes its own files."""
+    """Copy the state into host memory (14 bytes a weight in bfloat16, 16 in float32), and write while training goes
+    on."""
     keep_best: bool = True
     """Also keep the checkpoint with the best mean validation reward."""
     export_hf: bool = True
-    """At the end write the result (the best checkpoint, else the last) as a Hugging Face folder."""
+    """At the end write the best checkpoint, else the last, as a Hugging Face folder."""
     export_hf_every_steps: Count | None = None
-    """Optimizer steps between further Hugging Face folders (``hf_steps/step_N``), all of which are kept."""
+    """Optimizer steps between further Hugging Face folders (``hf_steps/step_N``)."""
     push_to_hub: PushConfig | None = None
-    """Also upload these folders to the Hub; a failure does not end the run."""
+    """Also upload these folders to the Hub."""
 
     def check(self) -> None:
         if self.push_to_hub is not None and not self.export_hf and self.export_hf_every_steps is None:
@@ -57,14 +58,14 @@ class CallbackConfig(Checked):
     """A class of yours that follows the run (docs/extending.md#a-callback)."""
 
     module: str
-    """The class, a ``mopd.Callback``: ``file.py:name``, ``package.module:name``, or the name of an entry point
-    ``mopd.callbacks`` of an installed package."""
+    """The class, a ``mopd.Callback``: ``file.py:name``, ``package.module:name``, or an entry point
+    ``mopd.callbacks``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of the class."""
     timeout_s: Seconds = 60.0
     """Deadline of each of its calls."""
     on_error: Literal["stop", "ignore"] = "stop"
-    """After an exception or a missed deadline: stop the run after its step, with a checkpoint, or go on without it."""
+    """After an exception or a missed deadline: stop the run with a checkpoint, or go on without it."""
 
     def check(self) -> None:
         check_reference("module", self.module)
@@ -79,7 +80,7 @@ class WandBConfig:
     name: str | None = None
     """Run name; the run folder's name when absent."""
     entity: str | None = None
-    """Team or user that the project belongs to; absent: the login's own."""
+    """Team or user of the project; absent: the login's own."""
     group: str | None = None
     """Group that the run is shown in."""
     tags: tuple[str, ...] = ()
@@ -98,8 +99,8 @@ class MetricsConfig(Checked):
     """Keep every trained sample, for ``mopd replay`` and ``data.scored``
     (docs/pipeline.md#samples-and-scores-that-are-kept)."""
     gradient_cosine_every_steps: Count | None = None
-    """Optimizer steps between measurements of the cosines between the domains' gradients
-    (docs/metrics.md#who-gets-how-much); absent: never."""
+    """Optimizer steps between cosines of the domains' gradients (docs/metrics.md#who-gets-how-much); absent:
+    never."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
     wandb: WandBConfig | None = None

@@ -31,7 +31,7 @@ class AutoPlacementConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InProcessConfig:
-    """In the process that leads the run, on rank 0's GPU, a step's samples at a time."""
+    """In the orchestrator, on rank 0's GPU."""
 
     type: Literal["in_process"] = "in_process"
     """Placement type."""
@@ -46,14 +46,14 @@ class LocalConfig(Checked):
     gpus: tuple[int, ...] = ()
     """GPUs of this group by number; empty: the lowest free ones."""
     num_threads: Annotated[int, at_least(1, MAX_THREADS)] | None = None
-    """CPU threads of one replica; absent: the machine's cores over the number of replicas."""
+    """CPU threads of one replica; absent: an equal share of the cores."""
     share_gpus_with: Literal["student"] | None = None
-    """``student``, of the rollout: replicas on the trainer ranks' own GPUs, by turns
+    """Rollout only: replicas take turns with the trainer ranks on their GPUs
     (docs/teachers.md#gpus-of-student-and-rollout)."""
     python: str | None = None
-    """Python interpreter of the servers, for an engine in an environment of its own; absent: mopd's."""
+    """Python interpreter of the servers; absent: mopd's."""
     startup_timeout_s: Seconds = 600.0
-    """Deadline for a server to answer, model loading included."""
+    """Deadline for a server to load its model and answer."""
 
     def check(self) -> None:
         check_unrepeated("gpus", self.gpus)
@@ -73,7 +73,7 @@ class RayConfig(Checked):
     type: Literal["ray"]
     """Placement type."""
     address: str | None = None
-    """Address of the cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster of this machine for
+    """Address of the cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster on this machine for
     this run."""
     num_cpus: Processes = 1
     """CPUs of one replica, as Ray counts them."""
@@ -96,14 +96,14 @@ class ExternalConfig(Checked):
     urls: tuple[str, ...]
     """One URL per replica, as in ``http://host:8000``."""
     protocol: Literal["mopd", "openai", "sglang"] = "mopd"
-    """``mopd serve``, a stock vLLM server or a stock SGLang server; the latter are slower, for teachers only, at
-    temperature 1 only."""
+    """``mopd serve``, a stock vLLM server, or a stock SGLang server. Stock servers serve teachers only, at
+    temperature 1."""
     token_file: str | None = None
     """File with the servers' access token."""
     served_model_name: str | None = None
     """Model name to ask an ``openai`` server for; absent: the only one that it lists."""
     startup_timeout_s: Seconds = 60.0
-    """Deadline for every server to answer when the run starts."""
+    """Deadline for the servers' first answers."""
 
     def check(self) -> None:
         if not self.urls:
@@ -122,8 +122,7 @@ class ExternalConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegisteredConfig(Checked):
-    """Servers that register with the run and may come and go: ``mopd serve RECIPE --teacher NAME --register
-    RUN/replicas``."""
+    """Servers that register with the run (docs/teachers.md#servers-that-register)."""
 
     type: Literal["registered"]
     """Placement type."""
@@ -132,7 +131,7 @@ class RegisteredConfig(Checked):
     python: str | None = None
     """As with ``local``."""
     startup_timeout_s: Seconds = 600.0
-    """Deadline for ``min_replicas`` servers to be there, at the start and when some have gone."""
+    """Deadline for ``min_replicas`` servers, at the start and after a loss."""
 
 
 Placement = AutoPlacementConfig | InProcessConfig | LocalConfig | RayConfig | ExternalConfig | RegisteredConfig

@@ -14,7 +14,7 @@ MAX_PATTERN = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactMatchConfig:
-    """1 when the response equals the ground truth after stripping surrounding white space, else 0."""
+    """1 when the stripped response equals the ground truth."""
 
     type: Literal["exact_match"]
     """Reward type."""
@@ -22,7 +22,7 @@ class ExactMatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentRewardConfig:
-    """The sum of the rewards that ``rollout.environment`` gave for the turns of a response."""
+    """The sum of what ``rollout.environment`` gave for the turns."""
 
     type: Literal["environment"]
     """Reward type."""
@@ -30,17 +30,17 @@ class EnvironmentRewardConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MathConfig(Checked):
-    """1 when the last boxed expression, else the last expression or number, equals the ground truth, by math-verify."""
+    """1 when the last box, else the last expression or number, equals the ground truth."""
 
     type: Literal["math"]
     """Reward type."""
     timeout_s: Seconds = 5.0
-    """Deadline of one response, which else scores 0."""
+    """Deadline of one response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultipleChoiceConfig:
-    """1 when the response chooses the ground truth's letter: a letter, or the number of the choice counted from 0."""
+    """1 when the response chooses the ground truth's letter."""
 
     type: Literal["multiple_choice"]
     """Reward type."""
@@ -48,14 +48,15 @@ class MultipleChoiceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegexConfig(Checked):
-    """1 when the last match of a pattern's group equals the ground truth; without a group, when the pattern matches."""
+    """1 when the last match of the pattern's group equals the ground truth; without a group, when the pattern
+    matches."""
 
     type: Literal["regex"]
     """Reward type."""
     pattern: str
-    """Python regular expression with one group, which finds the answer in a response, or with none."""
+    """Python regular expression with at most one group."""
     timeout_s: Seconds = 2.0
-    """Deadline of one response, which else scores 0."""
+    """Deadline of one response."""
 
     def check(self) -> None:
         if len(self.pattern) > MAX_PATTERN:
@@ -75,20 +76,19 @@ class RegexConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonSchemaConfig(Checked):
-    """1 when the response, or the last fenced block in it, is JSON that a schema allows, else 0."""
+    """1 when the response, or its last fenced block, is JSON that a schema allows."""
 
     type: Literal["json_schema"]
     """Reward type."""
     path: str | None = None
-    """JSON file that holds the schema; absent: each row's ground truth is its schema."""
+    """JSON schema; absent: each row's ground truth."""
     timeout_s: Seconds = 2.0
-    """Deadline of one response, which else scores 0."""
+    """Deadline of one response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeConfig(Checked):
-    """1 when the program in the last fenced block passes every test of the ground truth, else 0
-    (docs/rewards.md#ground-truths-of-code)."""
+    """1 when the program in the last fenced block passes every test (docs/rewards.md#ground-truths-of-code)."""
 
     type: Literal["code"]
     """Reward type."""
@@ -111,7 +111,7 @@ class CustomRewardConfig(Checked):
     timeout_s: Seconds = 60.0
     """Deadline for one batch of calls."""
     max_memory_gib: Annotated[float, at_least(0.25, 1024.0)] = 8.0
-    """Memory of the function's process, and of each that it starts, in GiB; more ends the run."""
+    """Memory of the function's process, in GiB; more ends the run."""
 
 
 RewardConfig = (

@@ -34,7 +34,7 @@ class HorizonConfig(Checked):
     start: Annotated[int, at_least(1, MAX_TOKENS)]
     """Tokens of the first step's responses."""
     end: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
-    """Tokens after ``steps`` steps and from then on; absent: ``start``."""
+    """Tokens after ``steps`` steps; absent: ``start``."""
     steps: Count | None = None
     """Steps over which it grows, by equal parts."""
 
@@ -54,13 +54,12 @@ class HorizonConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixConfig(Checked):
-    """The first part of a training response, which the student is given and goes on from
-    (docs/losses.md#given-prefixes)."""
+    """The first part of a training response, which the student is given (docs/losses.md#given-prefixes)."""
 
     source: Literal["teacher", "data"]
     """The answer of the domain's teacher (``answers``), or the row's reference answer."""
     share: Share
-    """Share of that answer's tokens that are given in the first step, rounded down."""
+    """Share of that answer's tokens given in the first step."""
     steps: Count | None = None
     """Steps over which the share falls to 0, by equal parts; absent: it stays."""
     reference: Lines | None = None
@@ -86,10 +85,10 @@ def require_prefix(prefix: PrefixConfig | None, elsewhere: Mapping[str, bool]) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig(EngineGroupConfig):
-    """How the student samples its own responses, and the replicas that run its weights."""
+    """How the student samples its responses, and the replicas that run its weights."""
 
     max_response_length: Annotated[int, at_least(1, MAX_TOKENS)] = 1024
-    """Longest response in tokens; longer ones are cut and counted as truncated."""
+    """Longest response in tokens; longer ones are truncated."""
     horizon: HorizonConfig | None = None
     """Tokens after which responses stop in training."""
     prefix: PrefixConfig | None = None
@@ -101,36 +100,34 @@ class RolloutConfig(EngineGroupConfig):
     top_k: int = -1
     """Most probable tokens that are kept; -1 keeps all."""
     min_p: Fraction = 0.0
-    """Keep only tokens with at least this share of the most probable one's probability; 0 keeps all."""
+    """Keep tokens with at least this share of the largest probability; 0 keeps all."""
     presence_penalty: Annotated[float, at_least(-2, 2)] = 0.0
-    """Taken from the logits of tokens that the response holds already."""
+    """Subtracted from the logits of tokens in the response."""
     repetition_penalty: Annotated[float, at_least(0.01, 100)] = 1.0
-    """Divides positive logits of tokens that prompt or response holds already, and multiplies negative ones; 1 changes
-    nothing."""
+    """Divides positive logits of tokens in prompt or response, and multiplies negative ones."""
     stop: tuple[Lines, ...] = ()
     """Texts that end a response (docs/data.md#from-row-to-tokens)."""
     stop_text: Literal["kept", "cut"] = "kept"
     """Whether rewards, validation and ``mopd generate`` read the stop text."""
     stop_token_ids: tuple[int | str, ...] = ()
-    """Tokens that end a response beside those of the checkpoint's ``generation_config.json``: ids, or texts as in
-    ``tokenizer.json``."""
+    """Tokens that end a response beside the checkpoint's own: ids, or texts as in ``tokenizer.json``."""
     ignore_eos: bool = False
     """The checkpoint's own stop tokens end nothing."""
     on_truncated: Literal["train", "mask_tail", "drop"] = "train"
     """What becomes of a response that ``max_response_length`` cut (docs/data.md#responses-and-micro-batches)."""
     masked_tail: Count | None = None
-    """Tokens at the end of a cut response that carry no loss, with ``on_truncated: mask_tail``."""
+    """With ``mask_tail``: tokens at the end of a cut response that carry no loss."""
     samples_per_prompt: Annotated[int, at_least(1, MAX_SAMPLES)] = 1
     """Responses drawn per prompt."""
     environment: EnvironmentConfig | None = None
-    """What answers the student's turns; absent: a response is one turn."""
+    """What answers the student's turns (docs/environments.md)."""
     on_new_weights: Literal["auto", "finish", "continue"] = "auto"
     """Whether responses under way end before new weights are taken, or go on under them
-    (docs/pipeline.md#long-responses). ``auto``: ``continue`` with ``schedule.max_staleness`` above 0."""
+    (docs/pipeline.md#long-responses); ``auto``: ``continue`` with ``schedule.max_staleness`` above 0."""
 
     replay_routes: bool = False
-    """The student's routers choose the experts that the rollout's chose for each token, and learn by their scores alone
-    (router replay, R3). With engines that tell their routes: torch, and vLLM on GPUs."""
+    """The student's routers take the experts that the rollout's chose (docs/parallelism.md#router-replay); with
+    torch, and vLLM on GPUs."""
 
     def check(self) -> None:
         if isinstance(self.placement, RayConfig) and self.placement.shared_pool is not None:
@@ -238,9 +235,9 @@ class RolloutConfig(EngineGroupConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswersConfig(Checked):
-    """The teachers' own answers to the training prompts: drawn once, and kept on disk."""
+    """The teachers' own answers to the training prompts, drawn once."""
 
     temperature: NotNegative = 0.0
-    """Temperature at which the teachers draw; 0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     folder: str | None = None
-    """Folder where answers are kept, also for other runs; absent: ``answers`` in the run's folder."""
+    """Folder of the answers, which other runs may share; absent: ``answers`` in the run's folder."""

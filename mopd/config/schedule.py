@@ -21,7 +21,7 @@ class WarmUpConfig(Checked):
     objective: Literal["sft_on_teacher", "off_policy_scores"]
     """What these steps train on, as ``objective``."""
     steps: Count
-    """Number of these steps, the first ones of ``schedule.steps``."""
+    """Number of these steps, counted in ``schedule.steps``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,20 +33,18 @@ class ScheduleConfig(Checked):
     prompts_per_step: Annotated[int, at_least(1, MAX_SAMPLES)]
     """Prompts of one optimizer step, over all ranks."""
     max_staleness: Annotated[int, at_least(0, MAX_STALENESS)] = 0
-    """Optimizer steps that the weights behind a sample may lag. 0 is synchronous training; above 0 rollout and teachers
-    work while the student trains (docs/pipeline.md), and no group may be ``in_process``."""
+    """Optimizer steps that the weights behind a sample may lag (docs/pipeline.md). Above 0 no group may be
+    ``in_process``."""
     on_expiry: Literal["hold", "redraw"] = "hold"
-    """Before a sample becomes older than ``max_staleness``: the step waits for it, or its prompt is drawn again and
-    long responses are trained on less often."""
+    """For a sample about to become too old: the step waits for it, or its prompt is drawn again."""
     on_policy_fraction: Fraction | None = None
-    """Share of every step's prompts whose responses the student draws; the others come from ``data.scored``."""
+    """Share of every step's prompts that the student answers; the others come from ``data.scored``."""
     warm_up: WarmUpConfig | None = None
-    """Steps on the teachers' own answers before the on-policy ones, with which optimizer and learning rate begin
-    anew."""
+    """Steps on the teachers' own answers before the on-policy ones."""
     sync_every_steps: Count = 1
-    """Optimizer steps from one publication of the student's weights to the next; at most ``max_staleness`` + 1."""
+    """Optimizer steps between updates of the rollout's weights; at most ``max_staleness`` + 1."""
     wait_timeout_s: Seconds = 3600.0
-    """Deadline of every wait between workers: for the next sample, a sign of life, a checkpoint."""
+    """Deadline of every wait between workers."""
 
     def learning_rate_steps(self, weight_version: int) -> tuple[int, int]:
         """Return how many steps of the learning-rate schedule are done after ``weight_version`` optimizer steps, and of
@@ -73,17 +71,17 @@ class PreflightConfig(Checked):
     """Checks before the first step; ``mopd check`` runs the same ones."""
 
     allow_same_weights: bool = False
-    """Permit a teacher with the student's own weights that is not named as ``model: student``."""
+    """Permit a teacher with the student's weights that is not ``model: student``."""
     require_better_teacher: bool = True
-    """Refuse a fresh run whose teacher does not beat the student on its own domain's validation prompts."""
+    """Refuse a run whose teacher does not beat the student on its domain's validation prompts."""
     compare_with_transformers: bool | Literal["auto"] = "auto"
-    """Compare each teacher's scores with a transformers forward of its folder (docs/teachers.md#is-it-the-right-model);
-    ``auto``: where it has at most 80 GiB of weights that fit into free host memory."""
+    """Compare each teacher's scores with a transformers forward of its folder
+    (docs/teachers.md#is-it-the-right-model); ``auto``: up to 80 GiB of weights that fit into host memory."""
     max_self_kl: Positive | None = None
-    """Largest mean KL, in nats, between a teacher's scores and its own folder; absent: 1e-5 in float32, else 5e-3."""
+    """Largest mean KL (nats) between a teacher's scores and its folder; absent: 1e-5 in float32, else 5e-3."""
     max_logprob_difference: Positive | None = None
-    """Largest mean log-prob difference at equal weights, of student and rollout engine and of a teacher and its folder;
-    absent: 1e-3 in float32, else 5e-2."""
+    """Largest mean log-prob difference between student and rollout, or a teacher and its folder; absent: 1e-3 in
+    float32, else 5e-2."""
 
     def self_kl_limit(self, dtype: str) -> float:
         """``max_self_kl`` for an engine that computes in ``dtype``."""

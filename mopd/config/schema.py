@@ -58,26 +58,23 @@ class Recipe(Checked):
     """One run, complete: what ``mopd train`` reads."""
 
     run_dir: str
-    """Folder of this run: resolved recipe, metrics, checkpoints, report. Not empty: needs ``--resume``."""
+    """Folder of this run. One that is not empty needs ``--resume``."""
     seed: Annotated[int, require_seed] = 0
-    """Root of all randomness; sampling seeds derive from it and the sample id."""
+    """Root of all randomness."""
     objective: Objective = "on_policy"
-    """What steps train on: the student's samples, or the teachers' own answers with cross entropy or with ``loss``
-    (docs/pipeline.md#baselines)."""
+    """What steps train on (docs/pipeline.md#baselines)."""
     answers: AnswersConfig = AnswersConfig()
     """The teachers' own answers."""
     student: StudentConfig
     """The model that learns."""
     teacher_defaults: TeacherDefaultsConfig = TeacherDefaultsConfig()
-    """Keys that every teacher inherits; its own win."""
+    """What every teacher inherits."""
     teachers: Mapping[str, TeacherConfig]
-    """Domain experts by name; metrics and reports use the name."""
+    """Domain experts by name."""
     combine: Combine = "weighted_mean"
-    """How several teachers of a domain join: the mean of their losses, or the loss to one distribution made of theirs
-    (docs/losses.md#one-distribution-of-several-teachers-combine)."""
+    """How several teachers of a domain join (docs/losses.md#one-distribution-of-several-teachers-combine)."""
     on_failure: Literal["stop", "replace"] = "stop"
-    """A sample that no replica of its teacher could score: end the run, or count it and take the domain's next
-    prompt."""
+    """After a sample that no replica could score: end the run, or take the domain's next prompt."""
     data: DataConfig
     """Prompt files."""
     domains: Mapping[str, DomainConfig] = field(default_factory=dict)
@@ -85,7 +82,7 @@ class Recipe(Checked):
     rollout: RolloutConfig = RolloutConfig()
     """Sampling of responses."""
     weight_sync: WeightSync = AutoSyncConfig()
-    """The way of the student's weights to the rollout (docs/weights.md)."""
+    """How the student's weights reach the rollout (docs/weights.md)."""
     loss: Loss = TopKLossConfig()
     """What the student minimises."""
     schedule: ScheduleConfig
@@ -93,7 +90,7 @@ class Recipe(Checked):
     rewards: Mapping[str, RewardConfig] = field(default_factory=dict)
     """How responses are judged, by domain; ``default`` for every other domain (docs/rewards.md)."""
     validation: ValidationConfig | None = None
-    """Reward on held-out prompts; absent means none."""
+    """Reward on held-out prompts."""
     data_plane: DataPlane = LocalPlaneConfig()
     """What carries samples to the ranks (docs/data_plane.md)."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -28,12 +28,12 @@ OURS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmContainerConfig:
-    """The image that every step of the job runs in; the batch script itself runs outside."""
+    """The image that every step of the job runs in."""
 
     type: Literal["pyxis", "apptainer"]
-    """What starts it: ``srun --container-image`` (the pyxis plugin of the cluster), or ``apptainer exec``."""
+    """What starts it: ``srun --container-image``, or ``apptainer exec``."""
     image: str
-    """Image with ``mopd`` installed, as that program names it: a file, or ``docker://…``."""
+    """Image with ``mopd`` installed: a file, or ``docker://…``."""
     mounts: tuple[str, ...] = ()
     """``SOURCE:TARGET`` folders that it sees besides the working directory."""
 
@@ -48,10 +48,10 @@ class SlurmContainerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmComponentConfig(Checked):
-    """Where one group's component differs from the student's; absent keys are as there."""
+    """Where one group's component differs from the student's."""
 
     partition: str | None = None
-    """Partition, or several with commas between."""
+    """Partitions, with commas between."""
     gpus_per_node: Annotated[int, at_least(0, MAX_PROCESSES)] | None = None
     """GPUs of each node."""
     cpus_per_node: Processes | None = None
@@ -68,41 +68,38 @@ class SlurmConfig(Checked):
     form: Literal["allocation", "heterogeneous", "ray"] = "allocation"
     """Kind of the job (docs/cluster.md#slurm)."""
     partition: str | None = None
-    """Partition, or several with commas between; absent: the cluster's default."""
+    """Partitions, with commas between; absent: the cluster's default."""
     nodes: Processes | None = None
-    """Nodes of the whole job; absent: as few as hold everything."""
+    """Nodes of the job; absent: as few as hold everything."""
     spare_nodes: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
-    """Nodes kept empty for registered replicas whose node is lost, or that have died on it twice."""
+    """Empty nodes for registered replicas whose node is lost."""
     student_nodes: Processes | None = None
-    """Nodes that the student's ranks are spread over; absent: as few as hold them, without GPUs all."""
+    """Nodes of the student's ranks; absent: as few as hold them, without GPUs all."""
     gpus_per_node: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
     """GPUs of each node; 0 for a run without."""
     cpus_per_node: Processes | None = None
-    """CPUs of each node; absent: whole nodes, with all their memory."""
+    """CPUs of each node; absent: whole nodes."""
     time: str | None = None
-    """Limit as sbatch takes it, in quotes: ``"minutes"``, ``"hours:minutes:seconds"``, ``"days-hours"``. A longer run
-    is queued again."""
+    """Limit as sbatch takes it, in quotes (``"12:00:00"``). A longer run is queued again."""
     stop_before_s: Annotated[int, at_least(1, MAX_SIGNAL_S)] = 300
-    """Seconds before the limit at which the run is asked to stop: enough for a step and two checkpoints."""
+    """Seconds before the limit at which the run is asked to stop; a step and two checkpoints must fit."""
     interface: Annotated[str, check_interface] | None = None
-    """Network interface by which the nodes reach one another (``ib0``; docs/cluster.md#networks). Absent: the node's
-    address in Slurm (NodeAddr), often of a management network."""
+    """Network interface between the nodes (``ib0``; docs/cluster.md#networks); absent: that of Slurm's NodeAddr."""
     account: str | None = None
     """Account that is charged."""
     qos: str | None = None
     """Quality of service."""
     options: tuple[str, ...] = ()
-    """Further options of sbatch, for every component, as in ``["--constraint=h100", "--mem=0"]``."""
+    """Further options of sbatch, as ``["--constraint=h100"]``."""
     setup: tuple[str, ...] = ()
-    """Shell lines that the job runs on its first node, as in ``["module load cuda"]``; every step gets what they
-    export."""
+    """Shell lines that the job runs first, as ``["module load cuda"]``; every step gets what they export."""
     container: SlurmContainerConfig | None = None
-    """Image for every step; absent: the Python that submits."""
+    """Image for every step."""
     components: Mapping[str, SlurmComponentConfig] = field(default_factory=dict)
-    """With ``form: heterogeneous``, where the component of a group (``rollout``, ``teachers.NAME``) differs from the
+    """With ``form: heterogeneous``: where the component of ``rollout`` or ``teachers.NAME`` differs from the
     student's."""
     seeds: tuple[int, ...] = ()
-    """An array of runs, one for each seed, in ``run_dir/seed_N``; empty: one run with the recipe's own ``seed``."""
+    """An array of runs, one for each seed, in ``run_dir/seed_N``."""
 
     def check(self) -> None:
         for name in ("partition", "account", "qos"):

@@ -26,7 +26,7 @@ FrozenPart = Literal["embeddings", "output_layer", "router", "expert_bias"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig(Checked):
-    """Layout of the Megatron student over the trainer ranks. World size = tensor x context x pipeline x data."""
+    """Layout of the student (docs/parallelism.md). World size = tensor x context x pipeline x data."""
 
     tensor_model_parallel_size: Processes = 1
     """Ranks that share each layer's matrices and the vocabulary."""
@@ -39,15 +39,15 @@ class ParallelConfig(Checked):
     data_parallel_size: Processes = 1
     """Copies of the student, each computing its share of the batch."""
     expert_model_parallel_size: Processes = 1
-    """Ranks of the tensor, context and data dimensions that share the experts of each layer."""
+    """Ranks that share the experts of each layer."""
     expert_tensor_parallel_size: Processes | None = None
-    """Ranks that share each expert's matrices; null for ``tensor_model_parallel_size``."""
+    """Ranks that share each expert's matrices; absent: ``tensor_model_parallel_size``."""
     sequence_parallel: bool = False
-    """Split activations between the tensor-parallel regions along the sequence; needs tensor parallelism."""
+    """Split activations along the sequence; needs tensor parallelism."""
     num_layers_in_first_pipeline_stage: Count | None = None
-    """Layers of the first stage, which also holds the embedding and a vision tower. null: as many as the others."""
+    """Layers of the first stage, which also holds the embedding and a vision tower; absent: as many as the others."""
     num_layers_in_last_pipeline_stage: Count | None = None
-    """Layers of the last stage, which also computes logits and loss; likewise."""
+    """Layers of the last stage, which also computes logits and loss."""
 
     def check(self) -> None:
         if self.world_size > MAX_PROCESSES:
@@ -118,16 +118,16 @@ Regret", Schulman and Thinking Machines Lab, 2025)."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig(Checked):
-    """Adam, its learning-rate schedule and gradient clipping (Megatron's own optimizer)."""
+    """Adam, its learning-rate schedule and gradient clipping."""
 
     lr: Positive | None = None
-    """Peak learning rate. null: 1e-6, or 1e-5 of adapters."""
+    """Peak learning rate; absent: 1e-6, or 1e-5 with ``lora``."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
     lr_warmup_steps: Whole = 0
-    """Optimizer steps of linear warm-up from 0."""
+    """Steps of linear warm-up."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the decay from ``lr`` to ``min_lr`` over the rest of ``schedule.steps``."""
+    """Shape of the decay from ``lr`` to ``min_lr``."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay, on matrices only."""
     adam_beta1: Decay = 0.9
@@ -141,7 +141,7 @@ class OptimizerConfig(Checked):
     use_distributed_optimizer: bool = True
     """Shard optimizer states over data-parallel ranks."""
     offload_fraction: Fraction = 0.0
-    """Share of each rank's optimizer states and fp32 main weights that host memory holds and the processor steps
+    """Share of the optimizer states that host memory holds and the processor steps
     (docs/parallelism.md#states-in-host-memory)."""
 
     def check(self) -> None:
@@ -154,24 +154,23 @@ class OptimizerConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeConfig(Checked):
-    """Router and experts of a mixture-of-experts student; unread for a dense one."""
+    """Router and experts of a mixture-of-experts student."""
 
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
-    """Over what tokens the load is balanced: a micro-batch, each sequence, or the whole batch."""
+    """Whether load is balanced over a micro-batch, each sequence, or the whole batch."""
     moe_aux_loss_coeff: NotNegative = 0.0
-    """Weight of the load-balancing loss, a mean over micro-batches; 0 turns it off. It adds to gradients, not to
-    ``loss``."""
+    """Weight of the load-balancing loss, which adds to gradients, not to the metric ``loss``."""
     moe_z_loss_coeff: NotNegative = 0.0
-    """Weight of the router's z-loss (squared log-sum-exp of its logits); 0 turns it off."""
+    """Weight of the router's z-loss."""
     moe_router_bias_update_rate: NotNegative = 0.0
-    """Step by which the expert biases of DeepSeek-V3 move towards balance after every optimizer step; 0 keeps them."""
+    """Step by which DeepSeek-V3's expert biases move towards balance after every optimizer step; 0 keeps them."""
     moe_grouped_gemm: bool = False
-    """Compute a rank's experts in one grouped matrix product; needs TransformerEngine."""
+    """Compute a rank's experts at once; needs TransformerEngine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionConfig:
-    """The vision tower of a vision-language student; unread for a text model."""
+    """The vision tower of a vision-language student."""
 
     freeze: Freeze = "tower"
     """What keeps its weights (docs/vision.md#what-is-trained)."""
@@ -179,22 +178,21 @@ class VisionConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig(Checked):
-    """Low-rank adapters beside frozen weights (docs/lora.md): ``alpha / rank * B A`` is added to the weight of a linear
-    layer."""
+    """Low-rank adapters beside frozen weights (docs/lora.md)."""
 
     rank: Count = 32
     """Rows of A and columns of B."""
     alpha: Positive = 32.0
-    """Factor of what an adapter adds, before its division by ``rank``."""
+    """An adapter adds ``alpha / rank * B A`` to a weight."""
     dropout: NotNegative = 0.0
-    """Only 0: a student that drops inputs is not the one that drew the samples."""
+    """Only 0 is allowed."""
     target_modules: Literal["all_linear"] | tuple[str, ...] = "all_linear"
-    """Linear layers with adapters: those of all layers (attention, MLP, experts), or those of these last names, as
-    ``[q_proj, v_proj]``. Head, embedding and routers have none."""
+    """Linear layers with adapters: all of attention, MLP and experts, or those of these last names, as ``[q_proj,
+    v_proj]``."""
     init: Literal["kaiming_uniform", "gaussian"] = "kaiming_uniform"
-    """How A is drawn, as PEFT does; B begins at 0."""
+    """How A is drawn; B begins at 0."""
     path: str | None = None
-    """Folder in PEFT's format to begin with, of this rank, alpha and these modules."""
+    """Folder in PEFT's format to begin with; its rank, alpha and modules must be these."""
 
     def check(self) -> None:
         if self.dropout:
@@ -210,16 +208,14 @@ class LoraConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudentConfig(Checked):
-    """The model that learns: a Hugging Face checkpoint that becomes a Megatron-Core ``GPTModel``."""
+    """The model that learns."""
 
     model: str
-    """Hugging Face checkpoint (config, tokenizer, safetensors) to start from: its folder, or its name on the Hub
-    (``namespace/name[@revision]``)."""
+    """Hugging Face checkpoint to start from: a folder, or a name of the Hub (``namespace/name[@revision]``)."""
     lora: LoraConfig | None = None
-    """Train adapters alone, beside the model's weights; absent: all weights."""
+    """Train adapters alone; absent: all weights."""
     freeze: tuple[FrozenPart, ...] = ()
-    """Parts that keep their weights, and cost no gradient and no optimizer states (docs/parallelism.md): a tied head is
-    its embedding. ``vision.freeze`` is the vision tower's."""
+    """Parts that keep their weights (docs/parallelism.md); a tied head is its embedding."""
     parallel: ParallelConfig = ParallelConfig()
     """Parallel layout."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -229,27 +225,24 @@ class StudentConfig(Checked):
     vision: VisionConfig = VisionConfig()
     """Vision tower, where the model has one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Parameter and activation dtype, ``auto``: bfloat16 on CUDA, float32 without. With bfloat16 the optimizer keeps
-    fp32 main weights."""
+    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layer spec; ``auto`` takes TransformerEngine where CUDA and the package are present."""
+    """Layers; ``auto``: TransformerEngine where CUDA and the package are present."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recompute: nothing, attention only, or whole layers."""
+    """Recompute nothing, attention only, or whole layers."""
     overlap: bool | None = None
-    """Sum gradients over data-parallel ranks during backward, and gather weights during the next forward. null: with
-    CUDA and more than one data-parallel rank."""
+    """Sum gradients during backward and gather weights during the next forward; absent: with CUDA and several
+    data-parallel ranks."""
     packing: bool = True
-    """Lay the sequences of a micro-batch one after another, without padding; ``false`` pads them, side by side."""
+    """Lay the sequences of a micro-batch end to end; ``false`` pads them, side by side."""
     max_tokens_per_micro_batch: Count = 16384
-    """Token budget of one micro-batch, over its context-parallel ranks, padding included."""
+    """Tokens of one micro-batch, over its context-parallel ranks."""
     micro_batch_size: Count | None = None
-    """A fixed number of sequences per micro-batch instead of the token budget (parity tests, debugging)."""
+    """Sequences per micro-batch, instead of the token budget."""
     lm_head_memory_budget_mib: Annotated[int, at_least(1, MAX_BYTES // 2**20)] = 1024
-    """Memory for logits and their gradient on one rank. A micro-batch that needs more runs LM head and loss in chunks
-    of tokens."""
+    """Memory for logits and their gradient on one rank; what needs more runs in chunks."""
     megatron_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Extra ``TransformerConfig`` fields that cost or save memory and time; those that make another model are refused
-    with the reason."""
+    """Extra ``TransformerConfig`` fields; those that make another model are refused."""
 
     def check(self) -> None:
         if self.optimizer.min_lr > self.peak_lr:

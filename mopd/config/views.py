@@ -37,13 +37,13 @@ class ViewConfig(Checked):
     """What this teacher reads in the place of the student's prompt (docs/teachers.md#a-view-of-its-own)."""
 
     system: Lines | None = None
-    """System message, in the place of the conversation's own."""
+    """System message."""
     prompt: Lines | None = None
-    """The last user message, or the whole prompt where that is plain text."""
+    """Last user message, or the whole plain-text prompt."""
     messages: str | None = None
-    """Column with the teacher's conversation, or its text, in the place of the student's."""
+    """Column with the teacher's conversation, or its text."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template for this view, before ``data.chat_template_kwargs``."""
+    """Arguments of the chat template."""
     max_prompt_length: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
     """Longest prompt of this view in tokens; absent: ``data.max_prompt_length``."""
 
@@ -78,13 +78,13 @@ class ViewConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefreshConfig(Checked):
-    """Which of the student's weights a student that is its own teacher gets, and when."""
+    """When a teacher that is the student gets new weights."""
 
     every_steps: Count = 1
     """Optimizer steps from one update of the teacher to the next."""
     ema: float | None = None
-    """Decay, between 0 and 1, of an average of the student's weights after every step, which the teacher gets instead;
-    absent: the weights as they are."""
+    """Decay of an average of the student's weights, which the teacher gets; absent: it gets the weights as they
+    are."""
 
     def check(self) -> None:
         if self.ema is not None and not 0 < self.ema < 1:

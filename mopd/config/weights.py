@@ -1,4 +1,4 @@
-"""The way of the student's weights to the rollout."""
+"""How the student's weights reach the rollout."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ def check_interface(name: str, value: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoSyncConfig:
-    """``collective``, or HTTP where no engine can join or the student would wait for responses under way
-    (``on_new_weights: finish``). Replicas on the student's own GPUs: ``ipc`` on a CPU or with a student of one rank,
-    else ``http``."""
+    """``collective``, or HTTP where no engine can join or with ``on_new_weights: finish``. With ``share_gpus_with:
+    student``: ``ipc`` on a CPU or with one rank, else ``http``."""
 
     type: Literal["auto"] = "auto"
     """The way's name."""
@@ -35,7 +34,7 @@ class AutoSyncConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpConfig:
-    """By HTTP, kept aside at each server (docs/weights.md). Works everywhere."""
+    """By HTTP (docs/weights.md). Works everywhere."""
 
     type: Literal["http"]
     """The way's name."""
@@ -46,24 +45,23 @@ class BucketsConfig(Checked):
     """Keys of the ways in buckets."""
 
     bucket_mib: Annotated[int, at_least(1, MAX_BUCKET_MIB)] = 64
-    """Size of a bucket; there are two on each side, or two in all."""
+    """Size of one of two buckets."""
     verify_every: Count = 100
-    """Updates from one whose buckets are compared by their digests to the next; the first one is."""
+    """Updates between those whose digests are compared."""
     timeout_s: Seconds = 60.0
     """Longest that one side waits for the other."""
     interface: Annotated[str, check_interface] | None = None
-    """Network interface on which student and engines listen; absent: the one that leads to the orchestrator's
-    machine."""
+    """Network interface of student and engines; absent: the one that leads to the orchestrator's machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveConfig(BucketsConfig):
-    """From the student's ranks into the memory of all rollout engines at once, over gloo or NCCL (docs/weights.md)."""
+    """From the student's ranks to all rollout engines at once, over gloo or NCCL (docs/weights.md)."""
 
     type: Literal["collective"]
     """The way's name."""
     or_http: bool = False
-    """Go on by HTTP if no engine can join the student's group; else the run ends."""
+    """Go on by HTTP if no engine can join, where the run else ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
