@@ -45,9 +45,9 @@ quickstart: $(STAMP)  ## three tiny teachers, one student; a run that was cut of
 	$(BIN)/python tools/make_quickstart.py --out runs/quickstart_assets
 	$(BIN)/mopd train recipes/quickstart.yaml $(if $(wildcard runs/quickstart/recipe.yaml),--resume)
 
-test: $(ENGINES_STAMP)  ## everything that runs on this machine, three files at a time: many tests wait for processes
+test: $(ENGINES_STAMP)  ## everything that runs on this machine, four files at a time: many tests wait for processes
 	# bytecode is kept, whatever the shell says: else each worker compiles every file anew
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not long" -rs
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not long" -rs
 
 long: $(ENGINES_STAMP)  ## further forms of what make test shows: other placements, faults of Ray, kernels compiled for a GPU
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m long --numprocesses 2 --dist loadfile --timeout=1200 -rs
