@@ -121,6 +121,7 @@ image-jobs: $(ENGINES_STAMP)  ## jobs of Slurm in that image as pyxis and enroot
 	MOPD_IMAGE=$${IMAGE_TAG:-mopd:cpu} $(BIN)/python -m pytest tests/integration/test_image_jobs.py --timeout=3600 -rs -s
 
 lint: $(STAMP)  ## ruff, spelling, mypy, import contracts, Dockerfiles, scripts
+	! git grep -nE '^(<<<<<<<|>>>>>>>) '
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
