@@ -93,6 +93,7 @@ class Orchestrator:
             with self.heartbeat.depending_on(asyncio.get_running_loop()):
                 async with Tasks() as tasks:
                     tasks.start(ranks.run())
+                    tasks.start(error_of_a_callback())
                     return await tasks.unless_failed(work(ranks))
 
         collect_rarely()
@@ -153,6 +154,22 @@ async def join(ranks: Ranks, domains: list[str], plane: Storage) -> dict[str, An
     """Have the ranks join and build the student; return rank 0's facts about it."""
     facts: dict[str, Any] = await ranks.ask("join", domains=domains, data_plane=plane.address)
     return facts
+
+
+async def error_of_a_callback() -> None:
+    """Raise what a callback of this event loop raises. asyncio only logs it, and what waits for the callback's work
+    would wait in vain."""
+    raised: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if "handle" in context and error is not None and not raised.done():  # of a callback
+            raised.set_exception(error)
+        else:
+            loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(note)
+    await raised
 
 
 def collect_rarely() -> None:

@@ -136,7 +136,7 @@ class Request(Generic[R]):
         self._started = pool.now()
         for part in parts:
             part.request, part.came_back, part.was_joined = self, loop.create_future(), len(parts) > 1
-        self.task = loop.create_task(self._run(), context=parts[0].context)
+        self.task = parts[0].context.run(loop.create_task, self._run())
 
     @property
     def is_awaited(self) -> bool:
