@@ -26,12 +26,13 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
+
+from mopd.student.parallel import sharded_rows
 
 _VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether ``varlen_attn`` supports grouped-query attention itself, which it does from torch 2.12 on."""
@@ -286,14 +287,7 @@ class CoreAttention(MegatronModule):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
         """Return Megatron's description of the sinks for checkpoints, empty without any."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self._tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+        return sharded_rows(self, "softmax_offset", self._tp_group, prefix, sharded_offsets, metadata)
 
 
 class EngineAttention(MegatronModule):

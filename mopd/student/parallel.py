@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch._C._distributed_c10d import HashStore
 
 from mopd.base.files.writing import WriteRefusedError
@@ -285,3 +286,18 @@ def _init_distributed(timeout_s: float, local_rank: int | None) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
+
+
+def sharded_rows(
+    module: torch.nn.Module, name: str, group: Any, prefix: str, offsets: Any, metadata: dict[str, Any] | None
+) -> Any:
+    """Return Megatron's description for checkpoints of a module whose parameter ``name`` is each tensor-parallel rank's
+    own rows (``sharded_state_dict``); empty if it has none."""
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        {name: 0},
+        offsets,
+        tp_group=group,
+        dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+    )

@@ -12,9 +12,10 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import rms_norm
+
+from mopd.student.parallel import sharded_rows
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -61,14 +62,7 @@ class WideRMSNorm(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
         """Return Megatron's description of the weight for checkpoints."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self._group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+        return sharded_rows(self, "weight", self._group, prefix, sharded_offsets, metadata)
 
 
 class BiasedRowParallel(RowParallelLinear):
