@@ -70,6 +70,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             raise UserError(f"{name} is {value}: set 1 or more")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = BenchReport(benchmark="teachers", arguments=arguments, as_json=args.json, device=device)
+    if args.size is not None and args.adapter_rank is not None:
+        raise UserError(f"--size {args.size} and --adapter-rank {args.adapter_rank} measure different things: give one")
     if args.size is not None:
         lengths = [SIZED_LENGTH] * SIZED_SEQUENCES
         report.add(measure_size(args.size, size_on_gpu(args.size), lengths, dtype="bfloat16", top_k=args.top_k))

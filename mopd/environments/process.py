@@ -178,6 +178,9 @@ class Environments:
             self._called = f"rollout.environment ({cfg.id} of verifiers)"
             self._max_bytes = int(cfg.max_memory_gib * GIB)
             self._python = self._python if cfg.python is None else os.path.abspath(cfg.python)
+            if cfg.python is None and importlib.util.find_spec("verifiers") is None:
+                cure = "pip install 'mopd[verifiers]', or set rollout.environment.python"
+                raise UserError(f"{self._called} needs the package verifiers: {cure}")
         elif isinstance(cfg, OpenEnvConfig):
             self._called = f"rollout.environment ({shown_url(cfg.url)})"
             if importlib.util.find_spec("websockets") is None:
@@ -196,13 +199,13 @@ class Environments:
         """A failure ends one response, not the run."""
         return not isinstance(self.cfg, PythonToolConfig) and self.cfg.on_error == "end"
 
-    def error(self, failed: EnvironmentFailed) -> UserError:
-        """Return what ends the run."""
+    def error(self, failed: EnvironmentFailed, *, at_start: bool = False) -> UserError:
+        """Return what ends the run. What fails ``at_start`` ends it whatever ``on_error`` says."""
         if isinstance(self.cfg, PythonToolConfig):
             cure = "see that the machine has memory and processes left, and a kernel with seccomp"
             return CutOffError(f"{self._called} {one_line(failed)}: {cure}")
         cure = "see its server" if isinstance(self.cfg, OpenEnvConfig) else "correct it"
-        cure = cure if self.goes_on else f"{cure}, or set rollout.environment.on_error: end"
+        cure = cure if self.goes_on or at_start else f"{cure}, or set rollout.environment.on_error: end"
         return UserError(f"{self._called} {one_line(failed)}: {cure}")
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Episode:
@@ -235,9 +238,9 @@ class Environments:
                     is_library = isinstance(self.cfg, VerifiersConfig)
                     await self._process.start(LIBRARY_START_S if is_library else START_S)
                 except EnvironmentFailed as failed:
-                    raise self.error(failed) from failed
+                    raise self.error(failed, at_start=True) from failed
                 except (OSError, ValueError) as error:
-                    raise self.error(EnvironmentFailed(f"could not be started: {error}")) from error
+                    raise self.error(EnvironmentFailed(f"could not be started: {error}"), at_start=True) from error
             return self._process
 
     def close(self) -> None:

@@ -67,6 +67,8 @@ def test_impossible_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "mopd: error: --pairs is 0: set 1 or more\n"
     assert main(["bench", "teachers", "--adapter-rank", "0"]) == 2
     assert capsys.readouterr().err == "mopd: error: --adapter-rank is 0: set 1 or more\n"
+    assert main(["bench", "teachers", "--adapter-rank", "8", "--size", "qwen3-1.7b"]) == 2
+    assert "--size qwen3-1.7b and --adapter-rank 8 measure different things" in capsys.readouterr().err
 
 
 def test_scoring_beside_a_bare_forward_pass() -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from mopd.base.types import UserError
-from mopd.config.environment import CustomEnvironmentConfig, PythonToolConfig
+from mopd.config.environment import CustomEnvironmentConfig, PythonToolConfig, VerifiersConfig
 from mopd.environments.process import EnvironmentFailed, Environments
 
 HEAD = "import asyncio, ctypes, os, sys, time\n"
@@ -161,6 +161,13 @@ def test_the_built_in_tools_answer_from_their_process() -> None:
     assert ask(own, *texts) == [("100000000", 0.0), ("1180591620717411303424", 0.0), (None, 0.0)]
 
 
+def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs the package verifiers: pip install 'mopd\[verifiers\]', or set"):
+        Environments(VerifiersConfig(type="verifiers", id="words"))
+    Environments(VerifiersConfig(type="verifiers", id="words", python="/opt/own/bin/python"))  # has packages of its own
+
+
 def test_files_and_classes_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no such file: correct rollout\.environment\.module"):
         Environments(CustomEnvironmentConfig(type="custom", module=str(tmp_path / "x.py"), class_name="Own"))
@@ -168,6 +175,7 @@ def test_files_and_classes_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import nowhere_at_all\n")
     (failed,) = ask(own, "4")
     assert isinstance(failed, UserError) and "cannot be loaded: ModuleNotFoundError" in str(failed)
+    assert str(failed).endswith(": correct it")  # no on_error lets a run go on without the class
     (tmp_path / "own.py").write_text("x = 1\n")
     (failed,) = ask(environments_of(tmp_path), "4")
     assert isinstance(failed, UserError) and "has no attribute 'Own'" in str(failed)
