@@ -39,16 +39,16 @@ ShippedColumns = Literal["verl", "dapo", "gsm8k", "math", "mbpp", "openthoughts"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnsConfig:
-    """A mapping of columns. Dots reach into nested ones."""
+    """Columns by name; dots reach into nested ones."""
 
     prompt: str
-    """Column that holds the prompt: text, or chat messages."""
+    """Prompt: text, or chat messages."""
     ground_truth: str | None = None
-    """Column that holds the reference answer."""
+    """Reference answer."""
     domain: str | None = None
-    """Column that holds the domain."""
+    """Domain."""
     extra_info: str | None = None
-    """Column that is handed to custom rewards."""
+    """What custom rewards get."""
 
 
 _VERL = ColumnsConfig(
@@ -72,16 +72,16 @@ DEFAULT_COLUMNS: ShippedColumns = "verl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReaderConfig(Checked):
-    """A function of yours that yields the rows of a file (docs/extending.md#a-data-reader)."""
+    """Function that yields the rows of a file neither parquet nor JSONL (docs/extending.md#a-data-reader)."""
 
     module: str
-    """The function: ``file.py:name``, ``package.module:name``, or an entry point ``mopd.readers``."""
+    """Function, or entry point ``mopd.readers``."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of the function."""
+    """Its keywords."""
     timeout_s: Seconds = 600.0
-    """Deadline for all rows of a file."""
+    """Deadline for a file."""
     max_memory_gib: Annotated[float, at_least(0.25, 1024.0)] = 8.0
-    """Memory of the function's process, in GiB."""
+    """Memory of its process."""
 
     def check(self) -> None:
         check_reference("module", self.module)
@@ -92,17 +92,17 @@ class DataFileConfig:
     """One entry of ``data.train`` or ``data.validation``."""
 
     path: str
-    """A ``.parquet`` or ``.jsonl`` file, or a name of the Hub."""
+    """Parquet or JSONL file, or name of the Hub."""
     columns: ShippedColumns | ColumnsConfig | None = None
-    """As ``data.columns``, for this entry alone."""
+    """As ``data.columns``."""
     domain: str | None = None
-    """Domain of every row of this entry."""
+    """Domain of its rows."""
     system_prompt: Lines | Mapping[str, Lines] | None = None
-    """As ``data.system_prompt``, for this entry alone."""
+    """As ``data.system_prompt``."""
     prompt_suffix: Lines | Mapping[str, Lines] | None = None
-    """As ``data.prompt_suffix``, for this entry alone."""
+    """As ``data.prompt_suffix``."""
     reader: ReaderConfig | None = None
-    """Reads a file that is neither parquet nor JSONL."""
+    """Function that yields the rows of a file neither parquet nor JSONL (docs/extending.md#a-data-reader)."""
 
     def __post_init__(self) -> None:
         if self.domain is not None:
@@ -124,43 +124,42 @@ def mapping_of(columns: ShippedColumns | ColumnsConfig) -> ColumnsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(Checked):
-    """Prompt files and how to read their rows."""
+    """Prompts."""
 
     train: tuple[str | DataFileConfig, ...]
-    """Training prompts: files, or splits of data sets of the Hub (docs/data.md#files-and-columns)."""
+    """Training prompts: files, or names of the Hub (docs/data.md#files-and-columns)."""
     validation: tuple[str | DataFileConfig, ...] = ()
-    """Validation prompts, as ``train``."""
+    """Validation prompts."""
     columns: ShippedColumns | ColumnsConfig = DEFAULT_COLUMNS
-    """Which columns hold what: the name of a mapping, or a section (docs/data.md#files-and-columns)."""
+    """What the columns hold: a shipped mapping, or your own (docs/data.md#files-and-columns)."""
     chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's own chat template."""
+    """Jinja file instead of the tokenizer's chat template."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, as ``enable_thinking: false``."""
+    """Its arguments, as ``enable_thinking: false``."""
     system_prompt: Lines | Mapping[str, Lines] | None = None
     """System message where a conversation has none, for all or by domain (docs/data.md#from-row-to-tokens)."""
     prompt_suffix: Lines | Mapping[str, Lines] | None = None
-    """Text behind each prompt, for all or by domain."""
+    """Text behind each prompt, likewise."""
     image_key: str = "images"
-    """Column that holds a row's images (docs/vision.md)."""
+    """Column of images (docs/vision.md)."""
     max_pixels: Annotated[int, at_least(1, MAX_IMAGE_PIXELS)] | None = None
-    """Larger images are scaled down to so many pixels; absent: the processor's limit."""
+    """Size to which larger images shrink; absent: the processor's."""
     max_prompt_length: Annotated[int, at_least(1, MAX_TOKENS)] = 1024
     """Longest prompt in tokens, images included."""
     overlong_prompts: Literal["filter", "error", "truncate"] = "error"
-    """Drop a longer prompt, refuse it, or cut it from the left."""
+    """Drop longer prompts, refuse them, or cut their left."""
     domain_weights: Mapping[str, float] | Literal["adaptive"] = field(default_factory=dict)
-    """Share of each domain in the prompt stream; empty: by row count; ``adaptive``: by head-room
+    """Domains' shares of the prompts; empty: by rows; ``adaptive``: by head-room
     (docs/data.md#prompts-where-head-room-is-left)."""
     adaptive_floor: Share = 0.3
-    """With ``adaptive``: share of prompts that all domains get equally."""
+    """With ``adaptive``: share dealt out evenly."""
 
     scores_cache: str | None = None
-    """Folder of the teachers' scores, which runs may share (docs/pipeline.md#samples-and-scores-that-are-kept)."""
+    """Folder of teachers' scores, for several runs (docs/pipeline.md#samples-and-scores-that-are-kept)."""
     scores_cache_max_gib: Positive = 100.0
-    """Size of ``scores_cache`` from which nothing more is added."""
+    """Size at which it is full."""
     scored: tuple[str, ...] = ()
-    """Folders of kept samples to train on beside the student's own
-    (docs/pipeline.md#samples-and-scores-that-are-kept)."""
+    """Folders of kept samples to train on (docs/pipeline.md#samples-and-scores-that-are-kept)."""
 
     def check(self) -> None:
         if not self.image_key:
@@ -204,15 +203,15 @@ class ValidationConfig(Checked):
     """Rewards on held-out prompts."""
 
     every_steps: Count = 50
-    """Optimizer steps between validations, beside those of step 0 and the last step."""
+    """Steps between validations; those of step 0 and the end come besides."""
     temperature: NotNegative = 0.0
     """Sampling temperature; 0 is greedy."""
     samples_per_prompt: Count = 1
-    """Responses per prompt, k, for avg@k and pass@k. Above 1 needs ``temperature`` above 0."""
+    """Responses per prompt, for avg@k and pass@k."""
     max_samples_per_domain: Count | None = None
     """First rows of each domain; absent: all."""
     watch: tuple[str, ...] = ()
-    """Domains that no teacher teaches, to see what the student forgets; they need a reward."""
+    """Untaught domains, to see what the student forgets."""
 
     def check(self) -> None:
         if self.samples_per_prompt > 1 and self.temperature == 0:
@@ -224,7 +223,7 @@ class ValidationConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalPlaneConfig:
-    """Samples in the orchestrator's memory."""
+    """The orchestrator's memory."""
 
     type: Literal["local"] = "local"
     """Data plane type."""
@@ -232,14 +231,14 @@ class LocalPlaneConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferQueueConfig(Checked):
-    """Samples in TransferQueue's storage units on a Ray cluster (``pip install 'mopd[ray]'``)."""
+    """TransferQueue on a Ray cluster (``pip install 'mopd[ray]'``)."""
 
     type: Literal["transfer_queue"]
     """Data plane type."""
     address: str | None = None
     """As in ``placement: {type: ray}``."""
     num_storage_units: Annotated[int, at_least(1, MAX_STORAGE_UNITS)] = 2
-    """Actors that hold the tensors."""
+    """Actors for tensors."""
 
 
 DataPlane = LocalPlaneConfig | TransferQueueConfig

@@ -10,7 +10,7 @@ import itertools
 import re
 import sys
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,21 +22,24 @@ INTRODUCTION = """\
 # Recipes: every key
 
 A recipe is one YAML file (JSON is YAML too) that says everything about a run. `mopd config RECIPE` prints every value
-and where it comes from. `python -m mopd.config.document docs/recipes.md` writes this page.
+and where it comes from.
 
 - **Precedence:** default < `base` (another recipe, named relative to this file) < recipe < `key=value` on the command
   line. Sections merge key by key; lists and scalars are replaced. A section of another `type` replaces the one below
-  it, unless that is `type: auto` or both types have the same keys. `null` removes an optional section, `{}` empties a
-  mapping.
-- **Overrides** are YAML: `mopd train my.yaml seed=1 data.train='[a.parquet, b.parquet]'`. A key part that holds a dot
-  or `=` goes in double quotes: `'data.domain_weights."a.b"=2'`.
-- **Refused YAML:** dates, `1:30`, `010`, merge keys (`<<`), tags (`!…`) that do not fit, several documents in one file.
-  Quote such values.
-- **Paths** are relative to the working directory, and may name the Hugging Face Hub
-  ([data.md](data.md#names-of-the-hub)).
-- **Below** a key's type and default stand in brackets; of choices the default is bold. *absent* is `null`. `type`
-  chooses among the forms of a section.
+  it, unless that is `auto` or both have the same keys. `null` removes an optional section, `{}` empties a mapping.
+- **Overrides** are YAML: `mopd train my.yaml seed=1 data.train='[a.parquet, b.parquet]'`. Double quotes hold a part
+  with a dot or `=`: `'data.domain_weights."a.b"=2'`.
+- **Quote** dates, `1:30` and `010`.
+- **Paths** are relative to the working directory, or [names of the Hub](data.md#names-of-the-hub). A `module` of yours
+  is `file.py:name`, `package.module:name`, or an entry point.
+- **In brackets** stands the default, or the type of a key that may be absent (`null`); of choices the default is bold.
+  A heading with a colon names the `type` that chooses this form of a section.
 """
+
+
+PLAIN: Mapping[Any, str] = {bool: "true/false", int: "int", float: "float", str: "text", Lines: "text"}
+"""Types of one value in a reader's words."""
+ABSENT = "absent"
 
 
 @functools.cache
@@ -68,53 +71,61 @@ def recipes_page() -> str:
 
 
 Row = tuple[str, ...]
+Place = tuple[str, str]
+"""Path of a section and the value of ``type`` that chooses it, if any."""
 
 
 def _section(
-    cls: type, path: str, lines: list[str], headings: dict[type, str], told: dict[tuple[str, Row], str]
+    cls: type, path: str, lines: list[str], places: dict[type, Place], told: dict[tuple[str, Row], Place]
 ) -> None:
-    """Heading, class text and keys of one section, then its subsections; ``headings`` are those under which a class
-    already stands, ``told`` those under which a row of some path does."""
-    choice = f" with `type: {' | '.join(type_values(cls))}`" if type_values(cls) else ""
-    heading = f"{f'`{path}`' if path else 'Top level'}{choice}"
-    inherited = next((base for base in cls.__mro__[1:] if base in headings and dataclasses.is_dataclass(base)), None)
-    headings |= {base: heading for base in cls.__mro__[:-1] if base not in headings}
-    lines += [f"## {heading}\n", _text(inspect.getdoc(cls) or "") + "\n"]
+    """Heading, class text and keys of one section, then its subsections; ``places`` are those where a class already
+    stands, ``told`` those where a row of some path does."""
+    types = type_values(cls)
+    place = (path, types[0] if types else "")
+    places |= {base: place for base in cls.__mro__[:-1] if base not in places}
+    lines.append(f"## {_name(path, *types)}\n")
+    text = _text(inspect.getdoc(cls) or "")
+    if text not in (row[2] for _, row in told):
+        lines.append(text + "\n")
     annotations = field_types(cls)
-    above = () if inherited is None else field_types(inherited)
-    rows = _rows(cls, above)
-    same = [] if inherited is None else [f"Also the keys of {headings[inherited]}."]
-    for where in dict.fromkeys(told[path, row] for row in rows if (path, row) in told):
-        names = ", ".join(row[0] for row in rows if told.get((path, row)) == where)
-        same.append(f"As in {where}: {names}.")
+    above = (path, *(places[base][0] for base in cls.__mro__[1:] if base in places))
+    rows = _rows(cls)
+    same = {row: told[at, row] for row in rows for at in reversed(above) if (at, row) in told}
     if same:
-        lines.append(" ".join(same) + "\n")
-    rows = [row for row in rows if (path, row) not in told]
+        names = {where: ", ".join(row[0] for row in same if same[row] == where) for where in same.values()}
+        lines.append(" ".join(f"As in {_reference(where, path)}: {names[where]}." for where in names) + "\n")
+    rows = [row for row in rows if row not in same]
     if rows:
         lines += [*(f"- {name} ({kind}): {meaning}" for name, kind, meaning in rows), ""]
-    told |= {(path, row): heading for row in rows}
-    elsewhere: list[str] = []
+    told |= {(path, row): place for row in rows}
     new: list[tuple[type, str]] = []
     for name, annotation in annotations.items():
         below = f"{path}.{name}" if path else name
         for member in union_members(annotation):
             inner, suffix = _inner(member)
             for section in section_classes(inner):
-                if section in headings and name not in above and told.get((path, _row(cls, name)), heading) == heading:
-                    elsewhere.append(f"`{name}`: {headings[section]}")
-                elif section not in headings and section not in (known for known, _ in new):
+                if section not in places and section not in (known for known, _ in new):
                     new.append((section, f"{below}{suffix}"))
-    if elsewhere:
-        lines.append(f"Described above: {'; '.join(elsewhere)}.\n")
     for section, below in new:
-        if section not in headings:  # a section before it may have led there
-            _section(section, below, lines, headings, told)
+        if section not in places:  # else a section before it has led there
+            _section(section, below, lines, places, told)
 
 
-def _rows(cls: type, without: Collection[str]) -> list[Row]:
-    """Entries of a section's own fields: all but those ``without``, and a ``type`` that the heading tells."""
-    only_type = ("type",) if len(type_values(cls)) == 1 else ()
-    return [_row(cls, field.name) for field in dataclasses.fields(cls) if field.name not in (*without, *only_type)]
+def _name(path: str, *types: str) -> str:
+    """A section as a heading names it."""
+    name = f"`{path}`" if path else "Top level"
+    return f"{name}: {', '.join(f'`{value}`' for value in types)}" if types else name
+
+
+def _reference(place: Place, path: str) -> str:
+    """A section as text in the section of ``path`` names it."""
+    return f"`{place[1]}`" if place[0] == path and place[1] else _name(place[0], *filter(None, place[1:]))
+
+
+def _rows(cls: type) -> list[Row]:
+    """Entries of a section's fields: all but a ``type`` that the heading tells."""
+    only_type = len(type_values(cls)) == 1
+    return [_row(cls, field.name) for field in dataclasses.fields(cls) if not (only_type and field.name == "type")]
 
 
 def _row(cls: type, name: str) -> Row:
@@ -132,8 +143,7 @@ def _inner(member: Any) -> tuple[Any, str]:
 
 def _words(annotation: Any) -> list[str]:
     """The forms that an annotation allows, in a reader's words."""
-    plain = {bool: "true/false", int: "int", float: "float", str: "text", Any: "any"}
-    plain[Lines] = "text"
+    plain = {**PLAIN, Any: "any"}
     parts: list[str] = []
     for member in union_members(annotation):
         origin = typing.get_origin(member)
@@ -144,18 +154,25 @@ def _words(annotation: Any) -> list[str]:
         elif origin is Mapping:
             parts.append(f"names to {', '.join(_words(typing.get_args(member)[1]))}")
         elif isinstance(member, type) and dataclasses.is_dataclass(member):
-            parts += [f"`type: {value}`" for value in type_values(member)] or ["section"]
+            parts += [f"`{value}`" for value in type_values(member)] or ["section"]
         elif member is not type(None):
             parts.append(plain[member])
     return list(dict.fromkeys(parts))
 
 
 def _type_and_default(cls: type, field: dataclasses.Field[Any]) -> str:
-    """Choices with the default one in bold; else the type and, if it is not empty, the default behind it."""
+    """Choices with the default one in bold; else the default, and the type where the default does not show it."""
     words = _words(field_types(cls)[field.name])
     default = _default(field)
+    if field.name == "type":
+        return default  # the heading has the choices
     if default in words:
         return ", ".join(f"**{word}**" if word == default else word for word in words)
+    plain = set(words) <= {*PLAIN.values(), "names to text"}
+    if plain and default == ABSENT:
+        return ", ".join(words)
+    if plain and isinstance(field_default(field), (bool, int, float)):
+        return default
     return ", ".join([*words, default] if default else words)
 
 
@@ -165,9 +182,9 @@ def _default(field: dataclasses.Field[Any]) -> str:
     if value is dataclasses.MISSING:
         return "**required**"
     if dataclasses.is_dataclass(value):
-        return f"`type: {value.type}`" if hasattr(value, "type") else ""
+        return f"`{value.type}`" if hasattr(value, "type") else ""
     if value is None:
-        return "absent"
+        return ABSENT
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, (tuple, dict)):

@@ -16,61 +16,61 @@ class TurnsConfig(Checked):
     """Limits of every environment."""
 
     max_turns: Annotated[int, at_least(1, MAX_TURNS)] = 8
-    """Most turns of one response."""
+    """Most turns of a response."""
     max_tokens_per_turn: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
-    """Longest turn in tokens; a longer one ends the response."""
+    """Longest turn; a longer one ends the response."""
     max_tokens_per_observation: Annotated[int, at_least(1, MAX_TOKENS)] = 512
-    """Longest given text in tokens; a longer one is cut."""
+    """Longest given text; a longer one is cut."""
     turn_timeout_s: Seconds = 30.0
-    """Deadline for the environment's answer to one turn."""
+    """Deadline for one answer."""
     observation_role: Literal["tool", "user"] = "tool"
-    """Role of what the environment answers."""
+    """Role of the answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PythonToolConfig(TurnsConfig):
-    """Two confined tools, ``calculator`` and ``python`` (docs/environments.md#python_tool)."""
+    """Confined tools ``calculator`` and ``python`` (docs/environments.md#python_tool)."""
 
     type: Literal["python_tool"]
     """Environment type."""
     on_malformed_call: Literal["answer", "end"] = "answer"
-    """After a call that cannot be read: tell the student what is wrong, or end the response."""
+    """Explain an unreadable call to the student, or end the response."""
     max_memory_gib: Annotated[float, at_least(0.125, 64.0)] = 1.0
-    """Memory of one program, in GiB."""
+    """Memory of one program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomEnvironmentConfig(TurnsConfig):
-    """A Python class of yours (docs/environments.md#custom)."""
+    """A class of yours (docs/environments.md#custom)."""
 
     type: Literal["custom"]
     """Environment type."""
     module: str
-    """Python file that holds the class."""
+    """Python file."""
     class_name: str
-    """Name of the class in that file."""
+    """Class in it."""
     on_error: Literal["stop", "end"] = "stop"
-    """After a failure: end the run, or end that response with what was drawn."""
+    """After a failure: stop the run, or end the response."""
     max_memory_gib: Annotated[float, at_least(0.25, 1024.0)] = 8.0
-    """Memory of the process that holds all objects of the class, in GiB."""
+    """Memory of its process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenEnvConfig(TurnsConfig):
-    """A server of OpenEnv (docs/environments.md#openenv)."""
+    """An OpenEnv server (docs/environments.md#openenv)."""
 
     type: Literal["openenv"]
     """Environment type."""
     url: str
-    """Address of the server, ``http(s)://HOST:PORT``."""
+    """The server, ``http(s)://HOST:PORT``."""
     action: Lines
-    """Field of the server's action that takes the text of a turn."""
+    """Field for the turn's text."""
     observation: Lines | None = None
-    """Text field of its observation that the student is given; absent: all fields, as JSON."""
+    """Field that the student reads; absent: all, as JSON."""
     begins_with: Literal["row", "reset"] = "row"
-    """A response's prompt: the row's, or the server's first observation."""
+    """First prompt: the row's, or the server's observation."""
     on_error: Literal["stop", "end"] = "stop"
-    """As for ``type: custom``."""
+    """After a failure: stop the run, or end the response."""
 
     def check(self) -> None:
         try:
@@ -81,20 +81,20 @@ class OpenEnvConfig(TurnsConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifiersConfig(TurnsConfig):
-    """An environment of the verifiers library (docs/environments.md#verifiers). Needs mopd's extra ``verifiers``."""
+    """An environment of verifiers, mopd's extra ``verifiers`` (docs/environments.md#verifiers)."""
 
     type: Literal["verifiers"]
     """Environment type."""
     id: str
-    """Name of the environment, as ``verifiers.load_environment`` takes it; its package must be installed."""
+    """Its name for ``verifiers.load_environment``."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of its ``load_environment``."""
+    """Arguments beside it."""
     python: str | None = None
-    """Python interpreter that has the library and the environment, with packages of its own; absent: mopd's."""
+    """Python with these packages; absent: mopd's."""
     on_error: Literal["stop", "end"] = "stop"
-    """As for ``type: custom``."""
+    """After a failure: stop the run, or end the response."""
     max_memory_gib: Annotated[float, at_least(0.25, 1024.0)] = 8.0
-    """Memory of the process that plays all responses, in GiB."""
+    """Memory of its process."""
 
 
 EnvironmentConfig = PythonToolConfig | CustomEnvironmentConfig | OpenEnvConfig | VerifiersConfig

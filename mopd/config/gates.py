@@ -12,22 +12,22 @@ from mopd.config.values import Checked, Fraction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateConfig(Checked):
-    """Decides for each prompt: distil, reinforce by the task reward, or skip (docs/teachers.md#gates)."""
+    """Whether to distil, reinforce or skip a prompt (docs/teachers.md#gates)."""
 
     by: Literal["teacher_answers", "student_rewards"]
-    """What is judged: the teacher's answer, or the student's responses."""
+    """Whose responses are judged."""
     threshold: Fraction = 0.5
-    """Distil where the teacher's reward is at least this, or the student's mean reward is below it."""
+    """Distil if the teacher's reward reaches it, or the student's mean stays below."""
     others: Literal["reinforce", "skip"] = "reinforce"
-    """Other prompts: learn from the task reward alone, or leave them out."""
+    """Other prompts: learn from the reward, or leave out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DomainConfig:
-    """Keys of one domain of the data."""
+    """What holds for one domain alone."""
 
     gate: GateConfig | None = None
-    """What each of its prompts is trained on."""
+    """Whether to distil, reinforce or skip a prompt (docs/teachers.md#gates)."""
 
 
 def require_gates(gates: Mapping[str, GateConfig], loss: Loss, elsewhere: Mapping[str, bool]) -> None:

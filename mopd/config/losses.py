@@ -31,12 +31,12 @@ TaskAdvantage = Literal["mean", "leave_one_out", "grpo"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestTokensConfig(Checked):
-    """Tokens on which the student is least sure, or farthest from its teacher."""
+    """Tokens that count (docs/losses.md#which-tokens-count-losstokens)."""
 
     largest: Literal["student_entropy", "divergence"]
-    """What ranks a response's tokens (docs/losses.md#which-tokens-count-losstokens)."""
+    """What ranks a response's tokens."""
     share: Share
-    """Share of a response's loss tokens that count, rounded up."""
+    """Share of each response."""
 
 
 Tokens = Literal["all"] | LargestTokensConfig
@@ -44,42 +44,41 @@ Tokens = Literal["all"] | LargestTokensConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopKLossConfig(Checked):
-    """Divergence on the top-k tokens of every response position (docs/losses.md)."""
+    """Divergence on some ids of every position (docs/losses.md)."""
 
     type: Literal["topk_forward_kl", "topk_reverse_kl", "topk_jsd"] = "topk_forward_kl"
     """KL(teacher||student), KL(student||teacher), or Jensen-Shannon."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 64
-    """Ids per position, of those that ``teachers.NAME.payload`` names."""
+    """Ids per position, by ``teachers.NAME.payload``."""
     always_ids: tuple[int | str, ...] = ()
-    """Tokens, as texts or ids, that are among every position's ids."""
+    """Tokens, as texts or ids, added at every position."""
     tail: Literal["bucket", "generalized", "renormalize", "none", "sampled"] | None = None
-    """What becomes of the mass outside the ids (docs/losses.md#top-k-losses-parallel_topk_distill); absent: generalized
-    for reverse KL, else bucket."""
+    """What becomes of mass outside the ids (docs/losses.md#top-k-losses-parallel_topk_distill); absent: generalized for
+    reverse KL, else bucket."""
     beta: Fraction = 0.5
-    """Weight of the teacher in the mixture of ``topk_jsd``."""
+    """The teacher's weight in ``topk_jsd``."""
     temperature: Positive = 1.0
-    """Divides the logits of both sides."""
+    """Divides both sides' logits."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
+    """From token losses to one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight of every domain, sum 1; empty: by tokens, or responses
-    (docs/losses.md#domain-budgets)."""
+    """Domains' shares of the weight, sum 1 (docs/losses.md#domain-budgets)."""
     logprob_min_clamp: float | None = None
-    """Floor of both sides' log-probs, with gradient 0."""
+    """Floor of log-probs (docs/losses.md#clamps-and-caps)."""
     entry_max_clamp: Positive | None = None
-    """Cap of each id's own term of the divergence, with gradient 0."""
+    """Cap of each id's term."""
     loss_max_clamp: Positive | None = None
-    """Cap of a token's loss, with gradient 0."""
+    """Cap of a token's loss."""
     loss_soft_cap: Positive | None = None
-    """Cap that keeps a gradient: above c a loss x becomes c (1 + log(x / c)). The recommended stabiliser."""
+    """The same with a gradient: the recommended stabiliser."""
     task_reward_weight: NotNegative = 0.0
-    """Weight of the task advantage's policy gradient beside the divergence."""
+    """Weight of the task advantage."""
     task_advantage: TaskAdvantage = "mean"
-    """As ``task_advantage`` of ``type: policy_gradient``."""
+    """Reward less its prompt's mean, or less the others' mean; grpo also divides by the deviation."""
     correction: MismatchCorrectionConfig | None = None
-    """As ``correction`` of ``type: policy_gradient``, for the task advantage and ``tail: sampled`` alone."""
+    """As with ``policy_gradient``, for the task advantage and ``tail: sampled``."""
     tokens: Tokens = "all"
-    """Tokens that count: all, or a share of each response."""
+    """Tokens that count (docs/losses.md#which-tokens-count-losstokens)."""
 
     def check(self) -> None:
         if self.tail == "sampled" and self.type != "topk_reverse_kl":
@@ -117,12 +116,12 @@ class TopKLossConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMaskConfig(Checked):
-    """Leaves out whole responses by their mean ratio."""
+    """Bounds of a response's mean ratio, beyond which it is left out."""
 
     low: NotNegative = 0.9
-    """Least mean ratio."""
+    """Lower bound."""
     high: Positive = 1.1
-    """Largest mean ratio."""
+    """Upper bound."""
 
     def check(self) -> None:
         _check_bounds(self.low, self.high)
@@ -130,16 +129,16 @@ class SequenceMaskConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchCorrectionConfig(Checked):
-    """Weights for samples of another policy (docs/losses.md#samples-of-another-policy-correction)."""
+    """Weight of tokens that another policy drew (docs/losses.md#samples-of-another-policy-correction)."""
 
     type: Literal["none", "tis", "icepop", "gate"]
-    """Form of the weight."""
+    """Form."""
     low: NotNegative = 0.5
     """Lower bound of the ratio (icepop, gate)."""
     high: Positive = 2.0
-    """Upper bound of the ratio."""
+    """Upper bound."""
     sequence: SequenceMaskConfig | None = None
-    """Also leave out whole responses."""
+    """Bounds of a response's mean ratio, beyond which it is left out."""
 
     def check(self) -> None:
         _check_bounds(self.low, self.high)
@@ -159,30 +158,30 @@ def _check_bounds(low: float, high: float) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLLossConfig(Checked):
-    """Estimator of a KL from the sampled token alone."""
+    """Estimate of a KL from the sampled token."""
 
     type: Literal["k2", "k3", "k3_reverse"]
-    """k2: gradient of reverse KL; k3: of forward KL; k3_reverse: k3's value with k2's gradient."""
+    """Gradient of reverse KL; of forward KL; k3's value with k2's gradient."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 16
-    """Ids per position, for metrics only."""
+    """Ids per position, for metrics."""
     temperature: Positive = 1.0
-    """Divides the logits of both sides; must equal ``rollout.temperature``."""
+    """As ``rollout.temperature``."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
+    """From token losses to one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight of every domain, sum 1; empty: by tokens, or responses
-    (docs/losses.md#domain-budgets)."""
+    """Domains' shares of the weight, sum 1 (docs/losses.md#domain-budgets)."""
     tokens: Tokens = "all"
-    """Tokens that count: all, or a share of each response."""
+    """Tokens that count (docs/losses.md#which-tokens-count-losstokens)."""
     loss_max_clamp: Positive | None = None
-    """Cap of a token's loss, with gradient 0."""
+    """Cap of a token's loss."""
     correction: MismatchCorrectionConfig | None = None
-    """Weight of tokens that another policy drew. Required with ``schedule.max_staleness`` above 0."""
+    """Weight of tokens that another policy drew, required for stale samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyGradientConfig(Checked):
-    """Policy gradient with the advantage -(student - teacher log-prob) - baseline (+ weight x task advantage)."""
+    """Policy gradient; the advantage is teacher less student log-prob, less a baseline, plus a weighted task
+    advantage."""
 
     type: Literal["policy_gradient"]
     """Loss type."""
@@ -191,31 +190,29 @@ class PolicyGradientConfig(Checked):
     task_reward_weight: NotNegative = 0.0
     """Weight of the task advantage."""
     task_advantage: TaskAdvantage = "mean"
-    """A response's reward less the mean over its prompt's responses, or over the others; grpo also divides by the
-    standard deviation."""
+    """Reward less its prompt's mean, or less the others' mean; grpo also divides by the deviation."""
     old_logprobs: Literal["student", "rollout"] = "student"
-    """p_old of the PPO ratio: the student's own (ratio 1) or the rollout's."""
+    """Whose p_old the PPO ratio has; the student's makes it 1."""
     clip_ratio_low: Positive = 0.2
     """PPO clip below 1."""
     clip_ratio_high: Positive = 0.2
     """PPO clip above 1."""
     dual_clip: float | None = None
-    """Bound of the loss for negative advantages (dual-clip PPO)."""
+    """Dual-clip PPO's bound."""
     correction: MismatchCorrectionConfig | None = None
-    """Weight of tokens that another policy drew. Required with ``schedule.max_staleness`` above 0."""
+    """Weight of tokens that another policy drew, required for stale samples."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 16
-    """Ids per position, for the baseline and metrics."""
+    """Ids per position, for baseline and metrics."""
     always_ids: tuple[int | str, ...] = ()
-    """As in a top-k loss."""
+    """Tokens, as texts or ids, added at every position."""
     temperature: Positive = 1.0
-    """Divides the logits of both sides; must equal ``rollout.temperature``."""
+    """As ``rollout.temperature``."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
+    """From token losses to one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight of every domain, sum 1; empty: by tokens, or responses
-    (docs/losses.md#domain-budgets)."""
+    """Domains' shares of the weight, sum 1 (docs/losses.md#domain-budgets)."""
     tokens: Tokens = "all"
-    """Tokens that count: all, or a share of each response."""
+    """Tokens that count (docs/losses.md#which-tokens-count-losstokens)."""
 
     def check(self) -> None:
         if self.correction is not None and self.correction.type == "gate" and self.old_logprobs == "rollout":
@@ -229,21 +226,21 @@ class PolicyGradientConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullLossConfig(Checked):
-    """Divergence over the whole vocabulary, from the teacher's hidden states (``payload: hidden``)."""
+    """Divergence over the whole vocabulary, with ``payload: hidden``
+    (docs/losses.md#the-whole-vocabulary-payload-hidden)."""
 
     type: Literal["full_forward_kl", "full_reverse_kl", "full_jsd"]
     """KL(teacher||student), KL(student||teacher), or Jensen-Shannon."""
     beta: Fraction = 0.5
-    """Weight of the teacher in the mixture of ``full_jsd``."""
+    """The teacher's weight in ``full_jsd``."""
     skew: NotNegative = 0.0
-    """Weight of the averaged side in the mixture (docs/losses.md#the-whole-vocabulary-payload-hidden)."""
+    """Weight of the averaged side in a mixture."""
     temperature: Positive = 1.0
-    """Divides the logits of both sides."""
+    """Divides both sides' logits."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
+    """From token losses to one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight of every domain, sum 1; empty: by tokens, or responses
-    (docs/losses.md#domain-budgets)."""
+    """Domains' shares of the weight, sum 1 (docs/losses.md#domain-budgets)."""
     # What other losses have as keys.
     top_k: ClassVar[int] = 0
     tokens: ClassVar[Literal["all"]] = "all"
@@ -264,22 +261,21 @@ class CustomLossConfig(Checked):
     type: Literal["custom"]
     """Loss type."""
     module: str
-    """The function: ``file.py:name``, ``package.module:name``, or an entry point ``mopd.losses``."""
+    """Function, or entry point ``mopd.losses``."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of the function."""
+    """Its keywords."""
     own_samples: bool = False
-    """Whether the function reads log-probs of the sampled token."""
+    """It reads the sampled token's log-probs."""
     top_k: Annotated[int, at_least(1, MAX_TOP_K)] = 64
-    """Ids per position, as in a top-k loss."""
+    """Ids per position, by ``teachers.NAME.payload``."""
     always_ids: tuple[int | str, ...] = ()
-    """As in a top-k loss."""
+    """Tokens, as texts or ids, added at every position."""
     temperature: Positive = 1.0
-    """Divides the logits of both sides."""
+    """Divides both sides' logits."""
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
+    """From token losses to one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
-    """Share of the loss's weight of every domain, sum 1; empty: by tokens, or responses
-    (docs/losses.md#domain-budgets)."""
+    """Domains' shares of the weight, sum 1 (docs/losses.md#domain-budgets)."""
     # What other losses have as keys.
     tokens: ClassVar[Literal["all"]] = "all"
     correction: ClassVar[None] = None

@@ -15,13 +15,12 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.A
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushConfig(Checked):
-    """Uploads of Hugging Face folders to the Hub with the environment's ``HF_TOKEN``; a failure does not end the
-    run."""
+    """Uploads of these folders to the Hub, with ``HF_TOKEN``."""
 
     repo: str
-    """Repository, ``namespace/name``, created where it is missing."""
+    """Repository, ``namespace/name``."""
     private: bool = True
-    """Make the repository private, and refuse a public one."""
+    """Make it private, and refuse a public one."""
 
     def check(self) -> None:
         if not REPOSITORY.fullmatch(self.repo):
@@ -30,23 +29,22 @@ class PushConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig(Checked):
-    """What is saved while training."""
+    """What training saves."""
 
     every_steps: Count = 100
-    """Optimizer steps between checkpoints; the last step is always saved."""
+    """Steps between checkpoints; the last step's comes besides."""
     keep_last: Count = 2
-    """Newest checkpoints to keep."""
+    """Newest ones to keep."""
     async_save: bool = True
-    """Copy the state into host memory (14 bytes a weight in bfloat16, 16 in float32), and write while training goes
-    on."""
+    """Write from a copy in host memory (14 bytes a weight, 16 in float32) while training goes on."""
     keep_best: bool = True
-    """Also keep the checkpoint with the best mean validation reward."""
+    """Also keep that of the best mean validation reward."""
     export_hf: bool = True
-    """At the end write the best checkpoint, else the last, as a Hugging Face folder."""
+    """Write the best, else the last, as a Hugging Face folder."""
     export_hf_every_steps: Count | None = None
-    """Optimizer steps between further Hugging Face folders (``hf_steps/step_N``)."""
+    """Steps between further such folders (``hf_steps/step_N``)."""
     push_to_hub: PushConfig | None = None
-    """Also upload these folders to the Hub."""
+    """Uploads of these folders to the Hub, with ``HF_TOKEN``."""
 
     def check(self) -> None:
         if self.push_to_hub is not None and not self.export_hf and self.export_hf_every_steps is None:
@@ -55,17 +53,16 @@ class CheckpointConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallbackConfig(Checked):
-    """A class of yours that follows the run (docs/extending.md#a-callback)."""
+    """Classes of yours that follow the run (docs/extending.md#a-callback)."""
 
     module: str
-    """The class, a ``mopd.Callback``: ``file.py:name``, ``package.module:name``, or an entry point
-    ``mopd.callbacks``."""
+    """A ``mopd.Callback``, or entry point ``mopd.callbacks``."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of the class."""
+    """Its keywords."""
     timeout_s: Seconds = 60.0
-    """Deadline of each of its calls."""
+    """Deadline of each call."""
     on_error: Literal["stop", "ignore"] = "stop"
-    """After an exception or a missed deadline: stop the run with a checkpoint, or go on without it."""
+    """After a failure: stop with a checkpoint, or go on without it."""
 
     def check(self) -> None:
         check_reference("module", self.module)
@@ -73,20 +70,20 @@ class CallbackConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WandBConfig:
-    """Weights & Biases run; the ``wandb`` package must be installed."""
+    """Weights & Biases; needs the package ``wandb``."""
 
     project: str
-    """Project name."""
+    """Project."""
     name: str | None = None
-    """Run name; the run folder's name when absent."""
+    """Run; absent: the run folder's name."""
     entity: str | None = None
-    """Team or user of the project; absent: the login's own."""
+    """Team or user; absent: the login's."""
     group: str | None = None
-    """Group that the run is shown in."""
+    """Group of runs."""
     tags: tuple[str, ...] = ()
-    """Tags of the run."""
+    """Tags."""
     mode: Literal["online", "offline"] = "online"
-    """``offline`` writes to the run folder only."""
+    """``offline``: into the run folder only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,14 +91,13 @@ class MetricsConfig(Checked):
     """Where numbers go besides ``metrics.jsonl`` and the terminal."""
 
     diagnostics_every_steps: Count = 10
-    """Optimizer steps between diagnostics (docs/metrics.md)."""
+    """Steps between diagnostics (docs/metrics.md)."""
     keep_samples: bool = False
-    """Keep every trained sample, for ``mopd replay`` and ``data.scored``
+    """Keep trained samples, for ``mopd replay`` and ``data.scored``
     (docs/pipeline.md#samples-and-scores-that-are-kept)."""
     gradient_cosine_every_steps: Count | None = None
-    """Optimizer steps between cosines of the domains' gradients (docs/metrics.md#who-gets-how-much); absent:
-    never."""
+    """Steps between cosines of the domains' gradients (docs/metrics.md#who-gets-how-much)."""
     tensorboard: bool = True
-    """Write TensorBoard event files into the run folder."""
+    """Write TensorBoard files into the run folder."""
     wandb: WandBConfig | None = None
-    """Also log to Weights & Biases."""
+    """Weights & Biases; needs the package ``wandb``."""

@@ -22,8 +22,7 @@ MAX_THREADS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoPlacementConfig:
-    """``in_process`` without CUDA; with it ``local`` where enough GPUs are free. Always ``local`` with
-    ``schedule.max_staleness`` above 0."""
+    """``local`` with ``max_staleness``, or where enough GPUs are free; else ``in_process``."""
 
     type: Literal["auto"] = "auto"
     """Placement type; ``mopd config`` prints what it becomes, and why."""
@@ -39,21 +38,20 @@ class InProcessConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalConfig(Checked):
-    """Child processes on this machine, one engine server each."""
+    """Engine servers on this machine."""
 
     type: Literal["local"]
     """Placement type."""
     gpus: tuple[int, ...] = ()
-    """GPUs of this group by number; empty: the lowest free ones."""
+    """GPUs by number; empty: the lowest free ones."""
     num_threads: Annotated[int, at_least(1, MAX_THREADS)] | None = None
-    """CPU threads of one replica; absent: an equal share of the cores."""
+    """CPU threads of one replica; absent: an equal share."""
     share_gpus_with: Literal["student"] | None = None
-    """Rollout only: replicas take turns with the trainer ranks on their GPUs
-    (docs/teachers.md#gpus-of-student-and-rollout)."""
+    """Rollout only: take turns with the trainer ranks (docs/teachers.md#gpus-of-student-and-rollout)."""
     python: str | None = None
-    """Python interpreter of the servers; absent: mopd's."""
+    """The servers' Python; absent: mopd's."""
     startup_timeout_s: Seconds = 600.0
-    """Deadline for a server to load its model and answer."""
+    """Deadline for loading the model."""
 
     def check(self) -> None:
         check_unrepeated("gpus", self.gpus)
@@ -68,42 +66,40 @@ class LocalConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayConfig(Checked):
-    """Actors on a Ray cluster, every replica on one node."""
+    """Actors on a Ray cluster, each replica on one node."""
 
     type: Literal["ray"]
     """Placement type."""
     address: str | None = None
-    """Address of the cluster (``host:port``, or ``auto`` on one of its nodes); absent: a cluster on this machine for
-    this run."""
+    """``host:port``, or ``auto`` on its nodes; absent: a cluster of this run."""
     num_cpus: Processes = 1
-    """CPUs of one replica, as Ray counts them."""
+    """CPUs of one replica."""
     num_gpus: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
-    """GPUs of one replica; at least ``engine.tensor_parallel_size`` where there are GPUs."""
+    """GPUs of one replica, at least ``engine.tensor_parallel_size``."""
     python: str | None = None
-    """As with ``local``, on every node."""
+    """The servers' Python; absent: mopd's."""
     shared_pool: str | None = None
-    """Name of a pool of GPUs that several groups share by turns."""
+    """Pool of GPUs that groups share by turns."""
     startup_timeout_s: Seconds = 600.0
     """As with ``local``, placement included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExternalConfig(Checked):
-    """Servers that the run does not start (docs/server.md); ``mopd serve`` alone reads the ``engine`` beside it."""
+    """Servers that others start (docs/server.md)."""
 
     type: Literal["external"]
     """Placement type."""
     urls: tuple[str, ...]
-    """One URL per replica, as in ``http://host:8000``."""
+    """One per replica, as ``http://host:8000``."""
     protocol: Literal["mopd", "openai", "sglang"] = "mopd"
-    """``mopd serve``, a stock vLLM server, or a stock SGLang server. Stock servers serve teachers only, at
-    temperature 1."""
+    """``mopd serve``, or a stock vLLM or SGLang server: teachers only, at temperature 1."""
     token_file: str | None = None
-    """File with the servers' access token."""
+    """File with their access token."""
     served_model_name: str | None = None
-    """Model name to ask an ``openai`` server for; absent: the only one that it lists."""
+    """With ``openai``: its model; absent: the only one."""
     startup_timeout_s: Seconds = 60.0
-    """Deadline for the servers' first answers."""
+    """Deadline for first answers."""
 
     def check(self) -> None:
         if not self.urls:
@@ -127,11 +123,11 @@ class RegisteredConfig(Checked):
     type: Literal["registered"]
     """Placement type."""
     min_replicas: Annotated[int, at_least(1, MAX_REPLICAS)] = 1
-    """Servers without which the run neither begins nor goes on."""
+    """Servers without which the run waits."""
     python: str | None = None
-    """As with ``local``."""
+    """The servers' Python; absent: mopd's."""
     startup_timeout_s: Seconds = 600.0
-    """Deadline for ``min_replicas`` servers, at the start and after a loss."""
+    """Deadline for them, at the start and after a loss."""
 
 
 Placement = AutoPlacementConfig | InProcessConfig | LocalConfig | RayConfig | ExternalConfig | RegisteredConfig

@@ -22,7 +22,7 @@ class ExactMatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentRewardConfig:
-    """The sum of what ``rollout.environment`` gave for the turns."""
+    """The sum of what ``rollout.environment`` gave."""
 
     type: Literal["environment"]
     """Reward type."""
@@ -48,13 +48,12 @@ class MultipleChoiceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegexConfig(Checked):
-    """1 when the last match of the pattern's group equals the ground truth; without a group, when the pattern
-    matches."""
+    """1 when the last match of the pattern's group equals the ground truth, or a pattern without group matches."""
 
     type: Literal["regex"]
     """Reward type."""
     pattern: str
-    """Python regular expression with at most one group."""
+    """Python regular expression."""
     timeout_s: Seconds = 2.0
     """Deadline of one response."""
 
@@ -76,7 +75,7 @@ class RegexConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonSchemaConfig(Checked):
-    """1 when the response, or its last fenced block, is JSON that a schema allows."""
+    """1 when the response, or its last fenced block, is JSON that the schema allows."""
 
     type: Literal["json_schema"]
     """Reward type."""
@@ -93,25 +92,25 @@ class CodeConfig(Checked):
     type: Literal["code"]
     """Reward type."""
     timeout_s: Seconds = 10.0
-    """Deadline of one response, over all its tests."""
+    """Deadline of all tests of a response."""
     max_memory_gib: Annotated[float, at_least(0.125, 64.0)] = 1.0
-    """Memory of one program, in GiB."""
+    """Memory of one program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomRewardConfig(Checked):
-    """A Python function of yours (docs/rewards.md#custom-rewards)."""
+    """A function of yours (docs/rewards.md#custom-rewards)."""
 
     type: Literal["custom"]
     """Reward type."""
     path: str
-    """Python file that holds the function."""
+    """Python file."""
     function: str
-    """Name of the function in that file."""
+    """Function in it."""
     timeout_s: Seconds = 60.0
-    """Deadline for one batch of calls."""
+    """Deadline for a batch."""
     max_memory_gib: Annotated[float, at_least(0.25, 1024.0)] = 8.0
-    """Memory of the function's process, in GiB; more ends the run."""
+    """Memory of its process."""
 
 
 RewardConfig = (

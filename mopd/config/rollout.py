@@ -29,14 +29,14 @@ from mopd.config.values import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HorizonConfig(Checked):
-    """Training draws the first tokens of a response alone (docs/losses.md#which-tokens-count-losstokens)."""
+    """Length at which training responses stop (docs/losses.md#which-tokens-count-losstokens)."""
 
     start: Annotated[int, at_least(1, MAX_TOKENS)]
-    """Tokens of the first step's responses."""
+    """Tokens in the first step."""
     end: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
-    """Tokens after ``steps`` steps; absent: ``start``."""
+    """Tokens after ``steps``; absent: ``start``."""
     steps: Count | None = None
-    """Steps over which it grows, by equal parts."""
+    """Steps of even growth."""
 
     def check(self) -> None:
         if (self.end is None) != (self.steps is None):
@@ -54,16 +54,16 @@ class HorizonConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixConfig(Checked):
-    """The first part of a training response, which the student is given (docs/losses.md#given-prefixes)."""
+    """Given beginning of training responses (docs/losses.md#given-prefixes)."""
 
     source: Literal["teacher", "data"]
-    """The answer of the domain's teacher (``answers``), or the row's reference answer."""
+    """The teacher's answer, or the row's."""
     share: Share
-    """Share of that answer's tokens given in the first step."""
+    """Share of it in the first step."""
     steps: Count | None = None
-    """Steps over which the share falls to 0, by equal parts; absent: it stays."""
+    """Steps of even decrease to 0; absent: none."""
     reference: Lines | None = None
-    """With ``source: data``, the entry of the row's ``extra_info`` that holds the text; absent: the ground truth."""
+    """With ``data``: entry of ``extra_info``; absent: the ground truth."""
 
     def check(self) -> None:
         if self.reference is not None and self.source != "data":
@@ -85,49 +85,48 @@ def require_prefix(prefix: PrefixConfig | None, elsewhere: Mapping[str, bool]) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig(EngineGroupConfig):
-    """How the student samples its responses, and the replicas that run its weights."""
+    """How the student draws responses."""
 
     max_response_length: Annotated[int, at_least(1, MAX_TOKENS)] = 1024
-    """Longest response in tokens; longer ones are truncated."""
+    """Most tokens of a response."""
     horizon: HorizonConfig | None = None
-    """Tokens after which responses stop in training."""
+    """Length at which training responses stop (docs/losses.md#which-tokens-count-losstokens)."""
     prefix: PrefixConfig | None = None
-    """First part of training responses that is given."""
+    """Given beginning of training responses (docs/losses.md#given-prefixes)."""
     temperature: Positive = 1.0
     """Sampling temperature."""
     top_p: Share = 1.0
     """Nucleus mass."""
     top_k: int = -1
-    """Most probable tokens that are kept; -1 keeps all."""
+    """Most probable tokens kept; -1: all."""
     min_p: Fraction = 0.0
-    """Keep tokens with at least this share of the largest probability; 0 keeps all."""
+    """Least share of the largest probability."""
     presence_penalty: Annotated[float, at_least(-2, 2)] = 0.0
-    """Subtracted from the logits of tokens in the response."""
+    """Subtracted from logits of the response's tokens."""
     repetition_penalty: Annotated[float, at_least(0.01, 100)] = 1.0
-    """Divides positive logits of tokens in prompt or response, and multiplies negative ones."""
+    """Divides positive logits of seen tokens, multiplies negative ones."""
     stop: tuple[Lines, ...] = ()
     """Texts that end a response (docs/data.md#from-row-to-tokens)."""
     stop_text: Literal["kept", "cut"] = "kept"
-    """Whether rewards, validation and ``mopd generate`` read the stop text."""
+    """Whether rewards, validation and ``mopd generate`` read it."""
     stop_token_ids: tuple[int | str, ...] = ()
-    """Tokens that end a response beside the checkpoint's own: ids, or texts as in ``tokenizer.json``."""
+    """Tokens or ids that end a response, beside the checkpoint's own."""
     ignore_eos: bool = False
-    """The checkpoint's own stop tokens end nothing."""
+    """The checkpoint's own end nothing."""
     on_truncated: Literal["train", "mask_tail", "drop"] = "train"
-    """What becomes of a response that ``max_response_length`` cut (docs/data.md#responses-and-micro-batches)."""
+    """Responses cut at ``max_response_length`` (docs/data.md#responses-and-micro-batches)."""
     masked_tail: Count | None = None
-    """With ``mask_tail``: tokens at the end of a cut response that carry no loss."""
+    """With ``mask_tail``: last tokens without loss."""
     samples_per_prompt: Annotated[int, at_least(1, MAX_SAMPLES)] = 1
-    """Responses drawn per prompt."""
+    """Responses per prompt."""
     environment: EnvironmentConfig | None = None
     """What answers the student's turns (docs/environments.md)."""
     on_new_weights: Literal["auto", "finish", "continue"] = "auto"
-    """Whether responses under way end before new weights are taken, or go on under them
-    (docs/pipeline.md#long-responses); ``auto``: ``continue`` with ``schedule.max_staleness`` above 0."""
+    """Whether responses end first, or go on under new weights (docs/pipeline.md#long-responses); ``auto``: ``continue``
+    with ``max_staleness``."""
 
     replay_routes: bool = False
-    """The student's routers take the experts that the rollout's chose (docs/parallelism.md#router-replay); with
-    torch, and vLLM on GPUs."""
+    """Train with the experts that the rollout chose (docs/parallelism.md#router-replay)."""
 
     def check(self) -> None:
         if isinstance(self.placement, RayConfig) and self.placement.shared_pool is not None:
@@ -235,9 +234,9 @@ class RolloutConfig(EngineGroupConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswersConfig(Checked):
-    """The teachers' own answers to the training prompts, drawn once."""
+    """The teachers' answers to training prompts, drawn once."""
 
     temperature: NotNegative = 0.0
     """Sampling temperature; 0 is greedy."""
     folder: str | None = None
-    """Folder of the answers, which other runs may share; absent: ``answers`` in the run's folder."""
+    """Folder for several runs; absent: the run's ``answers``."""

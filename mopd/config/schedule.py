@@ -16,35 +16,34 @@ MAX_STALENESS = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmUpConfig(Checked):
-    """Steps on the teachers' own answers before the on-policy ones."""
+    """First steps, on the teachers' answers."""
 
     objective: Literal["sft_on_teacher", "off_policy_scores"]
-    """What these steps train on, as ``objective``."""
+    """As ``objective``."""
     steps: Count
-    """Number of these steps, counted in ``schedule.steps``."""
+    """Their number, within ``schedule.steps``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig(Checked):
-    """How long and in what rhythm to train."""
+    """Steps and their rhythm."""
 
     steps: Count
-    """Optimizer steps."""
+    """Optimizer steps; all keys of steps count these."""
     prompts_per_step: Annotated[int, at_least(1, MAX_SAMPLES)]
-    """Prompts of one optimizer step, over all ranks."""
+    """Prompts of one step, over all ranks."""
     max_staleness: Annotated[int, at_least(0, MAX_STALENESS)] = 0
-    """Optimizer steps that the weights behind a sample may lag (docs/pipeline.md). Above 0 no group may be
-    ``in_process``."""
+    """Steps that a sample's weights may lag (docs/pipeline.md)."""
     on_expiry: Literal["hold", "redraw"] = "hold"
-    """For a sample about to become too old: the step waits for it, or its prompt is drawn again."""
+    """For a sample almost too old: wait, or draw it again."""
     on_policy_fraction: Fraction | None = None
-    """Share of every step's prompts that the student answers; the others come from ``data.scored``."""
+    """Share of prompts that the student answers; the others come from ``data.scored``."""
     warm_up: WarmUpConfig | None = None
-    """Steps on the teachers' own answers before the on-policy ones."""
+    """First steps, on the teachers' answers."""
     sync_every_steps: Count = 1
-    """Optimizer steps between updates of the rollout's weights; at most ``max_staleness`` + 1."""
+    """Steps between updates of the rollout's weights; at most ``max_staleness`` + 1."""
     wait_timeout_s: Seconds = 3600.0
-    """Deadline of every wait between workers."""
+    """Deadline of waits between workers."""
 
     def learning_rate_steps(self, weight_version: int) -> tuple[int, int]:
         """Return how many steps of the learning-rate schedule are done after ``weight_version`` optimizer steps, and of
@@ -68,20 +67,19 @@ class ScheduleConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreflightConfig(Checked):
-    """Checks before the first step; ``mopd check`` runs the same ones."""
+    """Checks before the first step, those of ``mopd check``."""
 
     allow_same_weights: bool = False
-    """Permit a teacher with the student's weights that is not ``model: student``."""
+    """Permit a teacher with the student's weights."""
     require_better_teacher: bool = True
-    """Refuse a run whose teacher does not beat the student on its domain's validation prompts."""
+    """Refuse a teacher that does not beat the student in validation."""
     compare_with_transformers: bool | Literal["auto"] = "auto"
-    """Compare each teacher's scores with a transformers forward of its folder
-    (docs/teachers.md#is-it-the-right-model); ``auto``: up to 80 GiB of weights that fit into host memory."""
+    """Compare teachers' scores with their folders' (docs/teachers.md#is-it-the-right-model); ``auto``: up to 80 GiB
+    that host memory holds."""
     max_self_kl: Positive | None = None
-    """Largest mean KL (nats) between a teacher's scores and its folder; absent: 1e-5 in float32, else 5e-3."""
+    """Largest mean KL (nats) between them; absent: 1e-5 in float32, else 5e-3."""
     max_logprob_difference: Positive | None = None
-    """Largest mean log-prob difference between student and rollout, or a teacher and its folder; absent: 1e-3 in
-    float32, else 5e-2."""
+    """The same of log-probs, also between student and rollout; absent: 1e-3 in float32, else 5e-2."""
 
     def self_kl_limit(self, dtype: str) -> float:
         """``max_self_kl`` for an engine that computes in ``dtype``."""

@@ -55,54 +55,54 @@ MOST_OWN_TOKENS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe(Checked):
-    """One run, complete: what ``mopd train`` reads."""
+    """What ``mopd train`` reads."""
 
     run_dir: str
-    """Folder of this run. One that is not empty needs ``--resume``."""
+    """Folder of this run, empty or with ``--resume``."""
     seed: Annotated[int, require_seed] = 0
     """Root of all randomness."""
     objective: Objective = "on_policy"
     """What steps train on (docs/pipeline.md#baselines)."""
     answers: AnswersConfig = AnswersConfig()
-    """The teachers' own answers."""
+    """The teachers' answers to training prompts, drawn once."""
     student: StudentConfig
     """The model that learns."""
     teacher_defaults: TeacherDefaultsConfig = TeacherDefaultsConfig()
-    """What every teacher inherits."""
+    """What teachers inherit, key by key."""
     teachers: Mapping[str, TeacherConfig]
-    """Domain experts by name."""
+    """Domain experts."""
     combine: Combine = "weighted_mean"
     """How several teachers of a domain join (docs/losses.md#one-distribution-of-several-teachers-combine)."""
     on_failure: Literal["stop", "replace"] = "stop"
-    """After a sample that no replica could score: end the run, or take the domain's next prompt."""
+    """After a sample that no replica could score: end the run, or draw another."""
     data: DataConfig
-    """Prompt files."""
+    """Prompts."""
     domains: Mapping[str, DomainConfig] = field(default_factory=dict)
     """What holds for one domain alone."""
     rollout: RolloutConfig = RolloutConfig()
-    """Sampling of responses."""
+    """How the student draws responses."""
     weight_sync: WeightSync = AutoSyncConfig()
-    """How the student's weights reach the rollout (docs/weights.md)."""
+    """How weights reach the rollout (docs/weights.md)."""
     loss: Loss = TopKLossConfig()
     """What the student minimises."""
     schedule: ScheduleConfig
-    """Steps and rhythm."""
+    """Steps and their rhythm."""
     rewards: Mapping[str, RewardConfig] = field(default_factory=dict)
-    """How responses are judged, by domain; ``default`` for every other domain (docs/rewards.md)."""
+    """Judges of responses by domain, or ``default`` (docs/rewards.md)."""
     validation: ValidationConfig | None = None
-    """Reward on held-out prompts."""
+    """Rewards on held-out prompts."""
     data_plane: DataPlane = LocalPlaneConfig()
-    """What carries samples to the ranks (docs/data_plane.md)."""
+    """Carrier of samples to the ranks (docs/data_plane.md)."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving."""
+    """What training saves."""
     preflight: PreflightConfig = PreflightConfig()
-    """Checks before the first step."""
+    """Checks before the first step, those of ``mopd check``."""
     metrics: MetricsConfig = MetricsConfig()
-    """Metric sinks."""
+    """Where numbers go besides ``metrics.jsonl`` and the terminal."""
     callbacks: tuple[CallbackConfig, ...] = ()
-    """Classes of yours that follow the run."""
+    """Classes of yours that follow the run (docs/extending.md#a-callback)."""
     slurm: SlurmConfig | None = None
-    """The job that ``mopd slurm`` submits."""
+    """The job of ``mopd slurm`` (docs/cluster.md#slurm)."""
 
     def check(self) -> None:
         self._check_teachers()

@@ -28,14 +28,14 @@ OURS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmContainerConfig:
-    """The image that every step of the job runs in."""
+    """Image for every step."""
 
     type: Literal["pyxis", "apptainer"]
-    """What starts it: ``srun --container-image``, or ``apptainer exec``."""
+    """``srun --container-image``, or ``apptainer exec``."""
     image: str
-    """Image with ``mopd`` installed: a file, or ``docker://…``."""
+    """File or ``docker://…`` with ``mopd`` installed."""
     mounts: tuple[str, ...] = ()
-    """``SOURCE:TARGET`` folders that it sees besides the working directory."""
+    """``SOURCE:TARGET`` folders beside the working directory."""
 
     def __post_init__(self) -> None:
         if self.image.startswith("-"):
@@ -48,10 +48,10 @@ class SlurmContainerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmComponentConfig(Checked):
-    """Where one group's component differs from the student's."""
+    """With ``heterogeneous``: how ``rollout`` or ``teachers.NAME`` differs from the student."""
 
     partition: str | None = None
-    """Partitions, with commas between."""
+    """Partitions, with commas."""
     gpus_per_node: Annotated[int, at_least(0, MAX_PROCESSES)] | None = None
     """GPUs of each node."""
     cpus_per_node: Processes | None = None
@@ -63,43 +63,42 @@ class SlurmComponentConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmConfig(Checked):
-    """The job that ``mopd slurm`` submits (docs/cluster.md#slurm)."""
+    """The job of ``mopd slurm`` (docs/cluster.md#slurm)."""
 
     form: Literal["allocation", "heterogeneous", "ray"] = "allocation"
-    """Kind of the job (docs/cluster.md#slurm)."""
+    """Kind of job."""
     partition: str | None = None
-    """Partitions, with commas between; absent: the cluster's default."""
+    """Partitions, with commas; absent: the cluster's default."""
     nodes: Processes | None = None
-    """Nodes of the job; absent: as few as hold everything."""
+    """Nodes; absent: as few as possible."""
     spare_nodes: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
-    """Empty nodes for registered replicas whose node is lost."""
+    """Empty nodes for registered replicas that lose theirs."""
     student_nodes: Processes | None = None
-    """Nodes of the student's ranks; absent: as few as hold them, without GPUs all."""
+    """Nodes of the student; absent: as few as possible, all without GPUs."""
     gpus_per_node: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
-    """GPUs of each node; 0 for a run without."""
+    """GPUs of each node."""
     cpus_per_node: Processes | None = None
-    """CPUs of each node; absent: whole nodes."""
+    """CPUs of each node; absent: all."""
     time: str | None = None
-    """Limit as sbatch takes it, in quotes (``"12:00:00"``). A longer run is queued again."""
+    """Limit for sbatch, quoted (``"12:00:00"``); a longer run is queued again."""
     stop_before_s: Annotated[int, at_least(1, MAX_SIGNAL_S)] = 300
-    """Seconds before the limit at which the run is asked to stop; a step and two checkpoints must fit."""
+    """Seconds before the limit at which to stop; a step and two checkpoints must fit."""
     interface: Annotated[str, check_interface] | None = None
-    """Network interface between the nodes (``ib0``; docs/cluster.md#networks); absent: that of Slurm's NodeAddr."""
+    """Network interface (``ib0``; docs/cluster.md#networks); absent: NodeAddr's."""
     account: str | None = None
-    """Account that is charged."""
+    """Account to charge."""
     qos: str | None = None
     """Quality of service."""
     options: tuple[str, ...] = ()
-    """Further options of sbatch, as ``["--constraint=h100"]``."""
+    """Further sbatch options, as ``["--constraint=h100"]``."""
     setup: tuple[str, ...] = ()
-    """Shell lines that the job runs first, as ``["module load cuda"]``; every step gets what they export."""
+    """Shell lines before every step, as ``["module load cuda"]``."""
     container: SlurmContainerConfig | None = None
     """Image for every step."""
     components: Mapping[str, SlurmComponentConfig] = field(default_factory=dict)
-    """With ``form: heterogeneous``: where the component of ``rollout`` or ``teachers.NAME`` differs from the
-    student's."""
+    """With ``heterogeneous``: how ``rollout`` or ``teachers.NAME`` differs from the student."""
     seeds: tuple[int, ...] = ()
-    """An array of runs, one for each seed, in ``run_dir/seed_N``."""
+    """One run per seed, in ``run_dir/seed_N``."""
 
     def check(self) -> None:
         for name in ("partition", "account", "qos"):

@@ -26,28 +26,28 @@ FrozenPart = Literal["embeddings", "output_layer", "router", "expert_bias"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig(Checked):
-    """Layout of the student (docs/parallelism.md). World size = tensor x context x pipeline x data."""
+    """Layout, of tensor x context x pipeline x data ranks (docs/parallelism.md)."""
 
     tensor_model_parallel_size: Processes = 1
-    """Ranks that share each layer's matrices and the vocabulary."""
+    """Ranks that share each layer and the vocabulary."""
     context_parallel_size: Processes = 1
-    """Ranks that share the tokens of each sequence, for long ones."""
+    """Ranks that share each sequence's tokens."""
     pipeline_model_parallel_size: Processes = 1
-    """Consecutive stages that the layers are split into."""
+    """Stages of consecutive layers."""
     virtual_pipeline_model_parallel_size: Count = 1
-    """Model chunks of each stage (docs/parallelism.md#pipelines)."""
+    """Chunks of each stage (docs/parallelism.md#pipelines)."""
     data_parallel_size: Processes = 1
-    """Copies of the student, each computing its share of the batch."""
+    """Copies of the student, which share the batch."""
     expert_model_parallel_size: Processes = 1
-    """Ranks that share the experts of each layer."""
+    """Ranks that share each layer's experts."""
     expert_tensor_parallel_size: Processes | None = None
-    """Ranks that share each expert's matrices; absent: ``tensor_model_parallel_size``."""
+    """Ranks that share each expert; absent: ``tensor_model_parallel_size``."""
     sequence_parallel: bool = False
-    """Split activations along the sequence; needs tensor parallelism."""
+    """With tensor parallelism: split activations along the sequence."""
     num_layers_in_first_pipeline_stage: Count | None = None
-    """Layers of the first stage, which also holds the embedding and a vision tower; absent: as many as the others."""
+    """Layers beside embedding and vision tower; absent: as other stages."""
     num_layers_in_last_pipeline_stage: Count | None = None
-    """Layers of the last stage, which also computes logits and loss."""
+    """Layers beside logits and loss."""
 
     def check(self) -> None:
         if self.world_size > MAX_PROCESSES:
@@ -118,31 +118,30 @@ Regret", Schulman and Thinking Machines Lab, 2025)."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig(Checked):
-    """Adam, its learning-rate schedule and gradient clipping."""
+    """Adam, its learning rate and clipping."""
 
     lr: Positive | None = None
-    """Peak learning rate; absent: 1e-6, or 1e-5 with ``lora``."""
+    """Peak learning rate; absent: 1e-6, with ``lora`` 1e-5."""
     min_lr: NotNegative = 0.0
-    """Learning rate at the end of the decay."""
+    """Learning rate after the decay."""
     lr_warmup_steps: Whole = 0
     """Steps of linear warm-up."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the decay from ``lr`` to ``min_lr``."""
+    """Shape of the decay."""
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled, on matrices only."""
     adam_beta1: Decay = 0.9
     """Decay of the first moment."""
     adam_beta2: Decay = 0.95
     """Decay of the second moment."""
     adam_eps: Positive = 1e-8
-    """Term added to the denominator of the update."""
+    """Added to the denominator."""
     clip_grad: NotNegative = 1.0
-    """Global gradient-norm limit; 0 turns clipping off."""
+    """Global gradient-norm limit; 0: none."""
     use_distributed_optimizer: bool = True
-    """Shard optimizer states over data-parallel ranks."""
+    """Shard states over data-parallel ranks."""
     offload_fraction: Fraction = 0.0
-    """Share of the optimizer states that host memory holds and the processor steps
-    (docs/parallelism.md#states-in-host-memory)."""
+    """Share of states in host memory, stepped there (docs/parallelism.md#states-in-host-memory)."""
 
     def check(self) -> None:
         if self.offload_fraction and not self.use_distributed_optimizer:
@@ -154,23 +153,23 @@ class OptimizerConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeConfig(Checked):
-    """Router and experts of a mixture-of-experts student."""
+    """Mixture of experts."""
 
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
-    """Whether load is balanced over a micro-batch, each sequence, or the whole batch."""
+    """Balance over a micro-batch, each sequence, or the batch."""
     moe_aux_loss_coeff: NotNegative = 0.0
-    """Weight of the load-balancing loss, which adds to gradients, not to the metric ``loss``."""
+    """Weight of the balancing loss, in gradients alone."""
     moe_z_loss_coeff: NotNegative = 0.0
     """Weight of the router's z-loss."""
     moe_router_bias_update_rate: NotNegative = 0.0
-    """Step by which DeepSeek-V3's expert biases move towards balance after every optimizer step; 0 keeps them."""
+    """Step of DeepSeek-V3's expert biases; 0 keeps them."""
     moe_grouped_gemm: bool = False
     """Compute a rank's experts at once; needs TransformerEngine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionConfig:
-    """The vision tower of a vision-language student."""
+    """Vision tower."""
 
     freeze: Freeze = "tower"
     """What keeps its weights (docs/vision.md#what-is-trained)."""
@@ -178,21 +177,20 @@ class VisionConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig(Checked):
-    """Low-rank adapters beside frozen weights (docs/lora.md)."""
+    """Train low-rank adapters alone (docs/lora.md)."""
 
     rank: Count = 32
-    """Rows of A and columns of B."""
+    """Rows of A, columns of B."""
     alpha: Positive = 32.0
-    """An adapter adds ``alpha / rank * B A`` to a weight."""
+    """An adapter adds ``alpha / rank * B A``."""
     dropout: NotNegative = 0.0
-    """Only 0 is allowed."""
+    """Must be 0."""
     target_modules: Literal["all_linear"] | tuple[str, ...] = "all_linear"
-    """Linear layers with adapters: all of attention, MLP and experts, or those of these last names, as ``[q_proj,
-    v_proj]``."""
+    """All linear layers of attention, MLP and experts, or those of these names, as ``[q_proj, v_proj]``."""
     init: Literal["kaiming_uniform", "gaussian"] = "kaiming_uniform"
-    """How A is drawn; B begins at 0."""
+    """Distribution of A; B begins at 0."""
     path: str | None = None
-    """Folder in PEFT's format to begin with; its rank, alpha and modules must be these."""
+    """Adapter in PEFT's format to begin with."""
 
     def check(self) -> None:
         if self.dropout:
@@ -211,38 +209,37 @@ class StudentConfig(Checked):
     """The model that learns."""
 
     model: str
-    """Hugging Face checkpoint to start from: a folder, or a name of the Hub (``namespace/name[@revision]``)."""
+    """Hugging Face folder, or name of the Hub (``namespace/name[@revision]``)."""
     lora: LoraConfig | None = None
-    """Train adapters alone; absent: all weights."""
+    """Train low-rank adapters alone (docs/lora.md)."""
     freeze: tuple[FrozenPart, ...] = ()
-    """Parts that keep their weights (docs/parallelism.md); a tied head is its embedding."""
+    """Parts that keep their weights (docs/parallelism.md)."""
     parallel: ParallelConfig = ParallelConfig()
-    """Parallel layout."""
+    """Layout, of tensor x context x pipeline x data ranks (docs/parallelism.md)."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Optimizer and learning-rate schedule."""
+    """Adam, its learning rate and clipping."""
     moe: MoeConfig = MoeConfig()
-    """Experts, where the model has them."""
+    """Mixture of experts."""
     vision: VisionConfig = VisionConfig()
-    """Vision tower, where the model has one."""
+    """Vision tower."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of weights and activations; ``auto``: bfloat16 on CUDA, float32 without."""
+    """``auto``: bfloat16 on CUDA, else float32."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers; ``auto``: TransformerEngine where CUDA and the package are present."""
+    """``auto``: TransformerEngine on CUDA where installed."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute nothing, attention only, or whole layers."""
+    """What backward computes again: nothing, attention, or whole layers."""
     overlap: bool | None = None
-    """Sum gradients during backward and gather weights during the next forward; absent: with CUDA and several
-    data-parallel ranks."""
+    """Communicate while computing; absent: with CUDA and several data-parallel ranks."""
     packing: bool = True
-    """Lay the sequences of a micro-batch end to end; ``false`` pads them, side by side."""
+    """Lay sequences end to end, instead of padding."""
     max_tokens_per_micro_batch: Count = 16384
-    """Tokens of one micro-batch, over its context-parallel ranks."""
+    """Tokens of a micro-batch, over context-parallel ranks."""
     micro_batch_size: Count | None = None
-    """Sequences per micro-batch, instead of the token budget."""
+    """Sequences of a micro-batch, instead."""
     lm_head_memory_budget_mib: Annotated[int, at_least(1, MAX_BYTES // 2**20)] = 1024
-    """Memory for logits and their gradient on one rank; what needs more runs in chunks."""
+    """Memory of a rank for logits and their gradient."""
     megatron_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Extra ``TransformerConfig`` fields; those that make another model are refused."""
+    """Extra ``TransformerConfig`` fields that keep the model."""
 
     def check(self) -> None:
         if self.optimizer.min_lr > self.peak_lr:

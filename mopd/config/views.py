@@ -34,18 +34,18 @@ def parse_view(text: str) -> list[tuple[str, str | None]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ViewConfig(Checked):
-    """What this teacher reads in the place of the student's prompt (docs/teachers.md#a-view-of-its-own)."""
+    """What it reads instead of the student's prompt (docs/teachers.md#a-view-of-its-own)."""
 
     system: Lines | None = None
     """System message."""
     prompt: Lines | None = None
-    """Last user message, or the whole plain-text prompt."""
+    """Last user message, or the plain prompt."""
     messages: str | None = None
-    """Column with the teacher's conversation, or its text."""
+    """Column of its conversation or text."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template."""
+    """As ``data.chat_template_kwargs``."""
     max_prompt_length: Annotated[int, at_least(1, MAX_TOKENS)] | None = None
-    """Longest prompt of this view in tokens; absent: ``data.max_prompt_length``."""
+    """Longest such prompt; absent: ``data.max_prompt_length``."""
 
     def check(self) -> None:
         if self.system is self.prompt is self.messages is None and not self.chat_template_kwargs:
@@ -78,13 +78,12 @@ class ViewConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefreshConfig(Checked):
-    """When a teacher that is the student gets new weights."""
+    """When ``model: student`` gets new weights (docs/teachers.md#the-student-as-teacher)."""
 
     every_steps: Count = 1
-    """Optimizer steps from one update of the teacher to the next."""
+    """Steps between updates."""
     ema: float | None = None
-    """Decay of an average of the student's weights, which the teacher gets; absent: it gets the weights as they
-    are."""
+    """Decay of averaged weights; absent: not averaged."""
 
     def check(self) -> None:
         if self.ema is not None and not 0 < self.ema < 1:

@@ -25,8 +25,8 @@ def check_interface(name: str, value: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoSyncConfig:
-    """``collective``, or HTTP where no engine can join or with ``on_new_weights: finish``. With ``share_gpus_with:
-    student``: ``ipc`` on a CPU or with one rank, else ``http``."""
+    """``collective``, or ``http`` where engines cannot join or with ``on_new_weights: finish``; with shared GPUs
+    ``ipc`` or ``http``."""
 
     type: Literal["auto"] = "auto"
     """The way's name."""
@@ -34,7 +34,7 @@ class AutoSyncConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpConfig:
-    """By HTTP (docs/weights.md). Works everywhere."""
+    """Works everywhere (docs/weights.md)."""
 
     type: Literal["http"]
     """The way's name."""
@@ -47,27 +47,27 @@ class BucketsConfig(Checked):
     bucket_mib: Annotated[int, at_least(1, MAX_BUCKET_MIB)] = 64
     """Size of one of two buckets."""
     verify_every: Count = 100
-    """Updates between those whose digests are compared."""
+    """Updates between comparisons of digests."""
     timeout_s: Seconds = 60.0
-    """Longest that one side waits for the other."""
+    """Deadline of one wait."""
     interface: Annotated[str, check_interface] | None = None
-    """Network interface of student and engines; absent: the one that leads to the orchestrator's machine."""
+    """Network interface; absent: the orchestrator's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveConfig(BucketsConfig):
-    """From the student's ranks to all rollout engines at once, over gloo or NCCL (docs/weights.md)."""
+    """From all ranks to all engines at once, over gloo or NCCL (docs/weights.md)."""
 
     type: Literal["collective"]
     """The way's name."""
     or_http: bool = False
-    """Go on by HTTP if no engine can join, where the run else ends."""
+    """Go on by HTTP if no engine can join."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IpcConfig(BucketsConfig):
-    """The rollout engines map two buckets of rank 0's memory. Needs ``rollout.placement`` of ``local``; on CUDA also
-    ``share_gpus_with: student`` and a student of one rank."""
+    """Engines map two buckets of rank 0's memory; needs placement ``local``, on CUDA also ``share_gpus_with`` and a
+    student of one rank."""
 
     type: Literal["ipc"]
     """The way's name."""
