@@ -249,7 +249,7 @@ def _gradient(
     rows, width, n = teacher_TV.size(0), inp.size(-1), call.shard.num_columns
     block = min(BLOCK, power_of_two(width))
     tiles = triton.cdiv(width, block)
-    pulled = (None, None) if pull is None else (pull.pull_T.float().contiguous(), pull.column_T.contiguous())
+    pulled = (None, None) if pull is None else (pull.pull_T.float().contiguous(), pull.column_T.int())
     with on_device(inp):
         gradient_kernel[(rows * tiles,)](
             inp, teacher_TV, upstream_T.float().contiguous(), _numbers(stats), *pulled, out, rows,
