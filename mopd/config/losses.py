@@ -305,6 +305,8 @@ class CustomLossConfig(Checked):
 
 
 Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig | FullLossConfig | CustomLossConfig
+REWARDED = (TopKLossConfig, PolicyGradientConfig, FullLossConfig)
+"""Losses that a task reward may join."""
 
 
 def has_domain_baseline(loss: Loss) -> bool:

@@ -100,3 +100,19 @@ def test_an_output_matrix_that_makes_no_logits_of_the_student(
     recipe = world.write_recipe(tmp_path / "run", **HIDDEN, teachers__right__model=str(teacher))
     error = refused(recipe)
     assert error.startswith("mopd: error: teachers.right.payload is 'hidden', but ") and line in error, error
+
+
+def test_a_task_reward_beside_the_whole_vocabulary(world: World, tmp_path: Path) -> None:
+    loss = {"type": "full_jsd", "task_reward_weight": 0.5, "tokens": {"largest": "divergence", "share": 0.5}}
+    code = tmp_path / "reward.py"
+    code.write_text("def length(response, **_):\n    return len(response) / 8\n")
+    rewards = {"default": {"type": "custom", "path": str(code), "function": "length"}}
+    options = {**HIDDEN, "loss": loss, "rollout__samples_per_prompt": 4, "schedule__steps": 3}
+    done = mopd("train", world.write_recipe(tmp_path / "run", **options, rewards=rewards))
+    assert done.returncode == 0, done.stderr
+    for line in read_metrics(tmp_path / "run"):
+        assert 0.5 <= line["loss_tokens_share/left"] < 0.7
+        for domain in ("left", "right"):
+            both = line[f"divergence/{domain}"] + line[f"task_loss/{domain}"]
+            assert line[f"loss/{domain}"] == pytest.approx(both, rel=1e-5) and line[f"divergence/{domain}"] > 0
+            assert line[f"task_loss/{domain}"] != 0
