@@ -105,8 +105,8 @@ def test_an_output_matrix_that_makes_no_logits_of_the_student(
 def test_a_task_reward_beside_the_whole_vocabulary(world: World, tmp_path: Path) -> None:
     loss = {"type": "full_jsd", "task_reward_weight": 0.5, "tokens": {"largest": "divergence", "share": 0.5}}
     code = tmp_path / "reward.py"
-    code.write_text("def length(response, **_):\n    return len(response) / 8\n")
-    rewards = {"default": {"type": "custom", "path": str(code), "function": "length"}}
+    code.write_text("def letters(response, **_):\n    return sum(map(ord, response)) % 5\n")
+    rewards = {"default": {"type": "custom", "path": str(code), "function": "letters"}}
     options = {**HIDDEN, "loss": loss, "rollout__samples_per_prompt": 4, "schedule__steps": 3}
     done = mopd("train", world.write_recipe(tmp_path / "run", **options, rewards=rewards))
     assert done.returncode == 0, done.stderr

@@ -48,6 +48,7 @@ BESIDE = ("rollout.placement.type=local", "teacher_defaults.placement.type=local
 CONTENDERS = (
     Contender(REFERENCE, LOSSES),
     Contender("forward_kl, capped at 4 nats", LOSSES, ("loss.loss_max_clamp=4",)),
+    Contender("forward_kl, softly capped at 4", LOSSES, ("loss.loss_soft_cap=4",)),
     Contender("reverse_kl", LOSSES, REVERSE),
     Contender("reverse_kl, generalized", LOSSES, ("loss.type=topk_reverse_kl", "loss.tail=generalized")),
     Contender("jsd", LOSSES, ("loss.type=topk_jsd",)),
