@@ -231,7 +231,6 @@ def test_metrics() -> None:
 
 SETTINGS = {
     "cluster.md": {"10 minutes"},
-    "data.md": {"2 s"},
     "data_plane.md": {"10 seconds"},
     "pipeline.md": {"1 s", "3 s", "8 s"},
     "planning.md": {"5 %"},
