@@ -234,7 +234,6 @@ SETTINGS = {
     "data_plane.md": {"10 seconds"},
     "pipeline.md": {"1 s", "3 s", "8 s"},
     "planning.md": {"5 %"},
-    "rewards.md": {"20 ms"},
     "teachers.md": {"20 times"},
     "vision.md": {"200 times"},
 }
