@@ -168,7 +168,7 @@ PLANNED: dict[str, Any] = {
     ),
     "Qwen3-235B-A22B in fp8, tokens/s of prompts of 2,000": lambda: prefill(2000),
     "Qwen3-235B-A22B in fp8, tokens/s of prompts of 32,000": lambda: prefill(32000),
-    "DeepSeek-R1 in fp8, weights, GiB each of 8": lambda: stored_gib() / 8,
+    "DeepSeek-R1 in fp8, weights, GiB each of 8 HPUs": lambda: stored_gib() / 8,
 }
 EXPERTS = "Qwen3-30B-A3B"
 
