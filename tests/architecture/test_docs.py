@@ -231,12 +231,9 @@ def test_metrics() -> None:
 
 SETTINGS = {
     "cluster.md": {"10 minutes"},
-    "data.md": {"2 s"},
     "data_plane.md": {"10 seconds"},
-    "performance.md": {"2 %", "0.5 %"},
     "pipeline.md": {"1 s", "3 s", "8 s"},
     "planning.md": {"5 %"},
-    "rewards.md": {"20 ms"},
     "teachers.md": {"20 times"},
     "vision.md": {"200 times"},
 }
