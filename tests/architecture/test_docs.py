@@ -238,7 +238,6 @@ SETTINGS = {
     "planning.md": {"5 %"},
     "rewards.md": {"20 ms"},
     "teachers.md": {"20 times"},
-    "vision.md": {"200 times"},
 }
 """Figures in the text of a page that somebody has set: limits, goals, properties of an experiment. What was measured
 stands in a table."""
