@@ -235,7 +235,6 @@ SETTINGS = {
     "pipeline.md": {"1 s", "3 s", "8 s"},
     "planning.md": {"5 %"},
     "teachers.md": {"20 times"},
-    "vision.md": {"200 times"},
 }
 """Figures in the text of a page that somebody has set: limits, goals, properties of an experiment. What was measured
 stands in a table."""
