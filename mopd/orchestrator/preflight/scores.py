@@ -170,7 +170,8 @@ class ScoresCheck:
             return True, f"{detail}{limit:g})"
         return False, (
             f"teachers.{self._name}: {detail}{limit:g}) from its log-probs: {folder} has another output matrix than "
-            "the engine, or that sends other states; start it with this folder, or set payload: topk and a top-k loss"
+            "the engine, or that sends other states; start it with this folder, set payload: topk and a top-k loss, or "
+            "widen preflight.max_logprob_difference"
         )
 
     async def _against_folder(self, samples: Sequence[SampleMeta]) -> Outcome:
