@@ -241,13 +241,28 @@ class FullLossConfig(Checked):
     """From token losses to one number (docs/losses.md#from-token-losses-to-one-number-token_weights)."""
     domain_budget: Mapping[str, float] = field(default_factory=dict)
     """Domains' shares of the weight, sum 1 (docs/losses.md#domain-budgets)."""
-    # What other losses have as keys.
+    task_reward_weight: NotNegative = 0.0
+    """Weight of the task advantage's policy gradient."""
+    task_advantage: TaskAdvantage = "mean"
+    """As ``task_advantage`` of ``type: policy_gradient``."""
+    correction: MismatchCorrectionConfig | None = None
+    """As ``correction`` of ``type: policy_gradient``, for the task advantage alone."""
+    tokens: Tokens = "all"
+    """Tokens that count: all, or a share of each response."""
+    # What other losses have as a key.
     top_k: ClassVar[int] = 0
-    tokens: ClassVar[Literal["all"]] = "all"
-    correction: ClassVar[None] = None
-    task_reward_weight: ClassVar[float] = 0.0
+
+    @property
+    def is_sampled(self) -> bool:
+        """Some term of the loss rests on the sampled token, which must then be the student's own."""
+        return self.task_reward_weight > 0
 
     def check(self) -> None:
+        if self.correction is not None and not self.is_sampled:
+            raise ValueError(
+                f"correction is set, but {self.type} without task_reward_weight takes samples of any policy: remove "
+                "it, or set task_reward_weight"
+            )
         if self.skew >= 1:
             raise ValueError(f"skew is {self.skew:g}: set at least 0 and less than 1")
         if self.skew and self.type == "full_jsd":
@@ -286,6 +301,8 @@ class CustomLossConfig(Checked):
 
 
 Loss = TopKLossConfig | KLLossConfig | PolicyGradientConfig | FullLossConfig | CustomLossConfig
+REWARDED = (TopKLossConfig, PolicyGradientConfig, FullLossConfig)
+"""Losses that a task reward may join."""
 
 
 def has_domain_baseline(loss: Loss) -> bool:
@@ -330,20 +347,20 @@ def require_own_samples(
     the loss also has chunks of several tokens (``has_chunks``, for teachers with another tokenizer). ``biased`` is
     ``RolloutConfig.biased``."""
     what = f"loss.type {loss.type!r}"
-    if isinstance(loss, FullLossConfig) or (isinstance(loss, CustomLossConfig) and not loss.own_samples):
+    if isinstance(loss, CustomLossConfig) and not loss.own_samples:
         return
-    if isinstance(loss, TopKLossConfig):
+    if isinstance(loss, (TopKLossConfig, FullLossConfig)):
         if not loss.is_sampled and not has_chunks:
             return
         what = f"loss.task_reward_weight {loss.task_reward_weight:g}"
-        if loss.tail == "sampled":
+        if isinstance(loss, TopKLossConfig) and loss.tail == "sampled":
             what = "loss.tail 'sampled'"
         elif has_chunks:
             what = "a teacher's tokenizer 'own'"
     if biased:
         raise ValueError(
             f"{what} estimates an expectation over the student's own distribution, but {biased}: remove that, or set "
-            "a top-k loss without task_reward_weight"
+            "a divergence without task_reward_weight"
         )
     if temperature != loss.temperature:
         raise ValueError(
@@ -363,16 +380,17 @@ def require_own_samples(
 
 def require_dense_loss(loss: Loss, key: str) -> None:
     """``ValueError`` for a loss that cannot train on the teachers' own answers; ``key`` is what asks for that."""
-    if isinstance(loss, FullLossConfig) or (isinstance(loss, CustomLossConfig) and not loss.own_samples):
+    if isinstance(loss, CustomLossConfig) and not loss.own_samples:
         return
-    if not isinstance(loss, TopKLossConfig):
+    if not isinstance(loss, (TopKLossConfig, FullLossConfig)):
         raise ValueError(
             f"{key} is 'off_policy_scores', which trains on the teachers' answers, but loss.type {loss.type!r} "
             "estimates an expectation over the student's own samples: set loss.type: topk_forward_kl, topk_reverse_kl "
             "or topk_jsd"
         )
     if loss.is_sampled:
-        what = "tail 'sampled'" if loss.tail == "sampled" else f"task_reward_weight {loss.task_reward_weight:g}"
+        has_tail = isinstance(loss, TopKLossConfig) and loss.tail == "sampled"
+        what = "tail 'sampled'" if has_tail else f"task_reward_weight {loss.task_reward_weight:g}"
         raise ValueError(
             f"{key} is 'off_policy_scores', which trains on the teachers' answers, but loss.{what} is a policy "
             "gradient over the student's own samples: remove it"

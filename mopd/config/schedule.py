@@ -81,11 +81,11 @@ class PreflightConfig(Checked):
     max_logprob_difference: Positive | None = None
     """The same of log-probs, also between student and rollout; absent: 1e-3 in float32, else 5e-2."""
 
-    def self_kl_limit(self, dtype: str) -> float:
-        """``max_self_kl`` for an engine that computes in ``dtype``."""
+    def self_kl_limit(self, *dtypes: str) -> float:
+        """``max_self_kl`` for an engine and weights of ``dtypes``."""
         if self.max_self_kl is not None:
             return self.max_self_kl
-        return 1e-5 if dtype == "float32" else 5e-3
+        return 1e-5 if set(dtypes) == {"float32"} else 5e-3
 
     def logprob_limit(self, *dtypes: str) -> float:
         """``max_logprob_difference`` between two that compute in ``dtypes``."""

@@ -138,12 +138,8 @@ def parallel_topk_distill(
     summed = "bucket" if tail == "sampled" else tail
     kind = TopKLoss(loss, summed, beta, logprob_min_clamp, loss_max_clamp, loss_soft_cap, entry_max_clamp)
     given = (teacher_ids, teacher_logprobs, teacher_weights, target)
-    check_task(task_advantage is not None, task_reward_weight, target is not None)
-    check_correction(correction, rollout=rollout_logprobs is not None)
-    task, outside_T = None, None
-    if task_advantage is not None:
-        advantage = call.only_active(task_reward_weight * call.number("task_advantage", task_advantage))
-        task = TaskTerm(advantage, _rollout_rows(call, rollout_logprobs), correction)
+    task = open_task(call, target, task_advantage, task_reward_weight, rollout_logprobs, correction)
+    outside_T = None
     if tail == "sampled":
         checks.check_sampled_tail(loss, target, target_logprobs, teacher_ids.dim() - len(call.rows))
         own_T, outside_T = _tail_of(inp, call, teacher_rows(call, *given), target_logprobs)
@@ -163,6 +159,23 @@ def parallel_topk_distill(
         more = {"outside": outside_T, "tail_loss": tail_loss, "task_loss": metrics["task_loss"] - tail_loss}
         metrics |= call.masked(more)
     return call.finish(row_loss, metrics, reduce_loss)
+
+
+def open_task(
+    call: LossCall,
+    target: Tensor | None,
+    advantage: Tensor | None,
+    weight: float,
+    rollout_logprobs: Tensor | None,
+    correction: tuple[str, float, float] | None,
+) -> TaskTerm | None:
+    """Check the arguments of a divergence's policy gradient and join them; ``None`` without an advantage."""
+    check_task(advantage is not None, weight, target is not None)
+    check_correction(correction, rollout=rollout_logprobs is not None)
+    if advantage is None:
+        return None
+    scaled = call.only_active(weight * call.number("task_advantage", advantage))
+    return TaskTerm(scaled, _rollout_rows(call, rollout_logprobs), correction)
 
 
 def parallel_gather_logprobs(

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mopd.losses import checks, reference
-from mopd.losses.api import Metrics, Shared, open_call
-from mopd.losses.call import LossCall, accumulation_dtype
+from mopd.losses.api import Metrics, Shared, open_call, open_task
+from mopd.losses.call import accumulation_dtype
 from mopd.losses.chunked.full import CHUNKED, FullDistill, FullLoss
 from mopd.losses.linear.head import LinearHead, Rows, check_factors, matmul_into
 from mopd.losses.linear.loss import linear_loss
+from mopd.losses.sampled import TASK_METRICS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,6 +34,10 @@ def parallel_full_distill(
     beta: float = 0.5,
     skew: float = 0.0,
     target: Tensor | None = None,
+    task_advantage: Tensor | None = None,
+    task_reward_weight: float = 0.0,
+    rollout_logprobs: Tensor | None = None,
+    correction: tuple[str, float, float] | None = None,
     reduce_loss: bool = False,
     **shared: Unpack[Shared],
 ) -> tuple[Tensor, Metrics]:
@@ -49,10 +54,12 @@ def parallel_full_distill(
         skew: with q the teacher and p the student, ``forward_kl`` becomes KL(q || skew q + (1 - skew) p) and
             ``reverse_kl`` KL(p || skew p + (1 - skew) q); 0 is the plain form.
         target: int64 ``[rows]``, the sampled token; adds both log-probs of it to the metrics.
+        task_advantage, task_reward_weight, rollout_logprobs, correction: a policy gradient of ``target`` joins each
+            row's loss in the same passes; as in ``parallel_topk_distill``.
 
     Returns:
         loss ``[rows]`` (or the sum) and metrics ``[rows]``: ``unweighted_loss``; with ``target`` ``student_logprobs``
-        and ``teacher_logprobs``.
+        and ``teacher_logprobs``; with ``task_advantage`` ``task_loss`` and ``correction_weight``.
     """
     checks.check_full(loss, beta, skew)
     call = open_call(inp, **shared)
@@ -67,23 +74,17 @@ def parallel_full_distill(
     teacher_TV = call.flat(teacher_logits.detach())
     if loss == "jsd" and beta in (0, 1):
         loss = "reverse_kl" if beta else "forward_kl"
+    kind = FullLoss(loss, beta, skew)
+    task = open_task(call, target, task_advantage, task_reward_weight, rollout_logprobs, correction)
     if call.layer == "reference":
-        row_loss, value = reference.full_rows(inp, teacher_TV, call, loss, beta, skew)
-        metrics = {"unweighted_loss": value, **_reference_targets(inp, teacher_TV, target_T, call)}
-        return call.finish(row_loss, call.masked(metrics), reduce_loss)
+        return call.finish(*reference.full_rows(inp, teacher_TV, call, kind, target_T, task), reduce_loss)
     passes = CHUNKED
     if call.layer == "triton":
         from mopd.losses.triton.full import TRITON as passes
-    row_loss, *extra = FullDistill.apply(inp, teacher_TV, call, FullLoss(loss, beta, skew), target_T, passes)
+    row_loss, *extra = FullDistill.apply(inp, teacher_TV, call, kind, target_T, task, passes)
     names = ["unweighted_loss", *(() if target is None else ("student_logprobs", "teacher_logprobs"))]
+    names += TASK_METRICS if task else ()
     return call.finish(row_loss, dict(zip(names, extra, strict=True)), reduce_loss)
-
-
-def _reference_targets(inp: Tensor, teacher_TV: Tensor, target_T: Tensor | None, call: LossCall) -> Metrics:
-    if target_T is None:
-        return {}
-    own, theirs = (reference.gather(x.detach(), call, target_T.unsqueeze(1))[0] for x in (inp, teacher_TV))
-    return {"student_logprobs": own.squeeze(1), "teacher_logprobs": theirs.squeeze(1)}
 
 
 def linear_full_distill(
@@ -98,6 +99,10 @@ def linear_full_distill(
     beta: float = 0.5,
     skew: float = 0.0,
     target: Tensor | None = None,
+    task_advantage: Tensor | None = None,
+    task_reward_weight: float = 0.0,
+    rollout_logprobs: Tensor | None = None,
+    correction: tuple[str, float, float] | None = None,
     **shared: Unpack[Shared],
 ) -> tuple[Tensor, Metrics]:
     """Return the sum of ``parallel_full_distill`` over the rows of two LM heads without bias, of which only a few rows
@@ -131,7 +136,13 @@ def linear_full_distill(
     at_once = head.rows_within(memory_budget, hidden, weight, weight.size(0) * wide.itemsize)
     states = teacher_hidden.detach().flatten(0, -2)
     options: dict[str, Any] = {**shared, "loss": loss, "beta": beta, "skew": skew, "dist_process_group": head.group}
-    numbers = {"loss_weight": options.pop("loss_weight", None), "target": target}
+    options |= {"task_reward_weight": task_reward_weight, "correction": correction}
+    numbers = {
+        "loss_weight": options.pop("loss_weight", None),
+        "target": target,
+        "task_advantage": task_advantage,
+        "rollout_logprobs": rollout_logprobs,
+    }
     flat = {name: x.flatten() for name, x in numbers.items() if x is not None}
     overwrite = options.pop("overwrite_input", True) and options.get("backend") != "reference"
     buffer = teacher_weight.new_empty(min(at_once, head.num_rows(hidden)), weight.size(0), dtype=wide)

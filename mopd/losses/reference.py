@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mopd.losses.call import LossCall
+from mopd.losses.chunked.full import FullLoss
 from mopd.losses.sampled import TASK_METRICS, TaskTerm
 from mopd.losses.topk import TeacherRows, TopKLoss, group_ids, solve
 
@@ -171,16 +172,36 @@ def capped(loss: Tensor, kind: TopKLoss) -> Tensor:
 
 
 def full_rows(
-    inp: Tensor, teacher_TV: Tensor, call: LossCall, loss: str, beta: float, skew: float
-) -> tuple[Tensor, Tensor]:
-    """Return the full-vocabulary divergence of every row, weighted and not, ``[T]`` float64."""
+    inp: Tensor,
+    teacher_TV: Tensor,
+    call: LossCall,
+    kind: FullLoss,
+    target_T: Tensor | None,
+    task: TaskTerm | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return weighted losses and metrics, ``[T]`` float64, of a divergence over the whole vocabulary."""
     log_p = scaled_logits(inp, call).log_softmax(1)
     log_q = scaled_logits(teacher_TV.detach(), call).log_softmax(1)
-    if loss == "jsd":
-        value = _jensen_shannon(log_p, log_q, beta).sum(1)
+    if kind.loss == "jsd":
+        value = _jensen_shannon(log_p, log_q, kind.beta).sum(1)
     else:
-        first, second = (log_q, log_p) if loss == "forward_kl" else (log_p, log_q)
-        if skew > 0:
-            second = torch.logaddexp(math.log(skew) + first, math.log1p(-skew) + second)
+        first, second = (log_q, log_p) if kind.loss == "forward_kl" else (log_p, log_q)
+        if kind.skew > 0:
+            second = torch.logaddexp(math.log(kind.skew) + first, math.log1p(-kind.skew) + second)
         value = _expectation(first, first - second).sum(1)
-    return call.weighted(value), value.detach()
+    metrics: dict[str, Tensor] = {}
+    if target_T is not None:
+        own, theirs = (_of_targets(x, target_T, call) for x in (log_p, log_q))
+        metrics |= {"student_logprobs": own.detach(), "teacher_logprobs": theirs}
+        if task is not None:
+            pull, weight = task.pull(own)
+            value = value + pull * (1 + own - own.detach())
+            metrics |= dict(zip(TASK_METRICS, (pull, weight), strict=True))
+    return call.weighted(value), call.masked({"unweighted_loss": value.detach(), **metrics})
+
+
+def _of_targets(logprobs_TV: Tensor, target_T: Tensor, call: LossCall) -> Tensor:
+    """Return the log-probs of the targets ``[T]``, -inf for ids outside the true vocabulary."""
+    known = (target_T >= 0) & (target_T < call.shard.vocab_size)
+    found = logprobs_TV.gather(1, torch.where(known, target_T, 0).unsqueeze(1)).squeeze(1)
+    return torch.where(known, found, -torch.inf)

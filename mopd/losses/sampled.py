@@ -166,7 +166,7 @@ def correction_weight(
 
 @dataclass(frozen=True)
 class TaskTerm:
-    """Policy gradient of a task advantage, which joins a top-k loss of the same rows."""
+    """Policy gradient of a task advantage, which joins a divergence of the same rows."""
 
     advantage_T: Tensor
     """A, times its weight in the loss."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mopd.base.files.records import Records
 from mopd.base.types import RouteShape, UserError
-from mopd.config.losses import PolicyGradientConfig, TopKLossConfig
+from mopd.config.losses import REWARDED
 from mopd.config.payloads import always_ids_of, token_ids
 from mopd.config.schema import Recipe
 from mopd.conversion.models.dims import check_routes
@@ -232,7 +232,7 @@ async def build_workers(recipe: Recipe, inputs: Inputs, plane: Storage, groups: 
         rollout = _rollout_worker(recipe, inputs, plane, groups, routers[ROLLOUT], answers)
     rewards = None
     loss, judges = recipe.loss, inputs.rewards if recipe.needs_task_advantage or recipe.gates else None
-    if isinstance(loss, (TopKLossConfig, PolicyGradientConfig)) and judges is not None:
+    if isinstance(loss, REWARDED) and judges is not None:
         rewards = RewardWorker(
             inputs.train,
             inputs.tokenizer,

@@ -130,7 +130,7 @@ SHARES = {
     "update_s": Share(value=0.1, source="stop, start and finish of an update, and emptying of caches; assumed, below "
                       "the 0.18 s of a whole update of 0.6B by vLLM's own transfer (huggingface/trl 5892)"),
     "stage": Share(value=0.35e9, source="bytes a second of weights on their way to messages by HTTP: rank 0 copies and "
-                   "digests them, the link, msgpack and CRC-32; mopd bench weights, one core each: docs/planning.md"),
+                   "digests them, the link, msgpack and CRC-32; mopd bench weights, one core each"),
     "send": Share(value=1.5e9, source="bytes a second of the process that sends them, to all together, likewise"),
     "receive": Share(value=0.18e9, source="bytes a second of a replica that takes, compares and loads them, likewise"),
     "host": Share(value=20e9, source="bytes a second of host memory that a rank's fused Adam moves, measured on one "

@@ -50,7 +50,7 @@ STAGED_BYTES = 2**26
 LARGE_SUM, SMALL_SUM = 2**18, 16
 """Elements of the collectives that are measured."""
 SENT_TO_STAGED, LOADED_TO_STAGED = 4.3, 0.5
-"""Rates of sending and of loading weights, over that of packing them: measured once (docs/planning.md)."""
+"""Rates of sending and of loading weights, over that of packing them: measured once."""
 ROUNDS = 7
 SUMS = 20
 TIMEOUT_S = 60.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,7 +66,8 @@ GRADIENT_SQUARES = "gradient_squares"
 CHOSEN = "loss_tokens"
 """Metric name: number of tokens that ``loss.tokens`` lets count, the only ones in the means of what needs the loss."""
 SEEN = ("student_logprobs", "student_mass", "score")
-"""Numbers of every row, also of those that do not count, where ``loss.tokens`` ranks rows by their ``score``."""
+"""Numbers of every row, also of those that do not count, where ``loss.tokens`` ranks rows by their ``score``; without
+ids of a teacher there is no mass on them."""
 DIAGNOSTICS = ("entropy", "topk_overlap")
 """Names of the expensive metrics, computed only on request."""
 SUPPORT_LOSSES = (TopKLossConfig, CustomLossConfig)
@@ -251,7 +251,7 @@ class Objective:
         elif isinstance(self.loss, KLLossConfig):
             names += ["clamped"]
         elif isinstance(self.loss, FullLossConfig):
-            names += ["hidden_error"]
+            names += ["hidden_error", *(("divergence", "task_loss") if self.loss.task_reward_weight else ())]
         elif self._custom is not None:
             names += ["student_mass", *(f"{CUSTOM}{name}" for name in self._custom[1])]
         else:
@@ -296,7 +296,7 @@ class Objective:
             # count: an extra forward pass over the head tells.
             with torch.no_grad():
                 if self._largest is not None:
-                    look = partial(self._look_at, flat)
+                    look = partial(self._look_at, flat, row_domains=rows.row_domains)
                     _, seen = linear_loss(head.hidden, head.weight, look, own, at_once)
                     flat |= {name: value.flatten() for name, value in seen.items()}
                     flat[CHOSEN] = self._over_responses(CHOSEN, flat["score"], rows)
@@ -403,9 +403,7 @@ class Objective:
         Backward overwrites the logits with their gradient. ``over_responses`` is called only if ``data`` does not say
         which responses and tokens count; ``rows`` are then all rows.
         """
-        own = {name: rows.of(value) for name, value in data.items()}
-        if self._heads is not None and row_domains is not None:
-            own["teacher_logits"] = self._heads.logits(own[HIDDEN_FIELD], row_domains[rows.low : rows.high])
+        own = self._rows_of(data, rows, row_domains)
         columns = self._diagnostics(logits, own) if diagnostics else {}
         seen: dict[str, Tensor] = {}
         if self._largest is not None:
@@ -413,7 +411,7 @@ class Objective:
                 own |= self._look(logits, own)
                 own[CHOSEN] = rows.of(over_responses(CHOSEN, own["score"]))
             own["weights"] = own["weights"] * own[CHOSEN]
-            seen = {name: own[name] for name in SEEN}
+            seen = {name: own[name] for name in self._seen}
             columns |= {CHOSEN: own[CHOSEN], "chosen_score": seen["score"] * own[CHOSEN]}
         loss, metrics = self._loss_rows(logits, own)
         metrics |= seen
@@ -439,28 +437,42 @@ class Objective:
         }
         return loss, columns
 
-    def _look_at(self, data: Mapping[str, Tensor], logits: Tensor, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+    def _rows_of(self, data: Mapping[str, Tensor], rows: Rows, row_domains: HostRows | None) -> dict[str, Tensor]:
+        """Return some rows of the data, and where teachers send hidden states their logits of these rows."""
+        own = {name: rows.of(value) for name, value in data.items()}
+        if self._heads is not None and row_domains is not None:
+            own["teacher_logits"] = self._heads.logits(own[HIDDEN_FIELD], row_domains[rows.low : rows.high])
+        return own
+
+    def _look_at(
+        self, data: Mapping[str, Tensor], logits: Tensor, rows: Rows, *, row_domains: HostRows | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return ``_look`` at some rows, as ``linear_loss`` wants it."""
-        seen = self._look(logits, {name: rows.of(value) for name, value in data.items()})
+        seen = self._look(logits, self._rows_of(data, rows, row_domains))
         return seen["score"], seen
+
+    @property
+    def _seen(self) -> tuple[str, ...]:
+        return SEEN if self._has_support else tuple(name for name in SEEN if name != "student_mass")
 
     @torch.no_grad()
     def _look(self, logits: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``SEEN`` of rows, before it is known which of them count: one pass over the logits more."""
+        """Return ``_seen`` of rows, before it is known which of them count: one pass over the logits more. The
+        divergence is the forward KL of the ids that the teacher gave, or of the whole vocabulary."""
         assert self._largest is not None
         by_entropy = self._largest.largest == "student_entropy"
-        _, metrics = parallel_topk_distill(
-            logits.detach(),
-            own["teacher_ids"],
-            own["teacher_logprobs"],
-            teacher_weights=own.get("teacher_weights"),
-            target=own["targets"],
-            with_entropy=by_entropy,
-            loss_weight=own["weights"],
-            **self._options,
-        )
+        options = {**self._options, "target": own["targets"], "loss_weight": own["weights"]}
+        if self._has_support:
+            ids, logprobs = own["teacher_ids"], own["teacher_logprobs"]
+            options |= {"teacher_weights": own.get("teacher_weights")}
+        else:  # the entropy needs no teacher: the sampled token alone stands for its ids
+            ids, logprobs = (own[name].unsqueeze(1) for name in ("targets", TOKEN_FIELD))
+        if by_entropy or self._has_support:
+            _, metrics = parallel_topk_distill(logits.detach(), ids, logprobs, with_entropy=by_entropy, **options)
+        else:
+            _, metrics = parallel_full_distill(logits.detach(), own["teacher_logits"], **options)
         metrics["score"] = metrics["entropy" if by_entropy else "unweighted_loss"]
-        return {name: metrics[name] for name in SEEN}
+        return {name: metrics[name] for name in self._seen}
 
     def _diagnostics(self, logits: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the expensive metrics [R], without gradient."""
@@ -484,12 +496,12 @@ class Objective:
         options = {**self._options, "loss_weight": own["weights"], "overwrite_input": logits.requires_grad}
         if self._correction is not None and self._correction.of_tokens is not None:
             options |= {"rollout_logprobs": own["rollout_logprobs"], "correction": self._correction.of_tokens}
-        if isinstance(loss, FullLossConfig):
-            return self._full_rows(logits, own, loss, options)
         if isinstance(loss, CustomLossConfig):
             return self._custom_rows(logits, own, loss, options)
         if not isinstance(loss, KLLossConfig) and loss.task_reward_weight:
             options |= {"task_advantage": own["task_advantage"], "task_reward_weight": loss.task_reward_weight}
+        if isinstance(loss, FullLossConfig):
+            return self._full_rows(logits, own, loss, options)
         if self._has_chunks:
             task = options.get("task_reward_weight", 0) * own.get("task_advantage", 0)
             options |= {"task_advantage": task + own["chunk_advantage"], "task_reward_weight": 1.0}
@@ -556,37 +568,6 @@ class Objective:
             options |= {"target_logprobs": own[TOKEN_FIELD], "rollout_logprobs": own["rollout_logprobs"]}
         ids, logprobs = own["teacher_ids"], own["teacher_logprobs"]
         return parallel_custom_loss(logits, ids, logprobs, self._custom[0], target=own["targets"], **options)
-
-
-class CrossEntropy(Objective):
-    """Cross entropy of the response's own tokens, for supervised training on the teachers' answers.
-
-    It is the forward KL from a teacher that is certain of each token: top-k with one id of log-prob 0 and no tail.
-    Takes the recipe's aggregation, and the kernels of the other losses.
-    """
-
-    field_names = ("tokens", "loss_mask")
-
-    def __init__(self, loss: Loss, layout: Layout, **options: Any) -> None:
-        """Set up, as ``Objective``; ``loss`` is the recipe's."""
-        certain = TopKLossConfig(top_k=1, tail="none", aggregation=loss.aggregation, domain_budget=loss.domain_budget)
-        super().__init__(certain, layout, **options)
-
-    def new_sums(
-        self, *, diagnostics: bool, domain_factors: Tensor | None = None, own_samples: bool = False, **sizes: int
-    ) -> Sums:
-        """Return empty sums: no metric compares with a teacher."""
-        names = ["num_tokens", "weight", "loss", "weighted_loss", *(DIAGNOSTICS[:1] if diagnostics else ())]
-        return Sums(names, **sizes, device=self._layout.device, domain_factors=domain_factors)
-
-    def __call__(self, head: LMHead, *, rows: LossRows, sums: Sums) -> Tensor:
-        certain = torch.zeros_like(rows.targets, dtype=torch.float32)
-        fields: Mapping[str, Tensor] = {
-            "teacher_ids": rows.targets[:, None].int(),
-            "teacher_logprobs": certain[:, None],
-            "teacher_token_logprobs": certain,
-        }
-        return super().__call__(head, rows=replace(rows, fields=fields), sums=sums)
 
 
 def _mean_of_teachers(own: Mapping[str, Tensor], per_teacher: Sequence[Tensor]) -> Tensor:

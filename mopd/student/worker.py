@@ -31,6 +31,7 @@ from mopd.student.averages import Averages
 from mopd.student.batch import MicroBatch, build_micro_batch
 from mopd.student.checkpoints import checkpoint
 from mopd.student.conflicts import cosines, sketch_gradient
+from mopd.student.cross_entropy import CrossEntropy
 from mopd.student.images import StudentImages
 from mopd.student.memory.lending import GpuMemoryLease
 from mopd.student.model.balance import Balance
@@ -39,7 +40,7 @@ from mopd.student.model.freezing import freeze
 from mopd.student.model.gpt import HeadHook, LMHead, build_chunks
 from mopd.student.model.lora import adapter_config, add_adapters
 from mopd.student.model.replay import Replay
-from mopd.student.objective import CrossEntropy, Objective, Sums
+from mopd.student.objective import Objective, Sums
 from mopd.student.optimizer import (
     build_optimizer,
     clear_moments,

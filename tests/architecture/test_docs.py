@@ -231,14 +231,10 @@ def test_metrics() -> None:
 
 SETTINGS = {
     "cluster.md": {"10 minutes"},
-    "data.md": {"2 s"},
     "data_plane.md": {"10 seconds"},
-    "performance.md": {"2 %", "0.5 %"},
     "pipeline.md": {"1 s", "3 s", "8 s"},
     "planning.md": {"5 %"},
-    "rewards.md": {"20 ms"},
     "teachers.md": {"20 times"},
-    "vision.md": {"200 times"},
 }
 """Figures in the text of a page that somebody has set: limits, goals, properties of an experiment. What was measured
 stands in a table."""

@@ -51,7 +51,7 @@ def stands_in_the_package(message: str) -> bool:
 
 
 def test_messages_are_found_and_others_are_not() -> None:
-    assert len(quoted()) > 30
+    assert len(quoted()) > 15
     assert stands_in_the_package("is not empty: add --resume") and stands_in_the_package(
         "differs from the run to resume"
     )

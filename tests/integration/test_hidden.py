@@ -100,3 +100,25 @@ def test_an_output_matrix_that_makes_no_logits_of_the_student(
     recipe = world.write_recipe(tmp_path / "run", **HIDDEN, teachers__right__model=str(teacher))
     error = refused(recipe)
     assert error.startswith("mopd: error: teachers.right.payload is 'hidden', but ") and line in error, error
+
+
+def test_a_task_reward_beside_the_whole_vocabulary(world: World, tmp_path: Path) -> None:
+    loss = {"type": "full_jsd", "task_reward_weight": 0.5, "tokens": {"largest": "divergence", "share": 0.5}}
+    code = tmp_path / "reward.py"
+    code.write_text("def letters(response, **_):\n    return sum(map(ord, response)) % 5\n")
+    rewards = {"default": {"type": "custom", "path": str(code), "function": "letters"}}
+    options = {**HIDDEN, "loss": loss, "rollout__samples_per_prompt": 4, "schedule__steps": 3}
+    done = mopd("train", world.write_recipe(tmp_path / "run", **options, rewards=rewards))
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(tmp_path / "run")
+    for line in lines:
+        assert 0.5 <= line["loss_tokens_share/left"] < 0.7
+        for domain in ("left", "right"):
+            both = line[f"divergence/{domain}"] + line[f"task_loss/{domain}"]
+            assert line[f"loss/{domain}"] == pytest.approx(both, rel=1e-5) and line[f"divergence/{domain}"] > 0
+    # Advantages of responses of one length cancel out in the loss, and not in its gradient.
+    alone = mopd("train", tmp_path / "run.yaml", "loss.task_reward_weight=0", f"run_dir={tmp_path / 'alone'}")
+    assert alone.returncode == 0, alone.stderr
+    (first, *_) = read_metrics(tmp_path / "alone")
+    assert first["loss/left"] == pytest.approx(lines[0]["divergence/left"], rel=1e-5)
+    assert first["grad_norm"] != pytest.approx(lines[0]["grad_norm"], rel=1e-2)

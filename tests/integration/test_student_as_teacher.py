@@ -20,11 +20,11 @@ ALIKE = 2e-4
 """Largest relative difference of two runs whose engines compute in other batches."""
 
 
-def trained(world: World, run_dir: Path, refresh: Any, **overrides: Any) -> list[dict[str, float]]:
-    """Return the metrics of a run in which the student, shown the answers, teaches itself, in each domain with engines
+def recipe_of(world: World, run_dir: Path, refresh: Any, **overrides: Any) -> Path:
+    """Return the recipe of a run in which the student, shown the answers, teaches itself, in each domain with engines
     of its own."""
     view = {"system": "say {ground_truth}", "prompt": "{prompt} of ten", "max_prompt_length": 64}
-    recipe = world.write_recipe(
+    return world.write_recipe(
         run_dir,
         teachers={
             f"self_{domain}": {"model": "student", "refresh": refresh, "domains": [domain], "view": view}
@@ -36,7 +36,11 @@ def trained(world: World, run_dir: Path, refresh: Any, **overrides: Any) -> list
         checkpoint={"every_steps": 2, "keep_last": 3, "keep_best": False},
         **overrides,
     )
-    done = mopd("train", recipe)
+
+
+def trained(world: World, run_dir: Path, refresh: Any, **overrides: Any) -> list[dict[str, float]]:
+    """Return the metrics of such a run."""
+    done = mopd("train", recipe_of(world, run_dir, refresh, **overrides))
     assert done.returncode == 0, done.stderr
     return read_metrics(run_dir)
 
@@ -62,6 +66,16 @@ def test_a_resumed_run_is_the_same_run(refreshed: tuple[Path, list[dict[str, flo
     done = mopd("train", run_dir.with_suffix(".yaml"), "--resume", "--from", "step_2")
     assert done.returncode == 0, done.stderr
     assert read_metrics(run_dir) == own
+
+
+def test_a_student_in_bfloat16_teaches_itself_in_float32(world: World, tmp_path: Path) -> None:
+    """Its weights come from the trainer, rounded: preflight holds them against the folder within what that changes."""
+    groups = {"engine": {"type": "torch", "dtype": "float32"}}
+    own = {"student__dtype": "bfloat16", "teacher_defaults": groups, "rollout__engine": groups["engine"]}
+    recipe = recipe_of(world, tmp_path / "run", {"every_steps": 2}, **own)
+    done = mopd("check", recipe, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("(limit 0.005), |log-prob difference| mean") == 2
 
 
 @pytest.mark.long

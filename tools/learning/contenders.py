@@ -47,6 +47,8 @@ BESIDE = ("rollout.placement.type=local", "teacher_defaults.placement.type=local
 
 CONTENDERS = (
     Contender(REFERENCE, LOSSES),
+    Contender("forward_kl, capped at 4 nats", LOSSES, ("loss.loss_max_clamp=4",)),
+    Contender("forward_kl, softly capped at 4", LOSSES, ("loss.loss_soft_cap=4",)),
     Contender("reverse_kl", LOSSES, REVERSE),
     Contender("reverse_kl, generalized", LOSSES, ("loss.type=topk_reverse_kl", "loss.tail=generalized")),
     Contender("jsd", LOSSES, ("loss.type=topk_jsd",)),
@@ -62,7 +64,6 @@ CONTENDERS = (
         )
         for tail in tails
     ),
-    Contender("forward_kl, capped at 4 nats", TAILS, ("loss.loss_max_clamp=4",), ("stochastic",)),
     Contender("sft_on_teacher", BASELINES, ("objective=sft_on_teacher",)),
     Contender("off_policy_scores", BASELINES, ("objective=off_policy_scores",)),
     Contender("best single teacher", BASELINES, untrained="best teacher"),

@@ -6,6 +6,9 @@ pass, no collective. The gradient of a row is
 
     dz_j = (upstream / temperature) p_j (phi_j - sum_i p_i phi_i),   phi_j = d loss / d p_j
 
+A policy gradient of the sampled token y, with the pull c = -w A, adds c log p_y to the loss. That makes p_j (phi_j -
+sum_i p_i phi_i - c), and c more at y.
+
 Shape legend: T rows, V columns of this rank, R rows of a block, C columns that are true ids, G ranks.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from mopd.losses.call import LossCall, VocabShard
 from mopd.losses.chunked.blocks import Block, blocks
+from mopd.losses.sampled import TASK_METRICS, TaskTerm
 
 BUFFERS = 8
 """Tensors of a block's size that live at once, at most: log-probs of both sides, their exponentials, the mixture."""
@@ -49,6 +53,11 @@ class FullLoss:
         return self.loss == "jsd" or self.skew > 0
 
     @property
+    def is_constant(self) -> bool:
+        """Whether ``sum_i p_i phi_i`` is -1 on every row: the plain forward KL."""
+        return self.loss == "forward_kl" and not self.is_mixed
+
+    @property
     def teacher_share(self) -> float:
         """Teacher's weight in the mixture."""
         if self.loss == "jsd":
@@ -70,7 +79,16 @@ class FullStats:
     value: Tensor
     """The divergence."""
     mean_phi: Tensor
-    """``sum_i p_i phi_i``."""
+    """``sum_i p_i phi_i``, and the pull of a policy gradient."""
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Gradient of a policy gradient's term at log p_y, on the rank that has the sampled token y."""
+
+    pull_T: Tensor
+    column_T: Tensor
+    """Column of y; -1 where another rank has it, or the row has no weight."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +100,9 @@ class FullPasses:
     """Return this rank's numbers ``[T, 5]``; those of rows of weight 0 mean nothing."""
     second: Callable[[Tensor, Tensor, FullLoss, FullStats, LossCall], Tensor]
     """Return this rank's part of the divergence and of ``sum_i p_i phi_i``, ``[T, 2]``."""
-    gradient: Callable[[Tensor, Tensor, Tensor, FullLoss, FullStats, Tensor, LossCall], None]
-    """Write ``upstream`` times the gradient of the rows' divergence by the scaled logits to the second tensor, which
-    may be the first; exactly 0 on rows of weight 0 and in columns of padding."""
+    gradient: Callable[[Tensor, Tensor, Tensor, FullLoss, FullStats, Pull | None, Tensor, LossCall], None]
+    """Write ``upstream`` times the gradient of the rows' loss by the scaled logits to the second tensor, which may be
+    the first; exactly 0 on rows of weight 0 and in columns of padding."""
 
 
 class Pair:
@@ -240,7 +258,14 @@ def _target_logits(inp: Tensor, teacher_TV: Tensor, target_T: Tensor, call: Loss
 
 
 def _write_gradient(
-    inp: Tensor, out: Tensor, teacher_TV: Tensor, kind: FullLoss, stats: FullStats, upstream_T: Tensor, call: LossCall
+    inp: Tensor,
+    out: Tensor,
+    teacher_TV: Tensor,
+    kind: FullLoss,
+    stats: FullStats,
+    pull: Pull | None,
+    upstream_T: Tensor,
+    call: LossCall,
 ) -> None:
     pair, n = Pair(inp, teacher_TV, call), call.shard.num_columns
     for block in blocks(inp, call.active_T, BUFFERS):
@@ -250,7 +275,11 @@ def _write_gradient(
             continue
         log_p, log_q, buffer = _log_probs(pair, block, stats)
         upstream = block.rows_of(upstream_T).unsqueeze(1)
-        gradient = logits_gradient_(buffer, log_p, log_q, block.rows_of(stats.mean_phi).unsqueeze(1), kind)
+        mean_phi = None if pull is None and kind.is_constant else block.rows_of(stats.mean_phi).unsqueeze(1)
+        gradient = logits_gradient_(buffer, log_p, log_q, mean_phi, kind)
+        if pull is not None:
+            column, own = (block.rows_of(x).unsqueeze(1) for x in (pull.column_T, pull.pull_T))
+            gradient.scatter_add_(1, column.clamp_min(0), torch.where(column >= 0, own, 0))
         gradient.mul_(upstream)
         if call.weight_T is not None:
             gradient.masked_fill_(upstream == 0, 0)  # what such a row holds may not be finite
@@ -262,10 +291,13 @@ def _write_gradient(
             target[:, n:].zero_()
 
 
-def logits_gradient_(buffer: Tensor, log_p: Tensor, log_q: Tensor, mean_phi: Tensor, kind: FullLoss) -> Tensor:
-    """Return ``p (phi - mean_phi)``, the gradient of rows by their scaled logits; overwrites all but ``mean_phi``."""
-    if kind.loss == "forward_kl" and not kind.is_mixed:
-        return log_p.exp_().sub_(log_q.exp_())  # phi is -q / p, its mean -1: p - q has no quotient
+def logits_gradient_(buffer: Tensor, log_p: Tensor, log_q: Tensor, mean_phi: Tensor | None, kind: FullLoss) -> Tensor:
+    """Return ``p (phi - mean_phi)``, the gradient of rows by their scaled logits; overwrites all but ``mean_phi``,
+    which may be ``None`` where it is -1 on every row."""
+    if kind.is_constant:  # phi is -q / p, which needs no quotient
+        p = log_p.exp_() if mean_phi is None else log_p.exp_().mul_(-mean_phi)
+        return p.sub_(log_q.exp_())
+    assert mean_phi is not None
     if not kind.is_mixed:
         phi = torch.sub(log_p, log_q, out=buffer)
     else:
@@ -284,8 +316,9 @@ CHUNKED = FullPasses(_first_pass, _second_pass, _write_gradient)
 
 
 class FullDistill(torch.autograd.Function):
-    """``apply(inp, teacher_TV, call, kind, target_T, passes)`` -> weighted losses ``[T]``, divergences ``[T]``, and
-    with targets the log-probs of student and teacher ``[T]``. The teacher's logits get no gradient."""
+    """``apply(inp, teacher_TV, call, kind, target_T, task, passes)`` -> weighted losses ``[T]``, losses ``[T]``, with
+    targets the log-probs of student and teacher ``[T]``, and with a task its term and weight ``[T]``. The teacher's
+    logits get no gradient."""
 
     @staticmethod
     def forward(
@@ -295,12 +328,22 @@ class FullDistill(torch.autograd.Function):
         call: LossCall,
         kind: FullLoss,
         target_T: Tensor | None,
+        task: TaskTerm | None,
         passes: FullPasses,
     ) -> tuple[Tensor, ...]:
         stats, metrics = collect(inp, teacher_TV, kind, target_T, call, passes)
+        pulled: tuple[Tensor, ...] = ()
+        if task is not None:
+            assert target_T is not None
+            pull_T, weight_T = task.pull(metrics["student_logprobs"])
+            metrics |= dict(zip(TASK_METRICS, (pull_T, weight_T), strict=True))
+            stats = replace(stats, value=stats.value + pull_T, mean_phi=stats.mean_phi + pull_T)
+            column_T, owned_T = call.shard.localize(target_T)
+            owned_T = owned_T if call.active_T is None else owned_T & call.active_T
+            pulled = (pull_T, torch.where(owned_T, column_T, -1))
         loss = call.weighted(stats.value.clone())
         extra = [call.only_active(x) for x in (stats.value, *metrics.values())]
-        ctx.save_for_backward(inp, teacher_TV, *vars(stats).values())
+        ctx.save_for_backward(inp, teacher_TV, *vars(stats).values(), *pulled)
         ctx.call, ctx.kind, ctx.passes, ctx.spent = call, kind, passes, False
         ctx.mark_non_differentiable(*extra)
         return (loss, *extra)
@@ -311,9 +354,11 @@ class FullDistill(torch.autograd.Function):
         call: LossCall = ctx.call
         call.refuse_second_backward(ctx)
         inp, teacher_TV, *numbers = ctx.saved_tensors
+        stats, pulled = FullStats(*numbers[:6]), numbers[6:]
         out = inp if call.overwrite_input else torch.empty_like(inp)
         upstream_T = call.weighted(grad_loss / call.temperature)
-        ctx.passes.gradient(inp, out, teacher_TV, ctx.kind, FullStats(*numbers), upstream_T, call)
+        pull = Pull(*pulled) if pulled else None
+        ctx.passes.gradient(inp, out, teacher_TV, ctx.kind, stats, pull, upstream_T, call)
         if out is inp:
             torch.autograd.graph.increment_version(inp)
-        return out, None, None, None, None, None
+        return out, None, None, None, None, None, None

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mopd.losses.call import LossCall
-from mopd.losses.chunked.full import FullLoss, FullPasses, FullStats
+from mopd.losses.chunked.full import FullLoss, FullPasses, FullStats, Pull
 from mopd.losses.triton.functions import on_device
 from mopd.losses.triton.launches import layout, power_of_two
 from mopd.losses.triton.streaming import FAR, LOWEST, MINUS_INFINITY, row_of
@@ -149,12 +149,12 @@ def second_kernel(
 
 @triton.jit
 def gradient_kernel(
-    z_ptr, t_ptr, upstream_ptr, numbers_ptr, out_ptr, num_rows,
+    z_ptr, t_ptr, upstream_ptr, numbers_ptr, pull_ptr, column_ptr, out_ptr, num_rows,
     inner, stride_a, stride_b, stride_v, out_inner, out_stride_a, out_stride_b, out_stride_v, t_stride, t_stride_v,
     num_columns, width, tiles, scale, share, log_own, log_theirs, FORM: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Write ``upstream p (phi - sum p phi)``; 0 in padding and where upstream is 0. Grid: T * tiles. ``out`` may be
-    ``z``: a program reads and writes its own tile only."""
+    """Write ``upstream p (phi - sum p phi)``, and ``upstream pull`` more at a row's ``column``; 0 in padding and where
+    upstream is 0. Grid: T * tiles. ``out`` may be ``z``: a program reads and writes its own tile only."""
     pid = tl.program_id(0)
     row = pid // tiles
     column = ((pid % tiles) * B + tl.arange(0, B)).to(tl.int64)
@@ -165,9 +165,9 @@ def gradient_kernel(
     if upstream != 0:
         z, t = row_of(z_ptr, row, inner, stride_a, stride_b, 0), t_ptr + row.to(tl.int64) * t_stride
         log_p, log_q = _log_probs(z, t, column, width, stride_v, t_stride_v, scale, numbers_ptr + row, num_rows)
-        p = tl.exp(log_p)
+        p, mean = tl.exp(log_p), tl.load(numbers_ptr + 4 * num_rows + row)
         if FORM == FORWARD:
-            gradient = p - tl.exp(log_q)
+            gradient = -mean * p - tl.exp(log_q)
         else:
             if FORM == REVERSE:
                 phi = log_p - log_q
@@ -179,7 +179,9 @@ def gradient_kernel(
                     phi = (share - 1) * tl.exp(log_q - mixture)
                 else:
                     phi = (log_p - mixture) - (1 - share) * tl.exp(log_p - mixture)
-            gradient = p * (phi - tl.load(numbers_ptr + 4 * num_rows + row))
+            gradient = p * (phi - mean)
+        if pull_ptr is not None:
+            gradient += tl.where(column == tl.load(column_ptr + row), tl.load(pull_ptr + row), 0.0)
         gradient = tl.where(inside, upstream * gradient, 0.0)
     tl.store(out, gradient.to(out_ptr.dtype.element_ty), mask=column < width)
 
@@ -235,14 +237,22 @@ def _second(inp: Tensor, teacher_TV: Tensor, kind: FullLoss, stats: FullStats, c
 
 
 def _gradient(
-    inp: Tensor, out: Tensor, teacher_TV: Tensor, kind: FullLoss, stats: FullStats, upstream_T: Tensor, call: LossCall
+    inp: Tensor,
+    out: Tensor,
+    teacher_TV: Tensor,
+    kind: FullLoss,
+    stats: FullStats,
+    pull: Pull | None,
+    upstream_T: Tensor,
+    call: LossCall,
 ) -> None:
     rows, width, n = teacher_TV.size(0), inp.size(-1), call.shard.num_columns
     block = min(BLOCK, power_of_two(width))
     tiles = triton.cdiv(width, block)
+    pulled = (None, None) if pull is None else (pull.pull_T.float().contiguous(), pull.column_T.int())
     with on_device(inp):
         gradient_kernel[(rows * tiles,)](
-            inp, teacher_TV, upstream_T.float().contiguous(), _numbers(stats), out, rows,
+            inp, teacher_TV, upstream_T.float().contiguous(), _numbers(stats), *pulled, out, rows,
             *_address(inp), *_address(out), *teacher_TV.stride(), n, width, tiles, 1 / call.temperature,
             *_shares(kind), FORM=_form(kind), B=block, num_warps=NUM_WARPS,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from mopd.base.files.json_text import parse_json
 from mopd.base.files.reading import shown_path
 from mopd.base.files.records import Records
 from mopd.base.types import Batch, Prompt, SampleMeta, UserError
-from mopd.config.losses import FullLossConfig, PolicyGradientConfig, TopKLossConfig
+from mopd.config.losses import REWARDED, FullLossConfig, TopKLossConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
 from mopd.data.image_processing import sees_images
@@ -41,7 +41,7 @@ CURES = {
     "tokenizer_sha256": "their ids mean other tokens; name samples of this student's tokenizer",
     "samples_per_prompt": "set rollout.samples_per_prompt as the run had it",
     "sampling": "a loss of the sampled token needs the log-probs that its tokens were drawn with; set rollout's "
-    "temperature, cuts and penalties as the run had them, or a top-k loss without task_reward_weight",
+    "temperature, cuts and penalties as the run had them, or a divergence without task_reward_weight",
     "task_advantage": "set loss.task_advantage as the run had it, or task_reward_weight: 0",
 }
 """What is compared between stored samples and the recipe -> the cure of a difference."""
@@ -62,9 +62,7 @@ def about_samples(recipe: Recipe, student: Manifest, *, sampling: str | None = N
         "tokenizer_sha256": student.tokenizer_sha256,
         "samples_per_prompt": str(rollout.samples_per_prompt),
         "sampling": drawn if sampling is None else sampling,
-        "task_advantage": loss.task_advantage
-        if has_advantage and isinstance(loss, (TopKLossConfig, PolicyGradientConfig))
-        else "none",
+        "task_advantage": loss.task_advantage if has_advantage and isinstance(loss, REWARDED) else "none",
     }
 
 

@@ -170,7 +170,8 @@ class ScoresCheck:
             return True, f"{detail}{limit:g})"
         return False, (
             f"teachers.{self._name}: {detail}{limit:g}) from its log-probs: {folder} has another output matrix than "
-            "the engine, or that sends other states; start it with this folder, or set payload: topk and a top-k loss"
+            "the engine, or that sends other states; start it with this folder, set payload: topk and a top-k loss, or "
+            "widen preflight.max_logprob_difference"
         )
 
     async def _against_folder(self, samples: Sequence[SampleMeta]) -> Outcome:
@@ -183,8 +184,10 @@ class ScoresCheck:
 
         parity = await asyncio.to_thread(compare)
         has_hidden = recipe.asked[self._name].hidden
-        kl_limit = cfg.self_kl_limit("bfloat16" if has_hidden else self._dtype)  # the dtype in which states travel
-        limit = cfg.logprob_limit(self._dtype)
+        # A teacher that is the student got its weights from the trainer, in the trainer's dtype.
+        dtypes = [self._dtype, *([recipe.student.dtype] if self._name in recipe.refreshed else ())]
+        kl_limit = cfg.self_kl_limit(*dtypes, *(["bfloat16"] if has_hidden else ()))  # the dtype in which states travel
+        limit = cfg.logprob_limit(*dtypes)
         detail = (
             f"mean KL to a transformers forward {parity.kl:.2e} nats over {parity.num_positions} tokens (limit "
             f"{kl_limit:g}), |log-prob difference| mean {parity.mean_difference:.2e} (limit {limit:g}), max "

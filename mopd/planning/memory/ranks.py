@@ -21,7 +21,7 @@ from mopd.planning.workload import Workload, route_bytes, sample_bytes
 MIB = 2**20
 EAGER_BYTES = 12
 """Bytes for each logit, beside it: a loss in eager PyTorch over all logits of a micro-batch holds three fp32 copies of
-them (a published vocabulary-parallel loss, measured; docs/planning.md)."""
+them (a published vocabulary-parallel loss, measured)."""
 HEAD_DEGREES = (1, 2, 4, 8)
 ROLLOUT = "rollout"
 REPLICAS = "weights kept aside by rollout replicas"

@@ -27,7 +27,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "skewed_forward_kl": {"loss": "forward_kl", "skew": 0.2},
     "skewed_reverse_kl": {"loss": "reverse_kl", "skew": 0.2},
 }
-ON_TRITON = ("forward_kl", "jsd")
+WITH_TASK = {f"{form}+task": FORMS[form] for form in ("forward_kl", "jsd", "skewed_reverse_kl")}
+"""Forms beside a policy gradient of the sampled token."""
+CASES = FORMS | WITH_TASK
+TASK_WEIGHT, CORRECTION = 0.7, ("icepop", 0.5, 2.0)
+ON_TRITON = ("forward_kl", "jsd+task")
 """What the Triton layer, whose interpreter is slow, is tried with: one all-gather, and two."""
 BUDGETS = {"all": 10**6, "few": 5500}
 """Bytes for logits and gradients: enough for all rows, and for a few."""
@@ -49,7 +53,18 @@ def problem(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     loss_weight[5, 1] = 0
     target = torch.randint(0, VOCAB, ROWS, generator=generator)
     floats = {"hidden": hidden, "weight": weight, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+    logits = hidden @ weight.t() / TEMPERATURE
+    own = logits[..., :VOCAB].log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    floats |= {"task_advantage": draw(*ROWS), "rollout_logprobs": own - 0.6 * draw(*ROWS)}
     return {**{name: x.to(dtype) for name, x in floats.items()}, "loss_weight": loss_weight, "target": target}
+
+
+def task_options(data: dict[str, Tensor], form: str) -> dict[str, Any]:
+    """Arguments of the policy gradient, where the form has one."""
+    if form not in WITH_TASK:
+        return {}
+    rows = {name: data[name] for name in ("task_advantage", "rollout_logprobs")}
+    return {**rows, "task_reward_weight": TASK_WEIGHT, "correction": CORRECTION}
 
 
 def run_case(
@@ -76,7 +91,8 @@ def run_case(
         loss_weight=data["loss_weight"],
         true_vocab_size=VOCAB,
         temperature=TEMPERATURE,
-        **FORMS[form],
+        **CASES[form],
+        **task_options(data, form),
         **options,
     )
     loss.backward()
@@ -105,7 +121,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
         for form in ON_TRITON:
             found = run_case(single, form, BUDGETS["all"], dist.group.WORLD, False, backend="triton")
             results[f"{form}/all/triton"] = found  # type: ignore[assignment]
-        for form in FORMS:
+        for form in CASES:
             case = partial(run_case, data, form, BUDGETS["all"], dist.group.WORLD, False)
             results[f"{form}/gathered"] = numbers_gathered(case)
             for name, budget in BUDGETS.items():

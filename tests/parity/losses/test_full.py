@@ -14,7 +14,19 @@ import torch
 from torch import Tensor
 
 from mopd.losses import parallel_full_distill
-from tests.parity.losses.full_ranks import BUDGETS, FORMS, TEMPERATURE, VOCAB, problem, run_case
+from tests.parity.losses.full_ranks import (
+    BUDGETS,
+    CASES,
+    CORRECTION,
+    FORMS,
+    TASK_WEIGHT,
+    TEMPERATURE,
+    VOCAB,
+    WITH_TASK,
+    problem,
+    run_case,
+    task_options,
+)
 from tests.parity.losses.triton_layer import to_device
 
 
@@ -40,14 +52,19 @@ def expected(form: str) -> dict[str, Tensor]:
     hidden, weight = (data[name].clone().requires_grad_() for name in ("hidden", "weight"))
     p = ((hidden @ weight.t())[..., :VOCAB] / TEMPERATURE).softmax(-1)
     q = ((data["teacher_hidden"] @ data["teacher_weight"].t())[..., :VOCAB] / TEMPERATURE).softmax(-1)
-    value, row_weight = by_definition(form, p, q), data["loss_weight"].double()
+    value, row_weight = by_definition(form.removesuffix("+task"), p, q), data["loss_weight"].double()
+    own, theirs = (x.gather(-1, data["target"].unsqueeze(-1)).squeeze(-1).log() for x in (p, q))
+    metrics = {"student_logprobs": own.detach(), "teacher_logprobs": theirs}
+    if form in WITH_TASK:  # icepop: the ratio p / p_rollout inside its bounds, 0 outside
+        ratio = (own.detach() - data["rollout_logprobs"]).exp()
+        ratio[(ratio < CORRECTION[1]) | (ratio > CORRECTION[2])] = 0
+        pull = -ratio * TASK_WEIGHT * data["task_advantage"]
+        value = value + pull + pull * (own - own.detach())
+        metrics |= {"task_loss": pull, "correction_weight": ratio}
     loss = (row_weight * value).sum()
     loss.backward()
     assert hidden.grad is not None and weight.grad is not None
-    own = [x.gather(-1, data["target"].unsqueeze(-1)).squeeze(-1).log().detach() for x in (p, q)]
-    metrics = dict(
-        zip(("unweighted_loss", "student_logprobs", "teacher_logprobs"), (value.detach(), *own), strict=True)
-    )
+    metrics["unweighted_loss"] = value.detach()
     result = {f"metric/{name}": torch.where(row_weight == 0, 0, x) for name, x in metrics.items()}
     return result | {"loss": loss.detach(), "grad/hidden": hidden.grad, "grad/weight": weight.grad}
 
@@ -67,7 +84,7 @@ def assert_equal(actual: dict[str, Tensor], wanted: dict[str, Tensor], tolerance
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CASES)
 def test_equals_the_definition(form: str, budget: str, dtype: torch.dtype) -> None:
     wanted = expected(form)
     actual = run_case(problem(dtype), form, BUDGETS[budget], None, sequence_parallel=False)
@@ -79,7 +96,7 @@ def test_equals_the_definition(form: str, budget: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("side", ["student", "teacher"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CASES)
 def test_triton_layer(form: str, side: str) -> None:
     """As the chunked layer, with several tiles a row, padding, a row of weight 0 and one that is not finite."""
     generator = torch.Generator().manual_seed(8)
@@ -87,10 +104,15 @@ def test_triton_layer(form: str, side: str) -> None:
     broken = own if side == "student" else theirs
     broken[2, 7], broken[4, 1], broken[:, 2400:] = torch.inf, torch.nan, torch.nan
     loss_weight = torch.tensor([1.0, 0.5, 1.0, 2.0, 0.0])
-    shared = {"true_vocab_size": 2400, "temperature": 1.3, "loss_weight": loss_weight, **FORMS[form]}
+    shared = {"true_vocab_size": 2400, "temperature": 1.3, "loss_weight": loss_weight, **CASES[form]}
+    if form in WITH_TASK:
+        target, drawn = torch.tensor([5, 2399, 0, 1024, 7]), torch.tensor([-8.0, -8.5, -9.0, -7.5, -8.0])
+        advantage = torch.tensor([1.0, -2.0, 0.5, 3.0, 1.0])
+        shared |= {"target": target, **task_options({"task_advantage": advantage, "rollout_logprobs": drawn}, form)}
     found = []
     for backend in ("chunked", "triton"):
-        leaf, given = to_device(own.clone()).requires_grad_(), {name: to_device(x) for name, x in shared.items()}
+        leaf = to_device(own.clone()).requires_grad_()
+        given = {name: to_device(x) if isinstance(x, Tensor) else x for name, x in shared.items()}
         loss, metrics = parallel_full_distill(leaf, to_device(theirs), backend=backend, **given)  # type: ignore[arg-type]
         (gradient,) = torch.autograd.grad(loss.sum(), leaf)
         found.append((loss.detach().cpu(), gradient.cpu(), metrics["unweighted_loss"].cpu()))
@@ -101,7 +123,7 @@ def test_triton_layer(form: str, side: str) -> None:
     assert torch.count_nonzero(found[1][1][4]) == 0 and torch.count_nonzero(found[1][1][:, 2400:]) == 0
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CASES)
 def test_triton_layer_behind_the_heads(form: str) -> None:
     actual = run_case(problem(torch.float32), form, BUDGETS["few"], None, sequence_parallel=False, backend="triton")
     assert_equal(actual, expected(form), 1e-5)
@@ -121,10 +143,12 @@ def rows_and_gradient(inp: Tensor, teacher: Tensor, **options: Any) -> tuple[Ten
     return loss.detach(), leaf.grad
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CASES)
 def test_reference_layer_agrees(form: str) -> None:
-    wanted = rows_and_gradient(*logits(), backend="reference", **FORMS[form])
-    actual = rows_and_gradient(*logits(), **FORMS[form])
+    options = CASES[form] | ({"target": problem()["target"]} if form in WITH_TASK else {})
+    options |= task_options(problem(), form)
+    wanted = rows_and_gradient(*logits(), backend="reference", **options)
+    actual = rows_and_gradient(*logits(), **options)
     for a, b in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 

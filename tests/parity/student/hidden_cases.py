@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mopd.base.types import SampleMeta
 from mopd.config.groups import TeacherConfig
-from mopd.config.losses import FullLossConfig, Loss
+from mopd.config.losses import FullLossConfig, LargestTokensConfig, Loss
 from tests.fixtures.tiny_models import make_hf_model
 from tests.parity.student.samples import DOMAINS
 
@@ -26,6 +26,13 @@ LOSSES: dict[str, Loss] = {
         type="full_reverse_kl", skew=0.1, aggregation="sequence_mean", domain_budget={"math": 0.8, "code": 0.2}
     ),
     "full_jsd": FullLossConfig(type="full_jsd", beta=0.3),
+    "full_jsd_task": FullLossConfig(type="full_jsd", task_reward_weight=0.7),
+    "full_reverse_half": FullLossConfig(
+        type="full_reverse_kl", tokens=LargestTokensConfig(largest="divergence", share=0.5)
+    ),
+    "full_forward_third": FullLossConfig(
+        type="full_forward_kl", tokens=LargestTokensConfig(largest="student_entropy", share=0.3)
+    ),
 }
 
 

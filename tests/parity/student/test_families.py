@@ -61,7 +61,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_sp": {**ONE, "tp": 2, "sp": True},
     "pp2": {**ONE, "pp": 2},
     "ep2": {**ONE, "dp": 2, "ep": 2},
-    "tp2_sp_ep2": {**ONE, "tp": 2, "sp": True, "ep": 2},
+    "tp2_sp_ep2": {**ONE, "tp": 2, "sp": True, "ep": 2, "etp": 1},
     "cp2": {**ONE, "cp": 2},
     "recompute": {**ONE, "tp": 2, "sp": True, "recompute": "full"},
 }

@@ -39,6 +39,7 @@ CASES = [
     *((1, "one", form, loss) for form in FORMS for loss in LOSSES),
     *((2, layout, form, "full_jsd") for layout in LAYOUTS[2] for form in FORMS),
     *((2, layout, "packed", "full_reverse_skew") for layout in LAYOUTS[2]),
+    *((2, layout, "packed", loss) for layout in ("tp2", "cp2") for loss in ("full_jsd_task", "full_reverse_half")),
     *((4, layout, "packed", "full_jsd") for layout in LAYOUTS[4]),
 ]
 
@@ -81,6 +82,17 @@ def divergence(loss: FullLossConfig, log_p: Tensor, log_q: Tensor) -> Tensor:
     return kl(log_p, mix(1 - loss.skew))
 
 
+def counting(loss: FullLossConfig, log_p: Tensor, log_q: Tensor, mask: Tensor) -> Tensor:
+    """Of a response's loss tokens [R] those that ``loss.tokens`` lets count."""
+    if loss.tokens == "all":
+        return mask
+    score = -(log_p.exp() * log_p).sum(-1)
+    if loss.tokens.largest == "divergence":
+        score = (log_q.exp() * (log_q - log_p)).sum(-1)
+    best = torch.where(mask, score, -torch.inf).topk(math.ceil(loss.tokens.share * int(mask.sum()))).indices
+    return torch.zeros_like(mask).index_fill(0, best, True)
+
+
 @pytest.fixture(scope="module")
 def expected(models: dict[str, str]) -> Results:
     """Loss, mean loss of each domain's tokens, and gradient norm, by loss."""
@@ -97,12 +109,17 @@ def expected(models: dict[str, str]) -> Results:
         model.zero_grad()
         total, by_domain = torch.zeros((), dtype=torch.float64), dict.fromkeys(DOMAINS, 0.0)
         by_sequence = loss.aggregation == "sequence_mean"
-        counts = {d: sum(1 if by_sequence else m.num_loss_tokens for m in metas if m.domain == d) for d in DOMAINS}
-        for meta, tokens, mask, state in zip(metas, fields["tokens"], fields["loss_mask"], states, strict=True):
+        share = 1.0 if loss.tokens == "all" else loss.tokens.share
+        numbers = [(m.domain, 1 if by_sequence else math.ceil(share * m.num_loss_tokens)) for m in metas]
+        counts = {d: sum(number for domain, number in numbers if domain == d) for d in DOMAINS}
+        columns = (fields[key] for key in ("tokens", "loss_mask", "task_advantage"))
+        for meta, state, tokens, mask, advantage in zip(metas, states, *columns, strict=True):
             logits = model(tokens[None]).logits[0, meta.prompt_length - 1 : -1]
             log_p = (logits / loss.temperature).log_softmax(-1)
             log_q = (state.double() @ heads[meta.domain].T / loss.temperature).log_softmax(-1)
-            rows = divergence(loss, log_p, log_q)[mask]
+            own = log_p.gather(-1, tokens[meta.prompt_length :, None]).squeeze(-1)
+            pull = -loss.task_reward_weight * advantage.double() * (1 + own - own.detach())
+            rows = (divergence(loss, log_p, log_q) + pull)[counting(loss, log_p.detach(), log_q, mask)]
             by_domain[meta.domain] += rows.sum().item()
             one = rows.sum() / (meta.num_loss_tokens if by_sequence else 1)
             share = loss.domain_budget.get(meta.domain, counts[meta.domain] / sum(counts.values()))

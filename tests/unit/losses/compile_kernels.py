@@ -122,8 +122,10 @@ def launched_full(dtype: torch.dtype, vocab: int, true_vocab: int, **kind: Any) 
     teacher = torch.empty(rows, vocab, device="meta")
     shard = VocabShard(0, true_vocab, true_vocab, 0, 1, None)
     call = LossCall((rows,), shard, "triton", torch.float32, torch.empty(rows, device="meta"), temperature=0.9)
+    target, number = torch.empty(rows, dtype=torch.int64, device="meta"), torch.empty(rows, device="meta")
+    given = (target, TaskTerm(number, None, None)) if kind.pop("task", False) else (None, None)
     with recorded() as calls:
-        loss, _ = FullDistill.apply(logits.requires_grad_(), teacher, call, FullLoss(**kind), None, full.TRITON)
+        loss, *_ = FullDistill.apply(logits.requires_grad_(), teacher, call, FullLoss(**kind), *given, full.TRITON)
         loss.backward(torch.empty_like(loss))
     return calls
 
@@ -198,7 +200,14 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FULL_CASES: dict[str, dict[str, Any]] = {
     "full": {"dtype": torch.bfloat16, "vocab": 151_936, "true_vocab": 151_669, "loss": "forward_kl"},
-    "mixed": {"dtype": torch.float32, "vocab": 32_000, "true_vocab": 32_000, "loss": "reverse_kl", "skew": 0.1},
+    "mixed": {
+        "dtype": torch.float32,
+        "vocab": 32_000,
+        "true_vocab": 32_000,
+        "loss": "reverse_kl",
+        "skew": 0.1,
+        "task": True,
+    },
 }
 
 

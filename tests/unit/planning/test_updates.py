@@ -231,8 +231,7 @@ def test_the_page_says_what_an_update_takes(row: list[str]) -> None:
     of_ranks = {rank // GPUS_PER_NODE for rank in sender_ranks(recipe.student.parallel)}
     own = 1 if cluster.nodes == 1 else len(of_ranks) + replicas * tp // GPUS_PER_NODE
     found = update(model, layout, replicas=replicas, tp=tp, nodes=own)
-    numbers = (f"{found.num_bytes / 1e9:.1f}", f"{found.parts:,}", f"{found.senders}", f"{found.receivers}")
-    assert shown == [*numbers, f"{found.seconds:.2f}", found.bound]
+    assert shown == [f"{found.num_bytes / 1e9:.1f}", f"{found.seconds:.2f}", found.bound]
     if model == EXPERTS:
         assert found.seconds < 5
 
@@ -256,9 +255,10 @@ def test_published_figures_are_within_two_times_where_the_hardware_is_the_same(r
     """But for the one whose weights are in host memory, of which the page says so."""
     what, _, published, shown, ratio = row
     seconds = update(**PUBLISHED[what]).seconds
-    low, high = (float(number) for number in published.split(" to "))
-    assert (shown, ratio) == (f"{seconds:.2f}", f"{2 * seconds / (low + high):.2f}")
-    assert (0.5 < 2 * seconds / (low + high) < 2) == (what != "7B, verl's nccl")
+    numbers = [float(number) for number in published.split(" to ")]  # one, or the least and the most
+    measured = sum(numbers) / len(numbers)
+    assert (shown, ratio) == (f"{seconds:.2f}", f"{seconds / measured:.2f}")
+    assert (0.5 < seconds / measured < 2) == (what != "7B, verl's nccl")
 
 
 def test_every_published_figure_is_on_the_page() -> None:

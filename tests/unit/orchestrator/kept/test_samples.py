@@ -123,7 +123,7 @@ def test_texts_have_no_logprobs(folder: Path) -> None:
         (
             ("rollout.temperature=0.5",),
             ("loss={type: k2, correction: {type: tis}}",),
-            "sampling of its samples is 'temperature 0.5, top_p 1.0, top_k -1', and 'temperature 1.0, .*a top-k loss",
+            "sampling of its samples is 'temperature 0.5, top_p 1.0, top_k -1', and 'temperature 1.0, .*a divergence",
         ),
         ((), GRADIENT, "task_advantage of its samples is 'none', and 'mean' here: set loss.task_advantage"),
         (GRADIENT, (*GRADIENT, "loss.task_advantage=grpo"), "task_advantage of its samples is 'mean', and 'grpo' here"),
