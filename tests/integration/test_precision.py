@@ -62,7 +62,9 @@ def test_what_cannot_be_compared_is_one_line(world: World, tmp_path: Path) -> No
     make_tokenizer(wide)
     other = make_hf_model(tmp_path / "other", "qwen3")
     make_tokenizer(other, characters=CHARACTERS[::-1])
+    int8 = quantise_int8(world.teachers["left"], tmp_path / "int8")
     cases = {
+        (f"--beside=left={int8}",): "'quantization_config': quantised weights are not supported; use the unquantised",
         ("--beside=math=x",): "--beside math: the recipe has no such teacher (it has 'left', 'right')",
         ("--beside=left=absent",): "--beside left: folder 'absent' does not exist",
         (f"--beside=left={wide}",): "has a vocabulary of 70 and teachers.left.model",

@@ -117,7 +117,7 @@ def check_beside(recipe: Recipe, beside: Mapping[str, str]) -> None:
         if teacher.refresh is not None:
             raise UserError(f"{where}: teachers.{name}.model is the student itself: name another teacher")
         check_model_folder(folder, where)
-        own, plain = (read_dims(Path(one), takes_quantised=True).vocab_size for one in (teacher.model, folder))
+        own, plain = read_dims(Path(teacher.model), takes_quantised=True).vocab_size, read_dims(Path(folder)).vocab_size
         if own != plain:
             raise UserError(
                 f"{where}: {folder} has a vocabulary of {plain} and teachers.{name}.model {teacher.model} one of "
@@ -130,7 +130,7 @@ def check_beside(recipe: Recipe, beside: Mapping[str, str]) -> None:
                 f"{'; '.join(differences)}: name the folder that it was quantised from"
             )
         size, free = weights_bytes(Path(folder)), free_memory_bytes()
-        if size > free:
+        if size is not None and size > free:
             raise UserError(
                 f"{where}: {folder} has {size / 2**30:.1f} GiB of weights, which transformers reads into host memory, "
                 f"and {free / 2**30:.1f} GiB are free: run the check on a machine with more"
