@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mopd.base.types import UserError
@@ -29,7 +29,7 @@ from mopd.report.terminal import log_to_terminal
 from mopd.run.manifests import make_manifests
 
 
-def check(orchestrator: Orchestrator, *, as_json: bool) -> str | None:
+def check(orchestrator: Orchestrator, *, as_json: bool, beside: Mapping[str, str]) -> str | None:
     """Do the last part of ``mopd check``: run the preflight, which writes nothing, and print its outcomes."""
     log_to_terminal()
     recipe = orchestrator.loaded.recipe
@@ -37,7 +37,7 @@ def check(orchestrator: Orchestrator, *, as_json: bool) -> str | None:
 
     async def work(parts: RunParts) -> None:
         await parts.student.publish(0)
-        preflight = Preflight(recipe, parts.workers, parts.student, manifests, is_fresh=True)
+        preflight = Preflight(recipe, parts.workers, parts.student, manifests, is_fresh=True, beside=beside)
         checks = [outcome async for outcome in preflight.run()]
         failed = [check for check in checks if check.status == "failed"]
         print_checks(checks, as_json=as_json)

@@ -51,6 +51,7 @@ from mopd.base.text import one_line
 from mopd.base.types import LostError, UserError
 from mopd.config.groups import VllmEngineConfig
 from mopd.conversion.models.known import FAMILIES
+from mopd.conversion.models.reading import read_dims
 from mopd.engines.interface import EngineNode, SamplingParams
 from mopd.engines.torch.loading import read_config
 
@@ -69,6 +70,8 @@ _NOT_EXTRA = {
 """Arguments on which mopd stands without setting them, and the cure."""
 _CHANGES_WEIGHTS = ("quantization", "enable_lora", "hf_overrides", "model_impl")
 """Beginnings of arguments after which a rollout has other parameters than the student."""
+_ROUNDS_UPDATES = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel")
+"""Values of ``quantization`` by which vLLM rounds whatever weights arrive, at each update as at the first load."""
 
 
 def sequence_limit(folder: Path, cfg: VllmEngineConfig) -> int:
@@ -184,6 +187,11 @@ def engine_args(
         **{"skip_tokenizer_init": True, "load_format": "safetensors" if fixed else "dummy", **options},
     )
     _check_extra(cfg.extra, own, fixed=fixed)
+    if not fixed and "quantization" in cfg.extra and read_dims(folder).moe is not None:
+        raise UserError(
+            f"engine.extra.quantization is {cfg.extra['quantization']!r}, and {folder} has experts: vLLM on a CPU dies "
+            "once updates of them arrive in fp8, and no GPU has tried: remove it"
+        )
     try:
         return AsyncEngineArgs(trust_remote_code=False, **own, **cfg.extra)
     except (TypeError, ValueError) as error:  # sections among the arguments are checked here, the rest at the start
@@ -247,8 +255,14 @@ def _check_extra(extra: Mapping[str, Any], own: Mapping[str, Any], *, fixed: boo
         if name in own or name in _NOT_EXTRA:
             cure = f"set engine.{name}" if hasattr(VllmEngineConfig, name) else _NOT_EXTRA.get(name, "remove it")
             raise UserError(f"{where}: mopd sets this argument of vLLM: {cure}")
-        if not fixed and name.startswith(_CHANGES_WEIGHTS):
-            raise UserError(f"{where}: the student's weights arrive as they are trained, at each update: remove it")
+        rounds = name == "quantization" and extra[name] in _ROUNDS_UPDATES
+        if rounds and not fixed and own.get("enable_lora"):
+            raise UserError(f"{where} is {extra[name]!r}, and student.lora trains beside plain weights: remove it")
+        if not fixed and name.startswith(_CHANGES_WEIGHTS) and not rounds:
+            more = f", or set one of {', '.join(_ROUNDS_UPDATES)}" if name == "quantization" else ""
+            raise UserError(
+                f"{where}: the student's weights arrive as they are trained, at each update: remove it{more}"
+            )
 
 
 def group_transfer() -> WeightTransferConfig:

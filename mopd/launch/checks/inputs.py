@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,8 @@ class Check:
     status: Literal["ok", "failed", "warning", "skipped"]
     detail: str
     """What was measured; for a failure also the key to change."""
+    numbers: Mapping[str, float | None] | None = None
+    """The same for programs, where there is more than one number to read."""
 
 
 def check_inputs(loaded: Loaded, *, is_first: bool = True) -> None:

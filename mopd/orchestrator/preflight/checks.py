@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from mopd.base.files.reading import MAX_TEXT_BYTES
@@ -59,8 +60,10 @@ class Preflight:
         *,
         is_fresh: bool,
         fingerprints: Mapping[str, Any] | None = None,
+        beside: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Set up. ``manifests`` has the key ``student`` and one ``teachers.NAME`` each.
+        """Set up. ``manifests`` has the key ``student`` and one ``teachers.NAME`` each; ``beside``: teacher -> plain
+        folder that its scores are compared with.
 
         On resume (``is_fresh`` false) a teacher that no longer beats the student is a warning, and teachers without
         hashes must still have the stored ``fingerprints``.
@@ -71,6 +74,7 @@ class Preflight:
         self.student = student
         self.manifests = manifests
         self.is_fresh = is_fresh
+        self._beside = beside
         self.headroom: dict[str, Any] | None = None
         """Domain -> its teacher's reward, name, scores and example answers (the best one's of an ensemble)."""
         self.validation: dict[str, Any] | None = None
@@ -256,10 +260,12 @@ class Preflight:
             cross=workers.inputs.cross.get(name),
             has_folders_weights=has_folders_weights,
         )
-        check = await scores.judge(own)
+        check = await scores.judge(own, has_plain=name in self._beside)
         if scores.parity is not None:
             self.parity[name] = scores.parity
         yield check
+        if check.status == "ok" and name in self._beside:
+            yield await scores.precision(own, self._beside[name], is_drawn=workers.rollout is not None)
         if check.status == "ok" and name in workers.inputs.cross:
             yield await scores.chunks(own)
         elif check.status == "ok" and self.workers.rollout is not None:

@@ -96,6 +96,13 @@ class Reference:
             logits: Tensor = self._model(input_ids=tokens[None], use_cache=False, **seen).logits[0, -1]
         return logits.float().clone()
 
+    def rows(self, tokens: Tensor, start: int, images: Sequence[PromptImage] = ()) -> Tensor:
+        """Return the logits [R, V] fp32 of the response ``tokens[start:]`` [R] by one forward of all ``tokens`` [L]."""
+        seen = self._seen(tokens, images) if images else {}
+        with torch.inference_mode():
+            logits: Tensor = self._model(input_ids=tokens[None], use_cache=False, **seen).logits[0, start - 1 : -1]
+        return logits.float().clone()
+
     def _seen(self, tokens: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
         """Return the images as arguments of transformers, which finds their places and positions itself."""
         assert self._sight is not None, "a teacher without vision gets no images"

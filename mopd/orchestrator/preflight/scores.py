@@ -34,6 +34,7 @@ from mopd.launch.checks.inputs import Check
 from mopd.launch.preparing import weights_bytes
 from mopd.orchestrator.preflight.alignment import AlignmentCheck, Text
 from mopd.orchestrator.preflight.parity import Parity, Probe, Reference, head_difference
+from mopd.orchestrator.preflight.precision import Cost, cost_of
 from mopd.orchestrator.support import Coverage, low_quantile
 from mopd.orchestrator.teachers import OwnPrompts, TeacherGroup, align, with_prompt
 from mopd.run.manifests import has_own_weights
@@ -71,8 +72,9 @@ class ScoresCheck:
         self.parity: Parity | None = None
         """Distance from the teacher's folder, where that was compared and is right."""
 
-    async def judge(self, samples: Sequence[SampleMeta]) -> Check:
-        """Judge the scores of ``samples`` of the teacher's domains, at least one."""
+    async def judge(self, samples: Sequence[SampleMeta], *, has_plain: bool = False) -> Check:
+        """Judge the scores of ``samples`` of the teacher's domains, at least one. ``has_plain``: another folder than
+        the teacher's is what they are compared with (``precision``)."""
         teacher = self._recipe.teachers[self._name]
         is_compared, why = compares_with_transformers(
             self._recipe.preflight.compare_with_transformers,
@@ -81,6 +83,8 @@ class ScoresCheck:
         )
         if not self._has_folders_weights:
             is_compared, why = False, "its weights are the student's of this step"
+        if has_plain:
+            is_compared, why = False, "the plain folder is, below"
         judging = self._against_folder(samples) if is_compared else self._against_itself(samples, why)
         is_right, detail = await judging
         if is_right and self._recipe.asked[self._name].hidden:
@@ -113,6 +117,24 @@ class ScoresCheck:
             kl = torch.cat(both).mean().item()
             told = [f"KL(student || teacher) about {kl:.3f} nats a token", *told]
         return Check(f"distance of {self._name}", "ok", "; ".join(told))
+
+    async def precision(self, samples: Sequence[SampleMeta], folder: str, *, is_drawn: bool) -> Check:
+        """Report what the engine's precision costs beside the plain ``folder``; ``is_drawn``: on ``samples`` that the
+        student has drawn."""
+        recipe, name, drawn = self._recipe, self._name, None
+        names = ("rollout_logprobs", "loss_mask") if is_drawn and self._cross is None else ()
+        fields = await self._fields_of(samples, "tokens", *names)
+        probes = await self._own_probes(self._read(samples, fields["tokens"]), fields)
+        if names:
+            drawn = list(zip(*(fields[key] for key in names), strict=True))
+
+        def compare() -> Cost:
+            adapter = recipe.teachers[name].adapter
+            reference = Reference(folder, self._dtype, recipe.data.max_pixels, adapter=adapter)
+            return cost_of(reference, probes, drawn, recipe.loss.temperature)
+
+        cost = await asyncio.to_thread(compare)
+        return cost.check(f"precision of {name}", folder, recipe.preflight.self_kl_limit(self._dtype))
 
     async def chunks(self, samples: Sequence[SampleMeta]) -> Check:
         """Report how the student's own ``samples`` look in the tokens of a teacher with another tokenizer, and how far
@@ -231,7 +253,7 @@ class ScoresCheck:
         assignment, probes = self._recipe.assignment, []
         read = self._read(samples, fields["tokens"])
         if self._cross is not None:
-            return await self._own_probes(read)
+            return await self._own_probes(read, fields)
         for i, sample in enumerate(samples):
             ids, logprobs = (fields[name][i] if has_rows else None for name in TEACHER_FIELDS[:2])
             teachers = assignment.teachers_of(sample.domain)
@@ -251,24 +273,28 @@ class ScoresCheck:
             )
         return probes
 
-    async def _own_probes(self, read: Sequence[tuple[Tensor, int]]) -> list[Probe]:
-        """Ask a teacher with another tokenizer once more for scores of its own tokens, of which the data plane has what
-        the student's are to learn."""
+    async def _own_probes(
+        self, read: Sequence[tuple[Tensor, int]], fields: Mapping[str, Sequence[Tensor]]
+    ) -> list[Probe]:
+        """Ask the teacher once more for scores of its own tokens at its own most probable ids, where the data plane has
+        others: with another tokenizer, what the student's are to learn."""
         tokens, starts = [own for own, _ in read], [start for _, start in read]
-        top_k, temperature = self._recipe.asked[self._name].own, self._recipe.loss.temperature
+        top_k, temperature = max(1, self._recipe.asked[self._name].own), self._recipe.loss.temperature
+        seen = [self._images_of(fields, i) for i in range(len(read))]
+        images = None if self._images is None else seen
         probes = []
-        answers = await self._group.score(ToScore(tokens, starts, top_k=top_k, temperature=temperature))
-        for own, start, scores in zip(tokens, starts, answers, strict=True):
+        answers = await self._group.score(ToScore(tokens, starts, top_k=top_k, temperature=temperature, images=images))
+        for own, start, scores, shown in zip(tokens, starts, answers, seen, strict=True):
             if isinstance(scores, SampleFailed):
                 raise scores
-            rows = (scores.ids, scores.logprobs) if top_k else (None, None)
             probes.append(
                 Probe(
                     tokens=own,
                     prompt_length=start,
-                    ids=rows[0],
-                    logprobs=rows[1],
+                    ids=scores.ids,
+                    logprobs=scores.logprobs,
                     token_logprobs=scores.token_logprobs,
+                    images=shown,
                 )
             )
         return probes

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 def print_checks(checks: Sequence[Check], *, as_json: bool) -> None:
     """Print all of them as a table or as JSON."""
     if as_json:
-        print(json_lines([{"name": c.name, "status": c.status, "detail": c.detail} for c in checks]))
+        rows = [{"name": c.name, "status": c.status, "detail": c.detail} for c in checks]
+        numbers = [{} if c.numbers is None else {"numbers": dict(c.numbers)} for c in checks]
+        print(json_lines([row | more for row, more in zip(rows, numbers, strict=True)]))
     else:
         _print_table(checks)
     sys.stdout.flush()

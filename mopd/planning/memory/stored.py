@@ -28,7 +28,9 @@ from mopd.conversion.models.dims import ModelDims
 from mopd.conversion.models.families import Placed
 from mopd.planning.memory.shards import total_weights
 
-BY_THE_ENGINE = {"fp8": 1.0, "bitsandbytes": 0.5 + 1 / 64}
+BY_THE_ENGINE = {
+    **dict.fromkeys(("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"), 1.0), "bitsandbytes": 0.5 + 1 / 64,
+}  # fmt: skip
 """Ways in which vLLM's ``quantization`` quantises a plain checkpoint as it loads it -> bytes a weight."""
 METHODS = ("fp8", "fbgemm_fp8", "awq", "gptq", "compressed-tensors", "mxfp4", "modelopt", "bitsandbytes")
 MAX_BITS = 16

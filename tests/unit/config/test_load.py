@@ -259,6 +259,15 @@ def test_old_samples_of_a_sampled_loss_need_a_correction(write: Write, loss: lis
         load_recipe("recipe.yaml", [*stale, f"loss.correction={correction}", *remote])
 
 
+def test_a_sampled_loss_of_a_rounded_rollout_needs_a_correction(write: Write) -> None:
+    rounded = ["rollout.engine={type: vllm, extra: {quantization: fp8}}", "rollout.placement={type: local}"]
+    refused = refusal(write(), *rounded, "loss.type=k2")
+    assert "rollout.engine.extra.quantization is 'fp8', but loss.type 'k2' estimates an expectation" in refused
+    assert refused.endswith("{type: icepop}, or leave it out")
+    load_recipe("recipe.yaml", [*rounded, "loss.type=k2", "loss.correction={type: icepop}"])
+    load_recipe("recipe.yaml", rounded)
+
+
 def test_missing_keys_are_all_named(write: Write) -> None:
     assert refusal(write("run_dir: x\nseed: 1\n")) == ("recipe.yaml: missing keys student, teachers, data, schedule")
     text = RECIPE.replace("steps: 3, prompts_per_step: 4", "max_staleness: 0")

@@ -16,7 +16,7 @@ from mopd.engines.interface import SamplingParams, Scores, ToDraw, ToScore, Weig
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.wire.weights import load_staged, stage_updates
 from tests.fixtures.adapters import ALPHA, RANK, TARGETS, merged_model, random_adapter, write_adapter
-from tests.fixtures.tiny_models import VOCAB_SIZE, make_hf_model
+from tests.fixtures.tiny_models import FP32_FORWARD_ATOL, VOCAB_SIZE, make_hf_model
 
 CFG = TorchEngineConfig(dtype="float32")
 TOKENS = [torch.tensor([1, 5, 9, 7, 12, 33]), torch.tensor([1, 8, 8, 3])]
@@ -62,6 +62,17 @@ def test_each_adapter_answers_as_its_merged_folder(base: Path, tmp_path: Path) -
     assert asyncio.run(engine.info()).adapters == {"math": "", "code": ""}
     with pytest.raises(ValueError, match=r"adapter 'maths' is not loaded in the engine of .*, which has code, math"):
         score(engine, "maths")
+
+
+def test_an_adapter_beside_gpt_oss_attention(tmp_path: Path) -> None:
+    base = make_hf_model(tmp_path / "base", "gpt_oss", seed=4)
+    own = random_adapter(base, 1, targets=TARGETS[:4])
+    engine = TorchEngine.from_pretrained(
+        base, CFG, adapters={"math": read_adapter(write_adapter(tmp_path / "math", own), base)}
+    )
+    merged = TorchEngine.from_pretrained(merged_model(tmp_path / "merged", base, own), CFG)
+    assert distance(score(engine, "math"), score(merged)) < FP32_FORWARD_ATOL
+    assert distance(score(engine), score(merged)) > 0.1
 
 
 def test_students_adapter_is_replaced_by_updates(base: Path, tmp_path: Path) -> None:

