@@ -340,13 +340,13 @@ def require_own_samples(
     temperature: float,
     max_staleness: int,
     stored_share: float = 0.0,
-    quantized: str = "",
+    quantised: str = "",
     has_chunks: bool = False,
 ) -> None:
     """Check that the rollout draws what a loss of the sampled token needs: samples of the student itself, or a
     correction for old ones. ``ValueError`` otherwise. Divergences over ids of a row take samples of any policy, unless
     the loss also has chunks of several tokens (``has_chunks``, for teachers with another tokenizer). ``biased`` is
-    ``RolloutConfig.biased``, ``quantized`` how the rollout rounds the student's weights, if it does."""
+    ``RolloutConfig.biased``, ``quantised`` how the rollout rounds the student's weights, if it does."""
     what = f"loss.type {loss.type!r}"
     if isinstance(loss, CustomLossConfig) and not loss.own_samples:
         return
@@ -372,9 +372,9 @@ def require_own_samples(
     old = f"schedule.max_staleness is {max_staleness}", "schedule.max_staleness: 0"
     if stored_share:
         old = "data.scored names samples of other weights", "leave data.scored out"
-    elif quantized:
-        old = f"rollout.engine.extra.quantization is {quantized!r}", "leave it out"
-    if (max_staleness > 0 or stored_share or quantized) and loss.correction is None:
+    elif quantised:
+        old = f"rollout.engine.extra.quantization is {quantised!r}", "leave it out"
+    if (max_staleness > 0 or stored_share or quantised) and loss.correction is None:
         raise ValueError(
             f"{old[0]}, but {what} estimates an expectation over the current student's own samples and loss.correction "
             f"is absent: set it, for example loss.correction: {{type: icepop}}, or {old[1]}"
