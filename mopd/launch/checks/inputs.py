@@ -95,8 +95,6 @@ def file_checks(loaded: Loaded, is_whole: Callable[..., bool]) -> Iterator[tuple
     recipe = loaded.recipe
     if is_whole("data") and recipe.data.chat_template is not None:
         yield "data.chat_template", partial(_check_file, loaded, recipe.data.chat_template, "data", "chat_template")
-    for i, folder in enumerate(recipe.data.scored if is_whole("data") else ()):
-        yield f"data.scored[{i}]", partial(_check_samples, loaded, folder)
     if is_whole("student") and recipe.student.lora is not None and recipe.student.lora.path is not None:
         yield "student.lora.path", partial(_check_start, loaded)
     for key, group in (engine_groups(recipe) if is_whole() else {}).items():
@@ -335,11 +333,14 @@ def _check_file(loaded: Loaded, file: str, *key: str) -> None:
         raise UserError(f"{loaded.where(*key)}: file {shown_path(file)!r} {problem}{_seen_from(Path(file))}")
 
 
-def _check_samples(loaded: Loaded, folder: str) -> None:
-    """Check that a folder is there; what it holds is read when the run starts."""
+def check_samples(loaded: Loaded, folder: str) -> None:
+    """Check that a folder of ``data.scored`` is there; ``mopd score`` may make it, and a run reads what it holds."""
     if not os.path.isdir(folder):
         where = loaded.where("data", "scored")
-        raise UserError(f"{where}: folder {shown_path(folder)!r} does not exist{_seen_from(Path(folder))}")
+        raise UserError(
+            f"{where}: folder {shown_path(folder)!r} does not exist{_seen_from(Path(folder))}, or make it with "
+            "`mopd score`"
+        )
 
 
 def _seen_from(path: Path) -> str:

@@ -46,6 +46,7 @@ from mopd.launch.checks.inputs import (
     check_data_file,
     check_machine,
     check_model_folder,
+    check_samples,
     file_checks,
 )
 from mopd.launch.preparing import check_student_layout, settled
@@ -96,6 +97,8 @@ class StaticChecks:
         yield from self._adapters()
         for title, check in file_checks(self._loaded, lambda *key: self._is_whole(key)):
             yield from self._try(title, [], check)
+        for i, folder in enumerate(self._recipe.data.scored if self._is_whole(("data",)) else ()):
+            yield from self._try(f"data.scored[{i}]", [], partial(check_samples, self._loaded, folder))
         if ("student", "model") not in self._no_folder:
             yield from self._try("layout of the student", [("student",)], self._layout)
             lengths = [("student",), ("data", "max_prompt_length"), ("rollout", "max_response_length")]

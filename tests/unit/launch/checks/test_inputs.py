@@ -124,11 +124,6 @@ def test_missing_inputs_are_named(load: Load, override: str, line: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_missing_samples_are_named(load: Load) -> None:
-    with pytest.raises(UserError, match=r"data\.scored: folder 'none' does not exist in "):
-        check_inputs(load("data.scored=[none]", "schedule.on_policy_fraction=0.5"))
-
-
 def test_an_interface_that_is_not_there_is_one_line(load: Load) -> None:
     check_interface(load(), "weight_sync")
     check_interface(load("weight_sync={type: collective, interface: lo}", "slurm.interface=lo"), "slurm")

@@ -50,6 +50,13 @@ OF_FILES = {
         "teachers.law.model: 'models/laws' is not here and 'models/law' is",
     ),
     "mistyped data": (("[train.jsonl]", "['sets/trai.jsonl:x']"), "data.train: 'sets/trai.jsonl:x' is not here and"),
+    "samples": (
+        (
+            "[validation.jsonl]}\nschedule: {",
+            "[validation.jsonl], scored: [none]}\nschedule: {on_policy_fraction: 0.5, ",
+        ),
+        "data.scored: folder 'none' does not exist",
+    ),
     "template": (
         ("[validation.jsonl]}", "[validation.jsonl], max_prompt_length: 3, system_prompt: a b}"),
         "data.max_prompt_length: 3 tokens, and the chat template takes 3 without a prompt: raise it",
