@@ -242,13 +242,13 @@ class FullLossConfig(Checked):
     domain_budget: Mapping[str, float] = field(default_factory=dict)
     """Domains' shares of the weight, sum 1 (docs/losses.md#domain-budgets)."""
     task_reward_weight: NotNegative = 0.0
-    """Weight of the task advantage's policy gradient."""
+    """Weight of the task advantage."""
     task_advantage: TaskAdvantage = "mean"
-    """As ``task_advantage`` of ``type: policy_gradient``."""
+    """Reward less its prompt's mean, or less the others' mean; grpo also divides by the deviation."""
     correction: MismatchCorrectionConfig | None = None
-    """As ``correction`` of ``type: policy_gradient``, for the task advantage alone."""
+    """As with ``policy_gradient``, for the task advantage."""
     tokens: Tokens = "all"
-    """Tokens that count: all, or a share of each response."""
+    """Tokens that count (docs/losses.md#which-tokens-count-losstokens)."""
     # What other losses have as a key.
     top_k: ClassVar[int] = 0
 

@@ -296,7 +296,8 @@ class Objective:
             # count: an extra forward pass over the head tells.
             with torch.no_grad():
                 if self._largest is not None:
-                    look = partial(self._look_at, flat, row_domains=rows.row_domains)
+                    of_teachers = None if self._largest.largest == "student_entropy" else rows.row_domains
+                    look = partial(self._look_at, flat, row_domains=of_teachers)
                     _, seen = linear_loss(head.hidden, head.weight, look, own, at_once)
                     flat |= {name: value.flatten() for name, value in seen.items()}
                     flat[CHOSEN] = self._over_responses(CHOSEN, flat["score"], rows)

@@ -83,6 +83,11 @@ def server_arguments(
             raise UserError(
                 f"engine.extra.{name}: the student's weights arrive as they are trained, at each update: remove it"
             )
+        if not fixed and name.startswith("speculative_"):
+            raise UserError(
+                f"engine.extra.{name}: a draft keeps its first weights while the student's change, and log-probs of "
+                "drafted tokens were not compared with the student's: remove it"
+            )
     on_cpu = {"attention_backend": "torch_native", "disable_overlap_schedule": True, "disable_cuda_graph": True}
     return {**({} if on_cuda else on_cpu), "log_level": "warning", **own, **cfg.extra}
 

@@ -258,6 +258,11 @@ def _check_extra(extra: Mapping[str, Any], own: Mapping[str, Any], *, fixed: boo
         rounds = name == "quantization" and extra[name] in _ROUNDS_UPDATES
         if rounds and not fixed and own.get("enable_lora"):
             raise UserError(f"{where} is {extra[name]!r}, and student.lora trains beside plain weights: remove it")
+        if not fixed and name == "speculative_config":
+            raise UserError(
+                f"{where}: vLLM reports other log-probs of drafted tokens than they were drawn with, and a draft keeps "
+                "its first weights while the student's change: remove it"
+            )
         if not fixed and name.startswith(_CHANGES_WEIGHTS) and not rounds:
             more = f", or set one of {', '.join(_ROUNDS_UPDATES)}" if name == "quantization" else ""
             raise UserError(

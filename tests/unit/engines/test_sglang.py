@@ -235,6 +235,7 @@ def test_what_sglang_is_started_with(folder: Path, monkeypatch: pytest.MonkeyPat
     for extra, said in {
         "tp_size": "set engine.tensor_parallel_size",
         "quantization": "at each update",
+        "speculative_algorithm": "a draft keeps its first weights",
         "port": "remove",
     }.items():
         with pytest.raises(UserError, match=said):

@@ -376,6 +376,12 @@ def test_a_rollout_keeps_the_students_weights(
     start = VllmEngine.start_rollout(folders["student"], cfg, sampling=sampling, startup_timeout_s=STARTUP_S)
     with pytest.raises(UserError, match=r"engine.extra.quantization: the student's weights arrive as they are trained"):
         loop.run_until_complete(start)
+    cfg = replace(CFG, extra={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}})
+    start = VllmEngine.start_rollout(folders["student"], cfg, sampling=sampling, startup_timeout_s=STARTUP_S)
+    with pytest.raises(
+        UserError, match=r"speculative_config: vLLM reports other log-probs of drafted tokens than they"
+    ):
+        loop.run_until_complete(start)
     cfg = replace(CFG, extra={"quantization": "fp8_per_channel"})
     model = make_hf_model(tmp_path, "qwen3_moe")
     start = VllmEngine.start_rollout(model, cfg, sampling=sampling, startup_timeout_s=STARTUP_S)
