@@ -54,8 +54,11 @@ def parallel_full_distill(
         skew: with q the teacher and p the student, ``forward_kl`` becomes KL(q || skew q + (1 - skew) p) and
             ``reverse_kl`` KL(p || skew p + (1 - skew) q); 0 is the plain form.
         target: int64 ``[rows]``, the sampled token; adds both log-probs of it to the metrics.
-        task_advantage, task_reward_weight, rollout_logprobs, correction: a policy gradient of ``target`` joins each
-            row's loss in the same passes; as in ``parallel_topk_distill``.
+        task_advantage: fp32 ``[rows]``; the policy gradient of weight x advantage of ``target`` joins each row's loss
+            in the same passes, as in ``parallel_topk_distill``.
+        task_reward_weight: that weight; not 0 with ``task_advantage``, else 0.
+        rollout_logprobs: fp32 ``[rows]``, the sampler's log-probs of ``target``; needed by ``correction``.
+        correction: ``("tis" | "icepop" | "gate", low, high)`` of that term, see ``mopd.losses.sampled``.
 
     Returns:
         loss ``[rows]`` (or the sum) and metrics ``[rows]``: ``unweighted_loss``; with ``target`` ``student_logprobs``
