@@ -31,13 +31,11 @@ def topk_rows(
     log_p = scaled_logits(inp, call).log_softmax(1)
     loss, extra = topk_loss(log_p, kind, teacher), {}
     if teacher.target_T is not None:
-        known = (teacher.target_T >= 0) & (teacher.target_T < call.shard.vocab_size)
-        own = log_p.gather(1, torch.where(known, teacher.target_T, 0).unsqueeze(1)).squeeze(1)
-        extra["student_logprobs"] = torch.where(known, own.detach(), -torch.inf)
+        own = _of_targets(log_p, teacher.target_T, call)
+        extra["student_logprobs"] = own.detach()
         if task is not None:
-            pull, weight = task.pull(extra["student_logprobs"])
-            loss = loss + pull * (1 + own - own.detach())
-            extra |= dict(zip(TASK_METRICS, (pull, weight), strict=True))
+            loss, terms = _with_task(loss, own, task)
+            extra |= terms
     with torch.no_grad():
         valid = teacher.valid_TDK.flatten(1)
         ids = torch.where(valid, teacher.ids_TDK.flatten(1), 0)
@@ -194,10 +192,15 @@ def full_rows(
         own, theirs = (_of_targets(x, target_T, call) for x in (log_p, log_q))
         metrics |= {"student_logprobs": own.detach(), "teacher_logprobs": theirs}
         if task is not None:
-            pull, weight = task.pull(own)
-            value = value + pull * (1 + own - own.detach())
-            metrics |= dict(zip(TASK_METRICS, (pull, weight), strict=True))
+            value, terms = _with_task(value, own, task)
+            metrics |= terms
     return call.weighted(value), call.masked({"unweighted_loss": value.detach(), **metrics})
+
+
+def _with_task(loss_T: Tensor, own_T: Tensor, task: TaskTerm) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the rows with the policy gradient of the targets, whose log-probs are ``own_T``, and its metrics."""
+    pull, weight = task.pull(own_T)
+    return loss_T + pull * (1 + own_T - own_T.detach()), dict(zip(TASK_METRICS, (pull, weight), strict=True))
 
 
 def _of_targets(logprobs_TV: Tensor, target_T: Tensor, call: LossCall) -> Tensor:

@@ -67,7 +67,7 @@ class FullLoss:
 
 @dataclass(frozen=True)
 class FullStats:
-    """What is known of each row after the collectives, the same on all ranks; every field is ``[T]``.
+    """What is known of each row after the collectives, the same on all ranks but ``column``; every field is ``[T]``.
 
     A log-sum-exp is ``peak + log_sum``, kept apart because a large peak would round the small part away.
     """
@@ -80,15 +80,10 @@ class FullStats:
     """The divergence."""
     mean_phi: Tensor
     """``sum_i p_i phi_i``, and the pull of a policy gradient."""
-
-
-@dataclass(frozen=True)
-class Pull:
-    """Gradient of a policy gradient's term at log p_y, on the rank that has the sampled token y."""
-
-    pull_T: Tensor
-    column_T: Tensor
-    """Column of y; -1 where another rank has it, or the row has no weight."""
+    pull: Tensor | None = None
+    """The pull by itself, where the loss has a policy gradient of the sampled token."""
+    column: Tensor | None = None
+    """Column of the sampled token; -1 where another rank has it, or the row has no weight."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ class FullPasses:
     """Return this rank's numbers ``[T, 5]``; those of rows of weight 0 mean nothing."""
     second: Callable[[Tensor, Tensor, FullLoss, FullStats, LossCall], Tensor]
     """Return this rank's part of the divergence and of ``sum_i p_i phi_i``, ``[T, 2]``."""
-    gradient: Callable[[Tensor, Tensor, Tensor, FullLoss, FullStats, Pull | None, Tensor, LossCall], None]
+    gradient: Callable[[Tensor, Tensor, Tensor, FullLoss, FullStats, Tensor, LossCall], None]
     """Write ``upstream`` times the gradient of the rows' loss by the scaled logits to the second tensor, which may be
     the first; exactly 0 on rows of weight 0 and in columns of padding."""
 
@@ -258,14 +253,7 @@ def _target_logits(inp: Tensor, teacher_TV: Tensor, target_T: Tensor, call: Loss
 
 
 def _write_gradient(
-    inp: Tensor,
-    out: Tensor,
-    teacher_TV: Tensor,
-    kind: FullLoss,
-    stats: FullStats,
-    pull: Pull | None,
-    upstream_T: Tensor,
-    call: LossCall,
+    inp: Tensor, out: Tensor, teacher_TV: Tensor, kind: FullLoss, stats: FullStats, upstream_T: Tensor, call: LossCall
 ) -> None:
     pair, n = Pair(inp, teacher_TV, call), call.shard.num_columns
     for block in blocks(inp, call.active_T, BUFFERS):
@@ -275,11 +263,11 @@ def _write_gradient(
             continue
         log_p, log_q, buffer = _log_probs(pair, block, stats)
         upstream = block.rows_of(upstream_T).unsqueeze(1)
-        mean_phi = None if pull is None and kind.is_constant else block.rows_of(stats.mean_phi).unsqueeze(1)
+        mean_phi = None if stats.pull is None and kind.is_constant else block.rows_of(stats.mean_phi).unsqueeze(1)
         gradient = logits_gradient_(buffer, log_p, log_q, mean_phi, kind)
-        if pull is not None:
-            column, own = (block.rows_of(x).unsqueeze(1) for x in (pull.column_T, pull.pull_T))
-            gradient.scatter_add_(1, column.clamp_min(0), torch.where(column >= 0, own, 0))
+        if stats.pull is not None and stats.column is not None:
+            pull, column = (block.rows_of(x).unsqueeze(1) for x in (stats.pull, stats.column))
+            gradient.scatter_add_(1, column.clamp_min(0), torch.where(column >= 0, pull, 0))
         gradient.mul_(upstream)
         if call.weight_T is not None:
             gradient.masked_fill_(upstream == 0, 0)  # what such a row holds may not be finite
@@ -332,18 +320,17 @@ class FullDistill(torch.autograd.Function):
         passes: FullPasses,
     ) -> tuple[Tensor, ...]:
         stats, metrics = collect(inp, teacher_TV, kind, target_T, call, passes)
-        pulled: tuple[Tensor, ...] = ()
         if task is not None:
             assert target_T is not None
-            pull_T, weight_T = task.pull(metrics["student_logprobs"])
-            metrics |= dict(zip(TASK_METRICS, (pull_T, weight_T), strict=True))
-            stats = replace(stats, value=stats.value + pull_T, mean_phi=stats.mean_phi + pull_T)
-            column_T, owned_T = call.shard.localize(target_T)
-            owned_T = owned_T if call.active_T is None else owned_T & call.active_T
-            pulled = (pull_T, torch.where(owned_T, column_T, -1))
+            pull, weight = task.pull(metrics["student_logprobs"])
+            metrics |= dict(zip(TASK_METRICS, (pull, weight), strict=True))
+            column, owned = call.shard.localize(target_T)
+            owned = owned if call.active_T is None else owned & call.active_T
+            value, mean_phi = stats.value + pull, stats.mean_phi + pull
+            stats = replace(stats, value=value, mean_phi=mean_phi, pull=pull, column=torch.where(owned, column, -1))
         loss = call.weighted(stats.value.clone())
         extra = [call.only_active(x) for x in (stats.value, *metrics.values())]
-        ctx.save_for_backward(inp, teacher_TV, *vars(stats).values(), *pulled)
+        ctx.save_for_backward(inp, teacher_TV, *vars(stats).values())
         ctx.call, ctx.kind, ctx.passes, ctx.spent = call, kind, passes, False
         ctx.mark_non_differentiable(*extra)
         return (loss, *extra)
@@ -354,11 +341,9 @@ class FullDistill(torch.autograd.Function):
         call: LossCall = ctx.call
         call.refuse_second_backward(ctx)
         inp, teacher_TV, *numbers = ctx.saved_tensors
-        stats, pulled = FullStats(*numbers[:6]), numbers[6:]
         out = inp if call.overwrite_input else torch.empty_like(inp)
         upstream_T = call.weighted(grad_loss / call.temperature)
-        pull = Pull(*pulled) if pulled else None
-        ctx.passes.gradient(inp, out, teacher_TV, ctx.kind, stats, pull, upstream_T, call)
+        ctx.passes.gradient(inp, out, teacher_TV, ctx.kind, FullStats(*numbers), upstream_T, call)
         if out is inp:
             torch.autograd.graph.increment_version(inp)
         return out, None, None, None, None, None, None

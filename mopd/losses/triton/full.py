@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mopd.losses.call import LossCall
-from mopd.losses.chunked.full import FullLoss, FullPasses, FullStats, Pull
+from mopd.losses.chunked.full import FullLoss, FullPasses, FullStats
 from mopd.losses.triton.functions import on_device
 from mopd.losses.triton.launches import layout, power_of_two
 from mopd.losses.triton.streaming import FAR, LOWEST, MINUS_INFINITY, row_of
@@ -237,22 +237,16 @@ def _second(inp: Tensor, teacher_TV: Tensor, kind: FullLoss, stats: FullStats, c
 
 
 def _gradient(
-    inp: Tensor,
-    out: Tensor,
-    teacher_TV: Tensor,
-    kind: FullLoss,
-    stats: FullStats,
-    pull: Pull | None,
-    upstream_T: Tensor,
-    call: LossCall,
+    inp: Tensor, out: Tensor, teacher_TV: Tensor, kind: FullLoss, stats: FullStats, upstream_T: Tensor, call: LossCall
 ) -> None:
     rows, width, n = teacher_TV.size(0), inp.size(-1), call.shard.num_columns
     block = min(BLOCK, power_of_two(width))
     tiles = triton.cdiv(width, block)
-    pulled = (None, None) if pull is None else (pull.pull_T.float().contiguous(), pull.column_T.int())
+    pull = None if stats.pull is None else stats.pull.float().contiguous()
+    column = None if stats.column is None else stats.column.int()
     with on_device(inp):
         gradient_kernel[(rows * tiles,)](
-            inp, teacher_TV, upstream_T.float().contiguous(), _numbers(stats), *pulled, out, rows,
+            inp, teacher_TV, upstream_T.float().contiguous(), _numbers(stats), pull, column, out, rows,
             *_address(inp), *_address(out), *teacher_TV.stride(), n, width, tiles, 1 / call.temperature,
             *_shares(kind), FORM=_form(kind), B=block, num_warps=NUM_WARPS,
         )  # fmt: skip
