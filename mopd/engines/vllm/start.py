@@ -401,7 +401,7 @@ vllm_utils.kill_process_tree = _kill_tree
 def _is_alive(process: psutil.Process) -> bool:
     """Whether it runs; one that has ended and that its parent has not asked about does not."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 

@@ -27,8 +27,8 @@ from mopd.engines.interface import (
     ToDraw,
     ToScore,
 )
+from mopd.engines.sglang import child as sglang_child
 from mopd.engines.sglang import engine as sglang_engine
-from mopd.engines.sglang import start as sglang_start
 from mopd.engines.sglang.engine import SglangEngine, SglangIncoming
 from mopd.engines.sglang.start import SglangProcess, server_arguments
 from mopd.engines.wire.weights import load_staged, stage_updates
@@ -305,7 +305,7 @@ def test_the_server_ends_whatever_fails_before(folder: Path, tmp_path: Path, mon
     """The group that is left, then the connections."""
     endless = tmp_path / "endless.py"
     endless.write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
-    monkeypatch.setattr(sglang_start.child, "__file__", str(endless))
+    monkeypatch.setattr(sglang_child, "__file__", str(endless))
 
     async def fail() -> None:
         raise OSError("cannot be closed")
