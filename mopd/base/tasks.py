@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -53,6 +54,20 @@ class Tasks:
         if not task.cancelled() and task.exception() is not None and self._failed is None:
             self._failed = task
             self._failure.set()
+
+
+@asynccontextmanager
+async def ended_on_error(end: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Call ``end`` if the block fails. The block's error stays the one that is raised; an error of ``end`` is written
+    to standard error, as what follows from it."""
+    try:
+        yield
+    except BaseException:
+        try:
+            await end()
+        except Exception:
+            traceback.print_exc()
+        raise
 
 
 class StopRequested(Exception):

@@ -26,7 +26,8 @@ and where it comes from.
 
 - **Precedence:** default < `base` (another recipe, named relative to this file) < recipe < `key=value` on the command
   line. Sections merge key by key; lists and scalars are replaced. A section of another `type` replaces the one below
-  it, unless that is `auto` or both have the same keys. `null` removes an optional section, `{}` empties a mapping.
+  it, unless that is `auto` or both have the same keys. `null` removes an optional section, and an entry of names to
+  values that cannot be null (`rewards.code=null`, `teachers.code=null`); `{}` empties a mapping.
 - **Overrides** are YAML: `mopd train my.yaml seed=1 data.train='[a.parquet, b.parquet]'`. Double quotes hold a part
   with a dot or `=`: `'data.domain_weights."a.b"=2'`.
 - **Quote** dates, `1:30` and `010`.

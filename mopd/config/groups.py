@@ -198,6 +198,12 @@ class EngineGroupConfig(Checked):
         return self.engine.num_gpus if isinstance(self.engine, VllmEngineConfig) else 1
 
     @property
+    def quantised(self) -> str:
+        """How the engine rounds the weights that it is given; empty where it keeps them."""
+        extra = self.engine.extra if isinstance(self.engine, (VllmEngineConfig, SglangEngineConfig)) else {}
+        return str(extra.get("quantization") or "")
+
+    @property
     def stock(self) -> str:
         """Protocol of stock servers, which score at temperature 1 and draw greedily, and take no weights; empty for
         mopd's own."""

@@ -292,7 +292,7 @@ class Recipe(Checked):
             temperature=rollout.temperature,
             max_staleness=self.schedule.max_staleness,
             stored_share=self.stored_share,
-            quantised=str(getattr(rollout.engine, "extra", {}).get("quantization") or ""),
+            quantised=rollout.quantised,
             has_chunks=self.has_chunks,
         )
         if self.needs_task_advantage and self.rollout.samples_per_prompt < 2:

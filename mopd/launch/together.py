@@ -11,6 +11,7 @@ would wait for them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -112,12 +113,18 @@ def _watch(nodes: Nodes, over: threading.Event, leave: Callable[[], None]) -> No
     else:
         return
     leave()
-    for process in psutil.Process().children(recursive=True):
-        process.kill()
+    kill_children()
     nodes.__exit__(None, None, None)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def kill_children() -> None:
+    """Kill everything below this process, whichever of it ends meanwhile."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _ended(nodes: Nodes) -> int:

@@ -23,6 +23,7 @@ from mopd.config.reading.tree import (
     dotted,
     field_default,
     field_types,
+    removes_entry,
     section_classes,
     shown_key,
     type_values,
@@ -178,10 +179,19 @@ class Builder:
             self.fail(node.origin, path, f"expected a section of named values, got {_shown(node.value)}")
         self.origins[path] = node.origin
         made = {}
+        known = [key for key, item in node.items.items() if not removes_entry(item, annotation)]
         for key, item in node.items.items():
             below = (*path, key)
+            if key not in known:
+                self.attempt(below, partial(self._fail_removal, item.origin, below, known), None)
+                continue
             made[key] = self.attempt(below, partial(self._named, key, item, annotation, path), None)
         return {key: value for key, value in made.items() if (*path, key) not in self.broken or value is not None}
+
+    def _fail_removal(self, origin: str, path: Path_, known: list[str]) -> NoReturn:
+        near = difflib.get_close_matches(path[-1], known, n=3) or known[:3]
+        cure = f"did you mean {_shown(', '.join(near))}?" if near else "remove the key"
+        self.fail(origin, path, f"null removes an entry, and there is none of this name; {cure}")
 
     def _named(self, key: str, item: Node, annotation: Any, path: Path_) -> Any:
         """One item of a mapping."""

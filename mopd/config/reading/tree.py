@@ -170,7 +170,8 @@ def _depth(node: Any) -> int:
 
 def merge(base: Section, overlay: Section, annotation: Any, default: Any = None) -> Section:
     """``overlay`` over ``base``: sections merge, leaves replace, and a section of another ``type`` with other keys
-    replaces (but adds to one of type ``auto``). An empty mapping of free names empties the one below it.
+    replaces (but adds to one of type ``auto``). An empty mapping of free names empties the one below it, and ``null``
+    removes an entry from one whose values cannot be null.
 
     ``annotation`` is the schema's type for this section (None: unknown) and ``default`` the schema's default object:
     a section without a ``type`` key is of the default's type.
@@ -186,9 +187,23 @@ def merge(base: Section, overlay: Section, annotation: Any, default: Any = None)
             inner, inner_default = _child(annotation, base, overlay, key, default)
             is_emptied = not node.items and any(typing.get_origin(m) is Mapping for m in union_members(inner))
             items[key] = node if is_emptied else merge(below, node, inner, inner_default)
+        elif below is not None and removes_entry(node, value_type(annotation)):
+            del items[key]
         else:
             items[key] = node
     return Section(items, overlay.origin)
+
+
+def value_type(annotation: Any) -> Any:
+    """Annotation of the values of a mapping of free names; ``Any`` for what is none."""
+    mappings = [member for member in union_members(annotation) if typing.get_origin(member) is Mapping]
+    return typing.get_args(mappings[0])[1] if mappings else Any
+
+
+def removes_entry(node: Node, annotation: Any) -> bool:
+    """Whether a value in a mapping of values of this type is ``null`` and cannot be one of them."""
+    is_null = isinstance(node, Leaf) and node.value is None
+    return is_null and annotation is not Any and type(None) not in union_members(annotation)
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:

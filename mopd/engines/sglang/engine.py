@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mopd.base.files.temporary import TemporaryFolder
 from mopd.base.files.writing import writing
+from mopd.base.tasks import ended_on_error
 from mopd.base.text import one_line
 from mopd.base.types import UserError
 from mopd.config.groups import SglangEngineConfig
@@ -100,7 +101,7 @@ class SglangEngine:
             Path(folder), cfg, max_sequence=max_sequence, enable_sleep_mode=enable_sleep_mode, fixed=fixed
         )
         process = SglangProcess(arguments)
-        try:
+        async with ended_on_error(process.close):
             await process.ready(startup_timeout_s)
             said = await process.client.control("GET", "/server_info")
             tokens = said.get("max_total_num_tokens")
@@ -113,9 +114,6 @@ class SglangEngine:
                 cache_tokens=cache_tokens,
                 fixed=fixed,
             )
-        except BaseException:
-            await process.close()
-            raise
 
     async def info(self) -> EngineInfo:
         """Describe the engine; ``EngineUnavailable`` if SGLang has died."""
@@ -139,8 +137,10 @@ class SglangEngine:
     async def close(self) -> None:
         """End SGLang's processes. Requests that still run fail with ``EngineUnavailable``."""
         self._failure = self._failure or "it was closed"
-        await self.incoming.leave()
-        await self._process.close()
+        try:
+            await self.incoming.leave()
+        finally:
+            await self._process.close()
 
     async def sleep(self) -> None:
         """Release the GPU memory. No request may run. A teacher's weights move to host memory; a rollout's are dropped,

@@ -138,14 +138,19 @@ class SglangProcess:
             await asyncio.sleep(PAUSE_S)
 
     async def close(self) -> None:
-        """End the server and what it has started."""
-        await self.client.close()
+        """End the server and what it has started, whatever fails on the way."""
+        try:
+            await self.client.close()
+        finally:
+            await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
         self._process.terminate()
         try:
-            await asyncio.to_thread(self._process.wait, END_S)
+            self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            self._process.wait()
         self._port.close()
         self._folder.close()
 

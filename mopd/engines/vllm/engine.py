@@ -12,6 +12,7 @@ import itertools
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mopd.base.tasks import ended_on_error
 from mopd.base.text import one_line
 from mopd.base.types import PromptImage, UserError
 from mopd.config.groups import VllmEngineConfig
@@ -231,25 +233,22 @@ class VllmEngine:
         if node is not None and node.node_rank > 0:
             await asyncio.to_thread(run_workers, folder, args, node)
         llm = await asyncio.to_thread(start_llm, folder, args, startup_timeout_s, node)
-        engine = cls(
-            llm,
-            folder,
-            cfg,
-            sight=sight,
-            max_sequence=max_sequence,
-            fixed=fixed,
-            adapters=adapters,
-            student_adapter=student_adapter,
-        )
-        try:
+        async with ended_on_error(partial(stop_llm, llm)):
+            engine = cls(
+                llm,
+                folder,
+                cfg,
+                sight=sight,
+                max_sequence=max_sequence,
+                fixed=fixed,
+                adapters=adapters,
+                student_adapter=student_adapter,
+            )
             # vLLM's processes do not notice that their owner was killed: each worker watches for it
             await engine._call(llm.collective_rpc("mopd_watch", timeout=startup_timeout_s, args=(os.getpid(),)))
             await load_adapters(llm, engine._adapters)
             if student_adapter is not None:
                 await engine.workers.tell("mopd_take_adapter")
-        except BaseException:
-            await engine.close()
-            raise
         return engine
 
     async def info(self) -> EngineInfo:

@@ -6,15 +6,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import difflib
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import psutil
 
 # vLLM and the processes that it starts read these; some are read while it is imported.
 os.environ.update(
@@ -42,6 +47,7 @@ from vllm.outputs import RequestOutput as RequestOutput
 from vllm.outputs import WeightVersionSpan as WeightVersionSpan
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind as RequestOutputKind
+from vllm.v1 import utils as vllm_utils
 from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError as EngineGenerateError
@@ -57,8 +63,11 @@ from mopd.engines.torch.loading import read_config
 
 VllmSamplingParams = _SamplingParams
 _SHUTDOWN_S = 1.0
+_KILLED_S, _LOOK_S = 5.0, 0.02
 _MIN_TEMPERATURE = 0.01  # vLLM raises a lower positive temperature to this one
 _starting = threading.Lock()
+_started: WeakKeyDictionary[AsyncLLM, set[psutil.Process]] = WeakKeyDictionary()
+"""Processes of each engine at its start: nobody finds a worker once the engine core, its parent, has ended."""
 _NODES = "mopd serve --nnodes starts it on several nodes (docs/teachers.md)"
 _NOT_EXTRA = {
     **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), _NODES),
@@ -303,7 +312,10 @@ def start_llm(
         if config.parallel_config.world_size == 1:
             # on a CPU vLLM would put a second process, with a second import of everything, behind its core
             config.parallel_config.distributed_executor_backend = "uni"
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        cores = llm.engine_core.resources.engine_manager.processes
+        _started[llm] = _with_children(core.pid for core in cores if core.pid is not None)
+        return llm
 
 
 @contextmanager
@@ -326,15 +338,71 @@ def cache_tokens(llm: AsyncLLM) -> int | None:
 async def stop_llm(llm: AsyncLLM, grace_s: float = _SHUTDOWN_S) -> None:
     """End vLLM's task in this loop, then its processes; requests that still run fail with ``EngineDeadError``.
 
-    Processes that have not ended in order after ``grace_s`` seconds are killed.
+    Processes that have not ended in order after ``grace_s`` seconds are killed, whatever vLLM's own shutdown raises.
+
+    Raises:
+        LostError: a killed process has not ended.
     """
     handler = llm.output_handler
     if handler is not None:  # first: it would take the end of the processes for a crash, and log its stack
         handler.cancel()
         await asyncio.gather(handler, return_exceptions=True)
         llm.output_processor.propagate_error(EngineDeadError())
-    await asyncio.to_thread(llm.shutdown, grace_s)
-    llm.shutdown = lambda *_, **__: None  # its destructor calls it once more, when half of the interpreter may be gone
+    await asyncio.to_thread(_shut_down, llm, grace_s)
+
+
+def _shut_down(llm: AsyncLLM, grace_s: float) -> None:
+    processes = _started.pop(llm, set())
+    processes = processes | _with_children(process.pid for process in processes if _is_alive(process))
+    try:
+        llm.shutdown(grace_s)
+    finally:
+        llm.shutdown = lambda *_, **__: None  # its destructor calls it again, when half of the interpreter may be gone
+        left = _kill(processes)
+    if left:
+        raise LostError(
+            f"process {left[0].pid} of vLLM has not ended {_KILLED_S:g} s after SIGKILL: its driver holds it"
+        )
+
+
+def _with_children(pids: Iterable[int]) -> set[psutil.Process]:
+    """Return these processes, and all below them, as far as they have not ended."""
+    found = set[psutil.Process]()
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.add(psutil.Process(pid))
+            found.update(psutil.Process(pid).children(recursive=True))
+    return found
+
+
+def _kill(processes: set[psutil.Process]) -> list[psutil.Process]:
+    """Kill them, and return those that have not ended ``_KILLED_S`` seconds later."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    deadline = time.monotonic() + _KILLED_S
+    while (left := [process for process in processes if _is_alive(process)]) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return left
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process and all below it, whichever of them ends meanwhile.
+
+    vLLM's own asks each for its name, which raises for one that has just ended: processes stayed alive, sockets open,
+    and the error took the place of the one for which vLLM shuts down.
+    """
+    _kill(_with_children([pid]))
+
+
+vllm_utils.kill_process_tree = _kill_tree
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; one that has ended and that its parent has not asked about does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 @contextmanager

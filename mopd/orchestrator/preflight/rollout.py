@@ -78,11 +78,25 @@ class RolloutCheck:
             if difference <= limit:
                 continue
             whose = f"replica {name}: mean |log-prob difference| {difference:.2e} at equal weights (limit {limit:g})"
-            cure = "match rollout.engine.dtype and student.dtype, or widen preflight.max_logprob_difference"
-            return Check(title, "failed", f"{whose if name else detail}: {cure}")
+            return Check(title, "failed", f"{whose if name else detail}: {self._cure()}")
         if len(found) > 1:
             detail += f", of one of {len(replicas)} replicas at most {max(found.values()):.2e}"
         return Check(title, "ok", detail)
+
+    def _cure(self) -> str:
+        """What may hold replicas apart that have the student's weights.
+
+        A rounded rollout has the same limit as another one: what rounding costs depends on the model, and on a random
+        one fp8 is farther off than a projection that is 10 % too large (docs/teachers.md#low-precision), which a limit
+        wide enough for it would let pass. The user who rounds says how much it may cost.
+        """
+        quantised = self._recipe.rollout.quantised
+        if quantised:
+            return (
+                f"rollout.engine.extra.quantization is {quantised!r}, which rounds the student's weights: set "
+                "preflight.max_logprob_difference to what that may cost, or remove it"
+            )
+        return "match rollout.engine.dtype and student.dtype, or widen preflight.max_logprob_difference"
 
     async def _each(self, replicas: Sequence[Replica]) -> dict[str, float]:
         """Return the mean difference of a response that each replica draws to the same prompt, by its name."""

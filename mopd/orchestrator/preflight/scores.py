@@ -219,7 +219,9 @@ class ScoresCheck:
             has_kl = self._recipe.support_width or has_hidden  # without rows there is none
             self.parity = parity if has_kl else None
             return True, detail
-        keys = "preflight.max_self_kl and max_logprob_difference for a low-precision engine"
+        quantised = recipe.teachers[self._name].quantised
+        of_what = f"engine.extra.quantization {quantised!r}" if quantised else "a low-precision engine"
+        keys = f"preflight.max_self_kl and max_logprob_difference for {of_what}"
         return False, f"{detail}: {CURE.format(name=self._name, keys=keys)}"
 
     async def _against_itself(self, samples: Sequence[SampleMeta], why: str) -> Outcome:

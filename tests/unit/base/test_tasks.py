@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mopd.base.tasks import Tasks
+from mopd.base.tasks import Tasks, ended_on_error
 
 
 def test_an_error_of_one_ends_what_is_waited_for_and_all_others() -> None:
@@ -51,3 +51,26 @@ def test_work_that_ends_well_is_returned_and_an_earlier_error_is_raised_first() 
                 await tasks.unless_failed(value())
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("end_fails", [False, True])
+def test_the_error_of_a_block_stays_the_first_whatever_its_end_raises(
+    end_fails: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[str] = []
+
+    async def end() -> None:
+        ended.append("once")
+        if end_fails:
+            raise OSError("cannot be ended")
+
+    async def main(fails: bool) -> None:
+        async with ended_on_error(end):
+            if fails:
+                raise ValueError("the first")
+
+    asyncio.run(main(False))
+    assert not ended
+    with pytest.raises(ValueError, match="the first"):
+        asyncio.run(main(True))
+    assert ended == ["once"] and ("OSError: cannot be ended" in capfd.readouterr().err) == end_fails

@@ -27,9 +27,10 @@ from mopd.engines.interface import (
     ToDraw,
     ToScore,
 )
+from mopd.engines.sglang import child as sglang_child
 from mopd.engines.sglang import engine as sglang_engine
 from mopd.engines.sglang.engine import SglangEngine, SglangIncoming
-from mopd.engines.sglang.start import server_arguments
+from mopd.engines.sglang.start import SglangProcess, server_arguments
 from mopd.engines.wire.weights import load_staged, stage_updates
 from tests.fixtures.tiny_models import make_hf_model, make_tokenizer
 from tests.unit.engines.raw_server import response, serving
@@ -298,3 +299,29 @@ def test_new_weights_are_files_between_a_pause_and_its_end(folder: Path, monkeyp
 
     asyncio.run(run())
     assert len(places) == 2 and not any(place.exists() for place in places)
+
+
+def test_the_server_ends_whatever_fails_before(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group that is left, then the connections."""
+    endless = tmp_path / "endless.py"
+    endless.write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    monkeypatch.setattr(sglang_child, "__file__", str(endless))
+
+    async def fail() -> None:
+        raise OSError("cannot be closed")
+
+    async def run() -> None:
+        process = SglangProcess({"model_path": str(folder), "device": "cpu"})
+        cfg = SglangEngineConfig(type="sglang", dtype="float32")
+        engine = SglangEngine(process, cfg, max_sequence=99, can_sleep=False, cache_tokens=None, fixed=False)
+        assert process.failure is None
+        monkeypatch.setattr(engine.incoming, "leave", fail)
+        monkeypatch.setattr(process.client, "close", fail)
+        try:
+            with pytest.raises(OSError, match="cannot be closed"):
+                await engine.close()
+            assert process.failure is not None and not process._folder.path.exists()
+        finally:
+            process._process.kill()
+
+    asyncio.run(run())

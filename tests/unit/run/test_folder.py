@@ -143,6 +143,7 @@ def test_resume_may_change_where_and_how_long_it_runs(load: Load) -> None:
         (["student.optimizer.lr=1"], "student.optimizer.lr (1e-06 -> 1.0)"),
         (["teachers.math.model=other"], 'teachers.math.model ("models/math" -> "other")'),
         (["teachers.code={model: m, domains: [code]}"], 'teachers.code.model (absent -> "m")'),
+        (["rewards.default=null", "validation=null"], 'rewards.default.type ("exact_match" -> absent)'),
         (["loss.top_k=3", "rollout.top_p=0.5"], "rollout.top_p (1.0 -> 0.5), loss.top_k (64 -> 3)"),
         (['teachers."a.engine.b"={model: m, domains: [code]}'], 'teachers."a.engine.b".model (absent -> "m")'),
         ([f"data.train=[{'x' * 500}]"], 'data.train (["train.jsonl"] -> ["xxx'),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from mopd.base.types import Prompt, SampleMeta, UserError
@@ -64,10 +65,10 @@ def engines(folder: Path) -> list[TorchEngine]:
     return made
 
 
-def check(folder: Path, engines: Sequence[Any], tmp_path: Path) -> tuple[Check, LocalDataPlane]:
+def check(folder: Path, engines: Sequence[Any], tmp_path: Path, *overrides: str) -> tuple[Check, LocalDataPlane]:
     """The probe of the group is drawn by the first replica."""
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    recipe = load_recipe(tmp_path / "recipe.yaml", ["student.dtype=float32"]).recipe
+    recipe = load_recipe(tmp_path / "recipe.yaml", ["student.dtype=float32", *overrides]).recipe
     plane, dataset = LocalDataPlane(), PromptDataset(ROWS)
 
     async def work() -> Check:
@@ -102,6 +103,23 @@ def test_a_replica_that_kept_a_weight_is_named(folder: Path, engines: list[Torch
     assert found.status == "failed"
     assert found.detail.startswith("replica rollout.1: mean |log-prob difference|")
     assert "preflight.max_logprob_difference" in found.detail
+
+
+def test_what_rounds_the_weights_is_named_with_the_key_that_permits_it(
+    folder: Path, engines: list[TorchEngine], tmp_path: Path
+) -> None:
+    """As fp8 rounds them: a scale for a row. The limit is the same as without, and the user's own decides."""
+    for slot in engines[0].weight_slots.values():
+        scale = slot.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+        slot.copy_((slot / scale).to(torch.float8_e4m3fn).to(slot.dtype) * scale)
+    fp8 = "rollout.engine={type: vllm, extra: {quantization: fp8_per_channel}}"
+    found, _ = check(folder, engines[:1], tmp_path, fp8)
+    assert found.status == "failed" and "(limit 0.001): " in found.detail
+    assert found.detail.endswith(
+        "rollout.engine.extra.quantization is 'fp8_per_channel', which rounds the student's weights: set "
+        "preflight.max_logprob_difference to what that may cost, or remove it"
+    )
+    assert check(folder, engines[:1], tmp_path, fp8, "preflight.max_logprob_difference=0.2")[0].status == "ok"
 
 
 def test_one_replica_alone_is_judged_by_the_group_s_probe(
