@@ -209,9 +209,9 @@ class Player:
         return [one.whole() for one in playing]
 
     def take_numbers(self) -> dict[str, float]:
-        """Return metrics by domain of what counts to a step, since the last call: turns of a response, tokens and reward of a turn, the share of
-        a response's tokens that were given, the share of turns that were answered with an error, and responses whose
-        environment failed."""
+        """Return metrics by domain of what counts to a step, since the last call: turns of a response, tokens and
+        reward of a turn, the share of a response's tokens that were given, the share of turns that were answered with
+        an error, and responses whose environment failed."""
         values: dict[str, float] = {}
         counts = self._numbers
         for domain, number in sorted(counts["responses"].items()):

@@ -30,7 +30,7 @@ from mopd.conversion.models.reading import read_dims
 from mopd.data.columns import survey
 from mopd.data.files import quoted
 from mopd.data.hub.names import hub_data, hub_model
-from mopd.data.image_processing import read_image_processing, sees_images
+from mopd.data.image_processing import check_image_keys, read_image_processing, sees_images
 from mopd.data.prompts import (
     check_domains_have_teachers,
     check_texts_have_domains,
@@ -103,6 +103,7 @@ class StaticChecks:
             yield from self._try("layout of the student", [("student",)], self._layout)
             lengths = [("student",), ("data", "max_prompt_length"), ("rollout", "max_response_length")]
             yield from self._try("lengths", lengths, self._lengths) if self._is_whole(("teachers",)) else ()
+            yield from self._image_keys()
             yield from self._try("ids of a position", [("student",), ("loss",), ("teachers",)], self._ids_asked)
             yield from self._tokenizers()
             named = {key: tokens for key, tokens in self._tokens_named() if tokens}
@@ -249,6 +250,16 @@ class StaticChecks:
         check_routes(dims, replay_routes=self._recipe.rollout.replay_routes)
         self._student_sees = dims.vision is not None
         return f"{self._recipe.student.parallel.world_size} ranks for {dims.num_layers} layers of {dims.family}"
+
+    def _image_keys(self) -> Iterator[Check]:
+        """Yield whether keys that go with images, or without, fit the student, where the recipe has such keys."""
+        if self._student_sees is None or not (self._is_whole(("data",)) and self._is_whole(("metrics",))):
+            return
+        data, sees = self._recipe.data, self._student_sees
+        is_stored = self._recipe.metrics.keep_samples or bool(data.scored)
+        if data.max_pixels is not None or is_stored:
+            check = partial(check_image_keys, sees=sees, max_pixels=data.max_pixels, is_stored=is_stored)
+            yield from self._try("keys of images", [], check)
 
     def _gpus(self) -> str:
         check_cuda(self._hardware)

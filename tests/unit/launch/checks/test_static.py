@@ -81,6 +81,18 @@ OF_FILES = {
         ("{model: models/student}", "{model: models/student, freeze: [router]}"),
         "student.freeze names router, which this model of model_type llama does not have",
     ),
+    "experts": (
+        ("{model: models/student}", "{model: models/student, moe: {moe_aux_loss_coeff: 0.1}}"),
+        "student.moe is set but model_type llama has no experts: remove the section",
+    ),
+    "tower": (
+        ("{model: models/student}", "{model: models/student, vision: {freeze: none}}"),
+        "student.vision is set but model_type llama has no vision: remove the section",
+    ),
+    "pixels": (
+        ("[validation.jsonl]}", "[validation.jsonl], max_pixels: 4096}"),
+        "data.max_pixels is set but student.model sees no images: remove the key",
+    ),
     "tokenizer": (("models/law", "models/other"), "do not share a tokenizer: 1 of 3 ids mean different tokens"),
     "stop token": (
         ("validation: {every_steps: 5}", "rollout: {stop_token_ids: [a, b, 7]}"),
