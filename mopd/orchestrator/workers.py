@@ -341,6 +341,7 @@ async def _answer_worker(
         samples_per_prompt=recipe.rollout.samples_per_prompt,
         masked_tail=recipe.rollout.masked_tail or 0,
         vocab_size=vocab_size,
+        vision_ids=() if inputs.vision is None else inputs.vision.token_ids,
         store=Records(folder, {"content": "answers"}),
     )
 
