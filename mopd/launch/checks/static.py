@@ -39,6 +39,7 @@ from mopd.data.prompts import (
 )
 from mopd.data.templates.rendering import Renderer
 from mopd.data.views import Views
+from mopd.launch.checks.domains import check_domains
 from mopd.launch.checks.inputs import (
     Check,
     check_adapter,
@@ -81,6 +82,8 @@ class StaticChecks:
         """Keys of the models whose folder is not here, whatever the reason."""
         self._domains: dict[str, int] = {}
         """Rows by domain: those of the training data where it has some, else of the validation data."""
+        self._of_split: dict[str, Counter[str]] = {"train": Counter(), "validation": Counter()}
+        """Rows of each by domain."""
         self._with_images: Counter[str] = Counter()
         """Rows with images by domain, among those that were read."""
         self._student_sees: bool | None = None
@@ -125,7 +128,10 @@ class StaticChecks:
             if self._is_whole(("data",)):
                 yield Check("teachers of the domains", "skipped", "no row of the training data has been read here")
             return
-        yield from self._try("teachers of the domains", [("data",), *domains], self._routes)
+        routes = list(self._try("teachers of the domains", [("data",), *domains], self._routes))
+        yield from routes
+        if self._are_all_read and not self._draft.broken and all(check.status == "ok" for check in routes):
+            yield from self._try("keys of the domains", [], self._domain_keys)
         if self._are_all_read:
             texts = partial(check_texts_have_domains, self._recipe.data, self._domains)
             yield from self._try("texts of the domains", [("data",)], texts)
@@ -294,6 +300,7 @@ class StaticChecks:
         for domain, count in found.counts.items():
             before = self._domains.get(domain, 0)
             self._domains[domain] = before + count if split == "train" else before or count
+        self._of_split[split] += found.counts
         self._with_images += found.with_images
         shown = ", ".join(f"{quoted(domain)} {count}" for domain, count in sorted(found.counts.items())[:10])
         seen = f", {found.with_images.total()} of them with images" if found.with_images else ""
@@ -305,16 +312,27 @@ class StaticChecks:
             require_vision_student(self._with_images)
         teachers = self._recipe.teachers.items()
         sighted = [name for name, teacher in teachers if sees_images(teacher.model)]
-        require_vision_teachers(self._with_images, self._recipe.assignment, sighted)
+        taught = {domain: count for domain, count in self._with_images.items() if domain not in self._watched}
+        require_vision_teachers(taught, self._recipe.assignment, sighted)
         read_image_processing(self._recipe.student.model, self._recipe.data.max_pixels)
         return f"student and {len(sighted)} of {len(teachers)} teachers see them"
 
     def _routes(self) -> str:
         assignment = self._recipe.assignment
-        warnings = check_domains_have_teachers(self._domains, assignment.by_domain, default_teacher=assignment.default)
+        taught = {domain: count for domain, count in self._domains.items() if domain not in self._watched}
+        warnings = check_domains_have_teachers(taught, assignment.by_domain, default_teacher=assignment.default)
         if warnings and self._are_all_read:
             return "; ".join(warnings)
         return f"{len(self._domains)} domains"
+
+    @property
+    def _watched(self) -> Sequence[str]:
+        """Domains without a teacher, as far as they are known."""
+        return self._recipe.watched_domains if self._is_whole(("validation",)) else ()
+
+    def _domain_keys(self) -> None:
+        validation = None if self._recipe.validation is None else self._of_split["validation"]
+        check_domains(self._recipe, self._of_split["train"], validation)
 
     def _rewards(self) -> str:
         rewards = build_rewards(self._recipe.rewards)

@@ -71,7 +71,8 @@ class Probe:
         slope_PH = torch.cat([head.rows(token, token + 1).float() for token in own_P.tolist()])
         for part, said in zip(_parts(head), said_PV.exp().split(HEAD_ROWS, 1), strict=True):
             slope_PH = slope_PH - said @ part
-        return BF16_ROUNDING * (self.hidden[self.positions].float() * slope_PH).norm(dim=-1) / temperature
+        slack_PH: Tensor = BF16_ROUNDING / temperature * self.hidden[self.positions].float() * slope_PH
+        return slack_PH.square().sum(-1).sqrt()
 
 
 def _parts(head: OutputHead) -> Iterator[Tensor]:
