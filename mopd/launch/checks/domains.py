@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from mopd.base.types import UserError
 from mopd.config.schema import Recipe
+from mopd.data.columns import Fields
+from mopd.data.files import MISSING
+from mopd.rewards.domains import DomainRewards
+from mopd.rewards.interface import RewardItem
+
+
+@dataclass(frozen=True, slots=True)
+class GroundTruths:
+    """Whether each row's ground truth is one that its domain's reward reads; a ``RowCheck``."""
+
+    rewards: DomainRewards
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return ()
+
+    def check(self, row: Mapping[str, Any], found: Fields, place: str) -> None:
+        """Raise ``UserError`` with the place of a row whose ground truth is unusable. A domain without a reward is
+        refused as such."""
+        if not self.rewards.has(found.domain):
+            return
+        truth, extra = (None if one is MISSING else one for one in (found.ground_truth, found.extra_info))
+        item = RewardItem(
+            prompt="", response="", ground_truth=truth, extra_info=extra, domain=found.domain, place=place
+        )
+        self.rewards.of(found.domain).check(item)
 
 
 def check_domains(recipe: Recipe, train: Mapping[str, int], validation: Mapping[str, int] | None) -> None:

@@ -27,7 +27,7 @@ from mopd.config.reading.tree import dotted
 from mopd.conversion.models.adapter_updates import check_updates
 from mopd.conversion.models.dims import check_routes
 from mopd.conversion.models.reading import read_dims
-from mopd.data.columns import survey
+from mopd.data.columns import RowCheck, survey
 from mopd.data.files import quoted
 from mopd.data.hub.names import hub_data, hub_model
 from mopd.data.image_processing import check_image_keys, read_image_processing, sees_images
@@ -39,7 +39,7 @@ from mopd.data.prompts import (
 )
 from mopd.data.templates.rendering import Renderer
 from mopd.data.views import Views
-from mopd.launch.checks.domains import check_domains
+from mopd.launch.checks.domains import GroundTruths, check_domains
 from mopd.launch.checks.inputs import (
     Check,
     check_adapter,
@@ -290,9 +290,8 @@ class StaticChecks:
         try:
             check_data_file(self._loaded, file.path, split)
             sees = bool(self._student_sees)
-            views = Views(self._recipe.views, self._recipe.assignment) if self._is_whole(("teachers",)) else None
             key = self._recipe.data.image_key
-            found = survey(file, MAX_ROWS, image_key=key, student_sees=sees, views=views)
+            found = survey(file, MAX_ROWS, image_key=key, student_sees=sees, checks=[*self._row_checks(split)])
         except UserError:
             self._are_all_read = False
             raise
@@ -305,6 +304,20 @@ class StaticChecks:
         shown = ", ".join(f"{quoted(domain)} {count}" for domain, count in sorted(found.counts.items())[:10])
         seen = f", {found.with_images.total()} of them with images" if found.with_images else ""
         return f"rows by domain: {shown}{seen}" + ("" if found.is_whole else f" (of the first {MAX_ROWS})")
+
+    def _row_checks(self, split: str) -> Iterator[RowCheck]:
+        """Yield what each row of a split is held against."""
+        if self._is_whole(("teachers",)):
+            yield Views(self._recipe.views, self._recipe.assignment)
+        if not self._draft.broken:
+            recipe = self._recipe
+            is_judged = recipe.needs_task_advantage or recipe.gates if split == "train" else recipe.validation
+            try:
+                rewards = build_rewards(recipe.rewards) if is_judged else None
+            except UserError:  # `_rewards` and the checks of files tell it, once
+                rewards = None
+            if rewards is not None:
+                yield GroundTruths(rewards)
 
     def _images(self) -> str:
         """Check that the student and the teachers of domains with images see them."""

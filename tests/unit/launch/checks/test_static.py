@@ -105,6 +105,10 @@ OF_FILES = {
         ("{every_steps: 5}", "{every_steps: 5, watch: [tax]}"),
         "validation.watch names 'tax', but data.validation has no row of it: add some",
     ),
+    "ground truth": (
+        ("{type: exact_match}", "{type: multiple_choice}}\nloss: {type: topk_forward_kl, top_k: 8"),
+        "validation.jsonl: row 0: the ground truth '1' is no choice: the multiple_choice reward takes a letter",
+    ),
     "tokenizer": (("models/law", "models/other"), "do not share a tokenizer: 1 of 3 ids mean different tokens"),
     "stop token": (
         ("validation: {every_steps: 5}", "rollout: {stop_token_ids: [a, b, 7]}"),
