@@ -168,7 +168,7 @@ class AnswerWorker:
         if seen is not None:
             raise UserError(
                 f"teachers.{name} answered with token {seen}, which stands for an image in the student: choose a "
-                "teacher that sees images, or lower answers.temperature"
+                "teacher that sees images, whose engine never draws it"
             )
 
 
