@@ -110,7 +110,7 @@ class RowReader:
 
 
 class RowCheck(Protocol):
-    """A look at each row that is surveyed (``mopd.data.views.Views``)."""
+    """A look at each row that is surveyed, as that of ``mopd.data.views.Views``."""
 
     @property
     def columns(self) -> Sequence[str]: ...
@@ -135,15 +135,15 @@ def survey(
     *,
     image_key: str | None = None,
     student_sees: bool = False,
-    views: RowCheck | None = None,
+    checks: Sequence[RowCheck] = (),
 ) -> Survey:
-    """Count up to ``max_rows`` rows. If the student sees images, decode those of some rows. ``views`` looks at each
-    row, too.
+    """Count up to ``max_rows`` rows. If the student sees images, decode those of some rows. ``checks`` look at
+    each row, too.
 
     Raises:
         UserError: file, row and column of what cannot be read, and of images that cannot be used.
     """
-    reader = RowReader(file, image_key=image_key, further=() if views is None else views.columns)
+    reader = RowReader(file, image_key=image_key, further=[name for check in checks for name in check.columns])
     counts, with_images = Counter[str](), Counter[str]()
     path = Path(file.path)
     rows = read_rows(path, reader.columns, heavy=reader.image_column, reader=file.reader)
@@ -151,8 +151,8 @@ def survey(
         place = f"{shown_path(path)}: row {number}"
         found = reader.read(row, place)
         counts[found.domain] += 1
-        if views is not None:
-            views.check(row, found, place)
+        for check in checks:
+            check.check(row, found, place)
         if student_sees:
             images = stored_images(found.images, path, place)
             for image in images if with_images.total() < MAX_IMAGE_ROWS else ():

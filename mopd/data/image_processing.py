@@ -83,6 +83,22 @@ def sees_images(folder: str | Path) -> bool:
     return read_config(Path(folder)).get("model_type") in VISION_FORMATS
 
 
+def check_image_keys(*, sees: bool, max_pixels: int | None = None, is_stored: bool = False) -> None:
+    """Refuse keys of the recipe that do not go with a student that sees images or does not; ``is_stored``: samples are
+    kept, or stored ones are read.
+
+    Raises:
+        UserError: one line with the key.
+    """
+    if max_pixels is not None and not sees:
+        raise UserError("data.max_pixels is set but student.model sees no images: remove the key or name another")
+    if is_stored and sees:
+        raise UserError(
+            "metrics.keep_samples, data.scored: student.model sees images, which stored samples do not hold: leave "
+            "both out"
+        )
+
+
 def read_image_processing(folder: str | Path, max_pixels: int | None) -> ImageProcessing:
     """Read the settings of a model's folder; ``max_pixels`` replaces the folder's if it is given.
 

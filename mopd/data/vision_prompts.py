@@ -12,7 +12,7 @@ from mopd.conversion.models.dims import VisionDims
 from mopd.conversion.models.reading import read_dims
 from mopd.data.files import MISSING, quoted
 from mopd.data.image_files import digest_of, image_size
-from mopd.data.image_processing import ImageProcessing, read_image_processing, sees_images
+from mopd.data.image_processing import ImageProcessing, check_image_keys, read_image_processing, sees_images
 from mopd.data.images import stored_images
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ def read_vision(folder: str | Path, max_pixels: int | None, tokenizer: PreTraine
         dims = read_dims(Path(folder)).vision
         assert dims is not None, "its family has vision"
         return VisionPrompts(dims, read_image_processing(folder, max_pixels), tokenizer)
-    if max_pixels is not None:
-        raise UserError("data.max_pixels is set but student.model sees no images: remove the key or name another")
+    check_image_keys(sees=False, max_pixels=max_pixels)
     return None
 
 

@@ -35,6 +35,7 @@ from mopd.conversion.models.adapted import check_lora
 from mopd.conversion.models.dims import ModelDims, check_layers, check_layout
 from mopd.conversion.models.frozen import check_freeze
 from mopd.conversion.models.reading import read_dims
+from mopd.conversion.models.sections import check_sections
 from mopd.launch import failure, sharing
 from mopd.launch.node import compared_environment
 from mopd.launch.nodes import Nodes
@@ -195,12 +196,13 @@ def num_weights(folder: Path) -> int | None:
 
 
 def check_student_layout(student: StudentConfig) -> ModelDims:
-    """Check that the parallel layout divides the model, whose folder is here; return the model's sizes."""
+    """Check that layout and sections fit the model, whose folder is here; return the model's sizes."""
     dims = read_dims(Path(student.model))
     check_layout(dims, student.parallel)
     check_layers(dims, student.transformer_impl)
     check_lora(dims, student)
     check_freeze(dims, student)
+    check_sections(dims, student)
     return dims
 
 

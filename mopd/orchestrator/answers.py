@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -58,6 +58,9 @@ class AnswerWorker:
     """As ``RolloutWorker.masked_tail``."""
     vocab_size: int
     """The student's: no answer may hold an id beyond it."""
+    vision_ids: Collection[int] = ()
+    """The student's ids that stand for vision. Engines of models that see images never draw them; one that reads text
+    alone does not know them."""
     store: Records | None
     """Answers by key; ``None`` keeps none."""
     _counts: Counter[str] = field(default_factory=Counter)
@@ -160,6 +163,12 @@ class AnswerWorker:
             raise UserError(
                 f"teachers.{name} answered with {what}, which the student's vocabulary of {self.vocab_size} tokens "
                 "lacks: choose a teacher with the student's vocabulary"
+            )
+        seen = next((token for token in tokens.tolist() if token in self.vision_ids), None)
+        if seen is not None:
+            raise UserError(
+                f"teachers.{name} answered with token {seen}, which stands for an image in the student: choose a "
+                "teacher that sees images, whose engine never draws it"
             )
 
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from mopd.base.metrics import is_counted
 from mopd.base.text import named_samples, one_line
 from mopd.base.types import HIDDEN_FIELD, TOKEN_FIELD, WIDE_FIELDS, Batch, FailedSample, SampleMeta, UserError
 from mopd.config.groups import Assignment
@@ -318,6 +319,8 @@ class TeacherWorker:
         return said
 
     def _count(self, name: str, aligned: Sequence[Aligned]) -> None:
+        if not is_counted():
+            return
         self._counts[name] = [sum(own) for own in zip(self._counts[name], *(a.counts() for a in aligned), strict=True)]
 
     async def _kept_or_asked(self, group: TeacherGroup, metas: Sequence[SampleMeta], asked: ToScore) -> Answers:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mopd.base.metrics import is_counted
 from mopd.base.text import encodable, one_line
 from mopd.data.prompts import PromptRow
 from mopd.data.tokenizer import read_texts
@@ -199,7 +200,8 @@ class Player:
             )
             for i, more in zip(live, goes_on, strict=True):
                 if not more:
-                    self._count(rows[i].domain, playing[i])
+                    if is_counted():
+                        self._count(rows[i].domain, playing[i])
                     ended(i, playing[i].whole())
             live = [i for i, more in zip(live, goes_on, strict=True) if more]
             if not live:
@@ -207,9 +209,9 @@ class Player:
         return [one.whole() for one in playing]
 
     def take_numbers(self) -> dict[str, float]:
-        """Return metrics by domain since the last call: turns of a response, tokens and reward of a turn, the share of
-        a response's tokens that were given, the share of turns that were answered with an error, and responses whose
-        environment failed."""
+        """Return metrics by domain of what counts to a step, since the last call: turns of a response, tokens and
+        reward of a turn, the share of a response's tokens that were given, the share of turns that were answered with
+        an error, and responses whose environment failed."""
         values: dict[str, float] = {}
         counts = self._numbers
         for domain, number in sorted(counts["responses"].items()):
@@ -266,7 +268,7 @@ class Player:
         except EnvironmentFailed as failed:
             if not self.environments.goes_on:
                 raise self.environments.error(failed) from failed
-            self._errors[row.domain] += 1
+            self._errors[row.domain] += int(is_counted())
             logger.warning("%s: the environment %s", row.place, one_line(failed))
             with contextlib.suppress(EnvironmentFailed):  # counted above
                 await one.episode.close()

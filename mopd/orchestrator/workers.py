@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from mopd.engines.replicas.interface import info_of
 from mopd.engines.replicas.router import Router
 from mopd.engines.replicas.statistics import group_metrics
 from mopd.environments.process import Environments
+from mopd.launch.checks.domains import check_domains
 from mopd.orchestrator.answers import AnswerWorker
 from mopd.orchestrator.gate import Gate
 from mopd.orchestrator.prefixes import build_prefixes, check_references
@@ -164,14 +165,10 @@ def read_inputs(recipe: Recipe) -> Inputs:
         logger.warning("%s", warning)
     for domain, count in {**train.num_filtered, **train.num_truncated}.items():
         logger.warning("data.overlong_prompts %s: %d prompts of %s", recipe.data.overlong_prompts, count, domain)
-    _check_budget(recipe.loss.domain_budget, train.domain_counts)
-    for domain in [domain for domain in recipe.domains if domain not in train.domain_counts]:
-        known = ", ".join(map(repr, train.domain_counts))
-        raise UserError(f"domains names {domain!r}, of which data.train has no row (it has {known}): remove it")
     validation = None
     if recipe.validation is not None:
         validation = load_prompts(recipe.data.validation, recipe.data, tokenizer, vision, views)
-        _check_validation_domains(recipe, train, validation)
+    check_domains(recipe, train.domain_counts, None if validation is None else validation.domain_counts)
     check_texts_have_domains(recipe.data, {*train.domain_counts, *(validation.domain_counts if validation else ())})
     sighted = [name for name, teacher in recipe.teachers.items() if vision is not None and sees_images(teacher.model)]
     for dataset in (train, validation):
@@ -341,6 +338,7 @@ async def _answer_worker(
         samples_per_prompt=recipe.rollout.samples_per_prompt,
         masked_tail=recipe.rollout.masked_tail or 0,
         vocab_size=vocab_size,
+        vision_ids=() if inputs.vision is None else inputs.vision.token_ids,
         store=Records(folder, {"content": "answers"}),
     )
 
@@ -392,40 +390,3 @@ def _check_ground_truths(dataset: PromptDataset, rewards: DomainRewards) -> None
     for row in range(len(dataset)):
         item = reward_item(dataset, row, "")
         rewards.of(item.domain).check(item)
-
-
-def _check_validation_domains(recipe: Recipe, train: PromptDataset, validation: PromptDataset) -> None:
-    watched = recipe.watched_domains
-    for domain in watched:
-        if domain not in validation.domain_counts:
-            raise UserError(f"validation.watch names {domain!r}, but data.validation has no row of it: add some")
-        if domain in train.domain_counts:
-            raise UserError(
-                f"validation.watch names {domain!r}, but data.train has {train.domain_counts[domain]} rows of it: a "
-                "domain is trained or watched; remove it from one of them"
-            )
-    unknown = sorted(set(validation.domain_counts) - {*recipe.assignment.by_domain, *watched})
-    if unknown and recipe.assignment.default is None:
-        raise UserError(
-            f"data.validation has domains {unknown} that no teacher answers for: remove these rows, name a teacher, "
-            "or name them in validation.watch"
-        )
-    missing = sorted(set(train.domain_counts) - set(validation.domain_counts))
-    if missing and recipe.preflight.require_better_teacher:
-        raise UserError(
-            f"data.validation has no row of domain {missing[0]!r}, so its teacher cannot be checked: add rows, or set "
-            "preflight.require_better_teacher: false"
-        )
-    if missing and recipe.data.domain_weights == "adaptive":
-        raise UserError(
-            f"data.domain_weights is adaptive, but data.validation has no row of domain {missing[0]!r}: its "
-            "head-room would not be known: add rows, or give every domain its weight"
-        )
-
-
-def _check_budget(budget: Mapping[str, float], domains: Iterable[str]) -> None:
-    """Raise ``UserError`` unless ``loss.domain_budget`` is empty, or names exactly the domains of the data."""
-    if budget and set(budget) != set(domains):
-        raise UserError(
-            f"loss.domain_budget names {sorted(budget)}, the data has {sorted(domains)}: name every domain or none"
-        )

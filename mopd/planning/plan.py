@@ -18,6 +18,7 @@ from mopd.conversion.models.adapted import check_lora
 from mopd.conversion.models.adapter_updates import check_updates, sends_adapters
 from mopd.conversion.models.dims import ModelDims, check_layout, check_routes
 from mopd.conversion.models.frozen import check_freeze
+from mopd.conversion.models.sections import check_sections
 from mopd.planning.balance import ROLLOUT, GroupLoad, StepTimes, TrainerLoad, times_of
 from mopd.planning.devices import Cluster, Rates, gib
 from mopd.planning.memory.activations import micro_batches
@@ -136,6 +137,7 @@ def check_models(loaded: Loaded, models: Mapping[str, ModelDims], *, with_layout
             check_layout(models[STUDENT], recipe.student.parallel)
             check_lora(models[STUDENT], recipe.student)
             check_freeze(models[STUDENT], recipe.student)
+            check_sections(models[STUDENT], recipe.student)
             check_routes(models[STUDENT], replay_routes=recipe.rollout.replay_routes)
             check_updates(recipe, models[STUDENT])
         except UserError as error:

@@ -56,6 +56,10 @@ class DomainRewards:
         """Return key and type of a domain's reward, for messages; ``UserError`` with the key to add if it has none."""
         return f"{_key(self._known(domain))} ({self._configs[self._known(domain)].type})"
 
+    def has(self, domain: str) -> bool:
+        """Return whether a reward is in force for ``domain``."""
+        return domain in self._rewards or DEFAULT in self._rewards
+
     def of(self, domain: str) -> Reward:
         """Return the reward in force for ``domain``; ``UserError`` if it has none."""
         return self._rewards[self._known(domain)]
@@ -85,7 +89,7 @@ class DomainRewards:
             list(pool.map(lambda reward: reward.close(), rewards.values()))
 
     def _known(self, domain: str) -> str:
-        if domain not in self._rewards and DEFAULT not in self._rewards:
+        if not self.has(domain):
             raise UserError(
                 f"rewards has none for domain {domain!r} of the data: add {_key(domain)}, or {_key(DEFAULT)} for every "
                 "domain that it does not name"

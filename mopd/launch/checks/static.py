@@ -27,10 +27,10 @@ from mopd.config.reading.tree import dotted
 from mopd.conversion.models.adapter_updates import check_updates
 from mopd.conversion.models.dims import check_routes
 from mopd.conversion.models.reading import read_dims
-from mopd.data.columns import survey
+from mopd.data.columns import RowCheck, survey
 from mopd.data.files import quoted
 from mopd.data.hub.names import hub_data, hub_model
-from mopd.data.image_processing import read_image_processing, sees_images
+from mopd.data.image_processing import check_image_keys, read_image_processing, sees_images
 from mopd.data.prompts import (
     check_domains_have_teachers,
     check_texts_have_domains,
@@ -39,6 +39,7 @@ from mopd.data.prompts import (
 )
 from mopd.data.templates.rendering import Renderer
 from mopd.data.views import Views
+from mopd.launch.checks.domains import GroundTruths, check_domains
 from mopd.launch.checks.inputs import (
     Check,
     check_adapter,
@@ -81,6 +82,8 @@ class StaticChecks:
         """Keys of the models whose folder is not here, whatever the reason."""
         self._domains: dict[str, int] = {}
         """Rows by domain: those of the training data where it has some, else of the validation data."""
+        self._of_split: dict[str, Counter[str]] = {"train": Counter(), "validation": Counter()}
+        """Rows of each by domain."""
         self._with_images: Counter[str] = Counter()
         """Rows with images by domain, among those that were read."""
         self._student_sees: bool | None = None
@@ -103,6 +106,7 @@ class StaticChecks:
             yield from self._try("layout of the student", [("student",)], self._layout)
             lengths = [("student",), ("data", "max_prompt_length"), ("rollout", "max_response_length")]
             yield from self._try("lengths", lengths, self._lengths) if self._is_whole(("teachers",)) else ()
+            yield from self._image_keys()
             yield from self._try("ids of a position", [("student",), ("loss",), ("teachers",)], self._ids_asked)
             yield from self._tokenizers()
             named = {key: tokens for key, tokens in self._tokens_named() if tokens}
@@ -124,7 +128,10 @@ class StaticChecks:
             if self._is_whole(("data",)):
                 yield Check("teachers of the domains", "skipped", "no row of the training data has been read here")
             return
-        yield from self._try("teachers of the domains", [("data",), *domains], self._routes)
+        routes = list(self._try("teachers of the domains", [("data",), *domains], self._routes))
+        yield from routes
+        if self._are_all_read and not self._draft.broken and all(check.status == "ok" for check in routes):
+            yield from self._try("keys of the domains", [], self._domain_keys)
         if self._are_all_read:
             texts = partial(check_texts_have_domains, self._recipe.data, self._domains)
             yield from self._try("texts of the domains", [("data",)], texts)
@@ -250,6 +257,16 @@ class StaticChecks:
         self._student_sees = dims.vision is not None
         return f"{self._recipe.student.parallel.world_size} ranks for {dims.num_layers} layers of {dims.family}"
 
+    def _image_keys(self) -> Iterator[Check]:
+        """Yield whether keys that go with images, or without, fit the student, where the recipe has such keys."""
+        if self._student_sees is None or not (self._is_whole(("data",)) and self._is_whole(("metrics",))):
+            return
+        data, sees = self._recipe.data, self._student_sees
+        is_stored = self._recipe.metrics.keep_samples or bool(data.scored)
+        if data.max_pixels is not None or is_stored:
+            check = partial(check_image_keys, sees=sees, max_pixels=data.max_pixels, is_stored=is_stored)
+            yield from self._try("keys of images", [], check)
+
     def _gpus(self) -> str:
         check_cuda(self._hardware)
         loaded = settled(self._loaded, self._hardware)
@@ -273,9 +290,8 @@ class StaticChecks:
         try:
             check_data_file(self._loaded, file.path, split)
             sees = bool(self._student_sees)
-            views = Views(self._recipe.views, self._recipe.assignment) if self._is_whole(("teachers",)) else None
             key = self._recipe.data.image_key
-            found = survey(file, MAX_ROWS, image_key=key, student_sees=sees, views=views)
+            found = survey(file, MAX_ROWS, image_key=key, student_sees=sees, checks=[*self._row_checks(split)])
         except UserError:
             self._are_all_read = False
             raise
@@ -283,10 +299,25 @@ class StaticChecks:
         for domain, count in found.counts.items():
             before = self._domains.get(domain, 0)
             self._domains[domain] = before + count if split == "train" else before or count
+        self._of_split[split] += found.counts
         self._with_images += found.with_images
         shown = ", ".join(f"{quoted(domain)} {count}" for domain, count in sorted(found.counts.items())[:10])
         seen = f", {found.with_images.total()} of them with images" if found.with_images else ""
         return f"rows by domain: {shown}{seen}" + ("" if found.is_whole else f" (of the first {MAX_ROWS})")
+
+    def _row_checks(self, split: str) -> Iterator[RowCheck]:
+        """Yield what each row of a split is held against."""
+        if self._is_whole(("teachers",)):
+            yield Views(self._recipe.views, self._recipe.assignment)
+        if not self._draft.broken:
+            recipe = self._recipe
+            is_judged = recipe.needs_task_advantage or recipe.gates if split == "train" else recipe.validation
+            try:
+                rewards = build_rewards(recipe.rewards) if is_judged else None
+            except UserError:  # `_rewards` and the checks of files tell it, once
+                rewards = None
+            if rewards is not None:
+                yield GroundTruths(rewards)
 
     def _images(self) -> str:
         """Check that the student and the teachers of domains with images see them."""
@@ -294,16 +325,27 @@ class StaticChecks:
             require_vision_student(self._with_images)
         teachers = self._recipe.teachers.items()
         sighted = [name for name, teacher in teachers if sees_images(teacher.model)]
-        require_vision_teachers(self._with_images, self._recipe.assignment, sighted)
+        taught = {domain: count for domain, count in self._with_images.items() if domain not in self._watched}
+        require_vision_teachers(taught, self._recipe.assignment, sighted)
         read_image_processing(self._recipe.student.model, self._recipe.data.max_pixels)
         return f"student and {len(sighted)} of {len(teachers)} teachers see them"
 
     def _routes(self) -> str:
         assignment = self._recipe.assignment
-        warnings = check_domains_have_teachers(self._domains, assignment.by_domain, default_teacher=assignment.default)
+        taught = {domain: count for domain, count in self._domains.items() if domain not in self._watched}
+        warnings = check_domains_have_teachers(taught, assignment.by_domain, default_teacher=assignment.default)
         if warnings and self._are_all_read:
             return "; ".join(warnings)
         return f"{len(self._domains)} domains"
+
+    @property
+    def _watched(self) -> Sequence[str]:
+        """Domains without a teacher, as far as they are known."""
+        return self._recipe.watched_domains if self._is_whole(("validation",)) else ()
+
+    def _domain_keys(self) -> None:
+        validation = None if self._recipe.validation is None else self._of_split["validation"]
+        check_domains(self._recipe, self._of_split["train"], validation)
 
     def _rewards(self) -> str:
         rewards = build_rewards(self._recipe.rewards)

@@ -26,7 +26,7 @@ from mopd.base.types import Batch, Prompt, SampleMeta, UserError
 from mopd.config.losses import REWARDED, FullLossConfig, TopKLossConfig
 from mopd.config.schema import Recipe
 from mopd.conversion.hf.manifest import Manifest
-from mopd.data.image_processing import sees_images
+from mopd.data.image_processing import check_image_keys, sees_images
 from mopd.data_plane.interface import Storage
 from mopd.orchestrator.rollout import repeated_share
 
@@ -49,11 +49,7 @@ CURES = {
 
 def about_samples(recipe: Recipe, student: Manifest, *, sampling: str | None = None) -> dict[str, str]:
     """Return what a reader must know of samples that this recipe makes."""
-    if sees_images(recipe.student.model):
-        raise UserError(
-            "metrics.keep_samples, data.scored: student.model sees images, which stored samples do not hold: leave "
-            "both out"
-        )
+    check_image_keys(sees=sees_images(recipe.student.model), is_stored=True)
     rollout, loss = recipe.rollout, recipe.loss
     drawn = f"temperature {rollout.temperature}, {rollout.biased or 'top_p 1.0, top_k -1'}"
     has_advantage = sampling is None and recipe.needs_task_advantage

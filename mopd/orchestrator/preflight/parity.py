@@ -9,7 +9,7 @@ Shapes: P probed positions of one sample, V vocabulary, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,8 @@ from mopd.losses.api import parallel_topk_distill
 MAX_PROBE_POSITIONS = 8
 HEAD_ROWS = 16_384
 """Rows of an output matrix that are read at a time."""
+BF16_ROUNDING = 2.0**-9
+"""Largest relative error of a number that is rounded to bf16."""
 REFERENCE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -58,8 +60,24 @@ class Probe:
         """Return the log-probs [P, V] fp32 that the output matrix makes of the hidden states."""
         assert self.hidden is not None, "only a teacher that sends them is asked about"
         own = self.hidden[self.positions].float()
-        parts = [head.rows(low, low + HEAD_ROWS).float() for low in range(0, head.vocab_size, HEAD_ROWS)]
-        return (torch.cat([own @ part.T for part in parts], 1) / temperature).log_softmax(-1)
+        return (torch.cat([own @ part.T for part in _parts(head)], 1) / temperature).log_softmax(-1)
+
+    def rounding_by(self, head: OutputHead, said_PV: Tensor, temperature: float) -> Tensor:
+        """Return how far [P] fp32 the responses' log-probs are off, to first order, because the states were rounded to
+        bf16: each channel by half a unit in the last place, in signs that do not agree. ``said_PV`` is what
+        ``logprobs_by`` has said."""
+        assert self.hidden is not None, "only a teacher that sends them is asked about"
+        own_P = self.tokens[[self.prompt_length + p for p in self.positions]]
+        slope_PH = torch.cat([head.rows(token, token + 1).float() for token in own_P.tolist()])
+        for part, said in zip(_parts(head), said_PV.exp().split(HEAD_ROWS, 1), strict=True):
+            slope_PH = slope_PH - said @ part
+        slack_PH: Tensor = BF16_ROUNDING / temperature * self.hidden[self.positions].float() * slope_PH
+        return slack_PH.square().sum(-1).sqrt()
+
+
+def _parts(head: OutputHead) -> Iterator[Tensor]:
+    for low in range(0, head.vocab_size, HEAD_ROWS):
+        yield head.rows(low, low + HEAD_ROWS).float()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,13 +164,17 @@ class Reference:
         return kl_P, torch.cat(differences)
 
 
-def head_difference(head: OutputHead, probes: Sequence[Probe], *, temperature: float) -> float:
+def head_difference(head: OutputHead, probes: Sequence[Probe], *, temperature: float) -> tuple[float, float]:
     """Return the mean |log-prob difference| of responses' tokens between what an engine has said of them and what the
-    output matrix makes of its hidden states. Another matrix, or states of another place or layer, err by nats."""
-    differences = []
+    output matrix makes of its hidden states, and how much of it their rounding explains, which grows with the logits:
+    a teacher that is sure of another token than the student's is off by more. Another matrix, or states of another
+    place or layer, err by nats."""
+    differences, roundings = list[Tensor](), list[Tensor]()
     for probe in probes:
         assert probe.token_logprobs is not None, "no ensemble sends hidden states"
         own_P = probe.tokens[[probe.prompt_length + p for p in probe.positions]]
-        found_P = probe.logprobs_by(head, temperature).gather(1, own_P[:, None]).squeeze(1)
+        said_PV = probe.logprobs_by(head, temperature)
+        found_P = said_PV.gather(1, own_P[:, None]).squeeze(1)
         differences.append((found_P - probe.token_logprobs[probe.positions]).abs())
-    return torch.cat(differences).mean().item()
+        roundings.append(probe.rounding_by(head, said_PV, temperature))
+    return torch.cat(differences).mean().item(), torch.cat(roundings).mean().item()

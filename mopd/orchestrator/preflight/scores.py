@@ -182,16 +182,17 @@ class ScoresCheck:
         """Hold the hidden states and the output matrix that the trainer ranks read against the engine's log-probs."""
         folder, probes = self._recipe.teachers[self._name].model, await self._probes_of(samples)
 
-        def compare() -> float:
+        def compare() -> tuple[float, float]:
             return head_difference(OutputHead(Path(folder)), probes, temperature=self._recipe.loss.temperature)
 
         # the states travel in bfloat16, whatever the engine computes in
-        difference, limit = await asyncio.to_thread(compare), self._recipe.preflight.logprob_limit("bfloat16")
+        difference, rounding = await asyncio.to_thread(compare)
+        limit = self._recipe.preflight.logprob_limit("bfloat16") + rounding
         detail = f"its hidden states through the output matrix of its folder differ by {difference:.2e} (mean, limit "
         if difference <= limit:
-            return True, f"{detail}{limit:g})"
+            return True, f"{detail}{limit:.3g})"
         return False, (
-            f"teachers.{self._name}: {detail}{limit:g}) from its log-probs: {folder} has another output matrix than "
+            f"teachers.{self._name}: {detail}{limit:.3g}) from its log-probs: {folder} has another output matrix than "
             "the engine, or that sends other states; start it with this folder, set payload: topk and a top-k loss, or "
             "widen preflight.max_logprob_difference"
         )

@@ -20,8 +20,9 @@ from torch.nn.functional import gelu, silu
 
 from mopd.base.text import one_line
 from mopd.base.types import UserError
-from mopd.config.student import MoeConfig, StudentConfig, VisionConfig
+from mopd.config.student import MoeConfig, StudentConfig
 from mopd.conversion.models.dims import SWIGLU_LIMIT, ModelDims, YarnRope, check_layers, layout_problem
+from mopd.conversion.models.sections import check_sections
 from mopd.conversion.models.stages import Stages, stages_of
 from mopd.data.packing import FP8_MULTIPLE
 from mopd.student.model.overrides import check_overrides
@@ -140,6 +141,7 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
     degrees = {"tp": layout.tp_size, "ep": layout.ep_size, "etp": layout.etp_size, "cp": layout.cp_size}
     if problem := layout_problem(dims, stages, **degrees, sp=layout.sequence_parallel):
         raise UserError(problem)
+    check_sections(dims, student)
     _check_images(student, dims, layout)
     _check_experts(student, dims)
     fields = {**_model_fields(dims), **_layout_fields(layout), **_execution_fields(student, dims)}
@@ -147,9 +149,7 @@ def transformer_config(student: StudentConfig, dims: ModelDims, layout: Layout) 
     if layout.vp_size == 1:
         fields["virtual_pipeline_model_parallel_size"] = None
     fields |= (
-        _moe_fields(student.moe, dims)
-        | _vision_fields(student, dims)
-        | _mla_fields(dims, is_fused=fields["apply_rope_fusion"])
+        _moe_fields(student.moe, dims) | _vision_fields(dims) | _mla_fields(dims, is_fused=fields["apply_rope_fusion"])
     )
     has_engine = uses_transformer_engine(student, dims)
     overrides = check_overrides(student.megatron_overrides, owned=fields.keys(), has_transformer_engine=has_engine)
@@ -243,8 +243,6 @@ def _check_experts(student: StudentConfig, dims: ModelDims) -> None:
         UserError: one line with the key to set.
     """
     if dims.moe is None:
-        if student.moe != MoeConfig():
-            raise UserError(f"student.moe is set but model_type {dims.family} has no experts: remove the section")
         return
     if student.moe.moe_grouped_gemm and not uses_transformer_engine(student, dims):
         raise UserError("student.moe.moe_grouped_gemm is true but TransformerEngine is missing: set it to false")
@@ -315,11 +313,9 @@ def _moe_fields(moe: MoeConfig, dims: ModelDims) -> dict[str, Any]:
     }
 
 
-def _vision_fields(student: StudentConfig, dims: ModelDims) -> dict[str, Any]:
-    """Return the fields of a model with vision. Raise ``UserError`` if the recipe freezes a tower that is not there."""
+def _vision_fields(dims: ModelDims) -> dict[str, Any]:
+    """Return the fields of a model with vision."""
     if dims.vision is None:
-        if student.vision != VisionConfig():
-            raise UserError(f"student.vision is set but model_type {dims.family} has no vision: remove the section")
         return {}
     # Positions differ between the sequences of a micro-batch, which TransformerEngine's fused rope does not take.
     return {"mrope_section": list(dims.vision.mrope_section), "apply_rope_fusion": False}

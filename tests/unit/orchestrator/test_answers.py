@@ -160,3 +160,11 @@ def test_ids_that_the_student_lacks_are_refused(engines: dict[str, TorchEngine],
     for folder in (None, tmp_path):  # drawn and stored
         with pytest.raises(UserError, match=rf"^teachers.first answered with token {highest}, which .* {highest} tok"):
             answer(worker_of(engines, folder, vocab_size=highest))
+
+
+def test_ids_that_stand_for_images_are_refused(engines: dict[str, TorchEngine], tmp_path: Path) -> None:
+    """A teacher that reads text alone may draw them."""
+    drawn = int(answer(worker_of(engines, tmp_path))[1]["tokens"][0][3])
+    for folder in (None, tmp_path):  # drawn and stored
+        with pytest.raises(UserError, match=rf"^teachers.first answered with token {drawn}, which stands for an image"):
+            answer(worker_of(engines, folder, vision_ids=(drawn,)))

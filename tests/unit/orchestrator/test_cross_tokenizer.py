@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from mopd.base.metrics import apart
 from mopd.base.types import SampleMeta
 from mopd.config.data import DataConfig
 from mopd.config.groups import TeacherConfig, TorchEngineConfig
@@ -204,6 +205,11 @@ def test_a_sampled_loss_reads_the_chunks_log_prob(folders: dict[str, Path], samp
     assert numbers["one_to_one_share/other"] == pytest.approx(1 - several / total)
     assert numbers["unscored_share/other"] == 0 and 1 < numbers["chunk_tokens/other"] < 2
     assert all(map(torch.equal, fields["tokens"], samples.tokens))
+
+
+def test_probes_count_to_no_step(folders: dict[str, Path], samples: Samples) -> None:
+    with apart():  # as the preflight asks
+        assert samples.scored(recipe_of(folders, SAMPLED, "other"), folders)[1] == {}
 
 
 def test_a_topk_loss_reads_rows_where_chunks_begin_and_an_advantage_of_the_rest(

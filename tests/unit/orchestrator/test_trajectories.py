@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from mopd.base.metrics import apart
 from mopd.base.types import Prompt, SampleMeta, UserError
 from mopd.config.data import DataConfig
 from mopd.config.environment import CustomEnvironmentConfig
@@ -337,6 +338,15 @@ def test_turns_that_are_answered_with_an_error_are_counted(
     errors = sum(tokenizer.decode(ids).count("tool:error: no") for ids in given)
     turns = sum(map(num_turns, fields["loss_mask"]))
     assert player.take_numbers()["tool_errors/sums"] == pytest.approx(errors / turns) and 0 < errors < turns
+
+
+def test_what_checks_and_validations_play_counts_to_no_step(
+    engine: TorchEngine, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    player = player_of(tokenizer, tmp_path, COUNTING, "Counting")
+    with apart():
+        play(engine, tokenizer, player)
+    assert player.take_numbers() == {}
 
 
 def test_an_episode_that_fails_is_counted_and_closed(

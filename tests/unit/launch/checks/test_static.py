@@ -81,6 +81,34 @@ OF_FILES = {
         ("{model: models/student}", "{model: models/student, freeze: [router]}"),
         "student.freeze names router, which this model of model_type llama does not have",
     ),
+    "experts": (
+        ("{model: models/student}", "{model: models/student, moe: {moe_aux_loss_coeff: 0.1}}"),
+        "student.moe is set but model_type llama has no experts: remove the section",
+    ),
+    "tower": (
+        ("{model: models/student}", "{model: models/student, vision: {freeze: none}}"),
+        "student.vision is set but model_type llama has no vision: remove the section",
+    ),
+    "pixels": (
+        ("[validation.jsonl]}", "[validation.jsonl], max_pixels: 4096}"),
+        "data.max_pixels is set but student.model sees no images: remove the key",
+    ),
+    "budget of no domain": (
+        ("validation: {every_steps: 5}", "loss: {type: topk_forward_kl, domain_budget: {gsm8k: 0.5, lwa: 0.5}}"),
+        "loss.domain_budget names ['gsm8k', 'lwa'], the data has ['gsm8k', 'law']: name every domain or none",
+    ),
+    "weight of no domain": (
+        ("[validation.jsonl]}", "[validation.jsonl], domain_weights: {gsm8k: 1, lwa: 2}}"),
+        "data.domain_weights names ['gsm8k', 'lwa'], the data has ['gsm8k', 'law']: name every domain or none",
+    ),
+    "watched domain": (
+        ("{every_steps: 5}", "{every_steps: 5, watch: [tax]}"),
+        "validation.watch names 'tax', but data.validation has no row of it: add some",
+    ),
+    "ground truth": (
+        ("{type: exact_match}", "{type: multiple_choice}}\nloss: {type: topk_forward_kl, top_k: 8"),
+        "validation.jsonl: row 0: the ground truth '1' is no choice: the multiple_choice reward takes a letter",
+    ),
     "tokenizer": (("models/law", "models/other"), "do not share a tokenizer: 1 of 3 ids mean different tokens"),
     "stop token": (
         ("validation: {every_steps: 5}", "rollout: {stop_token_ids: [a, b, 7]}"),
@@ -200,6 +228,15 @@ def test_a_view_that_names_no_column(check: Callable[[str], list[Check]]) -> Non
     ]
     there = RECIPE.replace("domains: [law]", "domains: [law], view: {prompt: '{reward_model.ground_truth}'}")
     assert not failures(check(there))
+
+
+def test_a_watched_domain_needs_no_teacher(check: Callable[[str], list[Check]]) -> None:
+    row = {"data_source": "tax", "prompt": "x", "reward_model": {"ground_truth": "1"}}
+    with Path("validation.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    assert not failures(check(RECIPE.replace("{every_steps: 5}", "{every_steps: 5, watch: [tax]}")))
+    (found,) = failures(check(RECIPE))
+    assert "no teacher answers for domain 'tax' (1 rows)" in found
 
 
 def test_a_layout_that_divides_nothing(check: Callable[[str], list[Check]]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -137,6 +139,20 @@ def test_hidden_states_make_the_log_probs_of_the_engine(folders: dict[str, Path]
     assert wrong.status == "failed"
     problem = "mean KL to a transformers forward" if compares else "has another output matrix than the engine, or"
     assert problem in wrong.detail, wrong
+
+
+def test_a_teacher_that_is_sure_of_another_token_may_round_more(tmp_path: Path) -> None:
+    """Its logits reach hundreds, and its states travel in bf16."""
+    folder = make_hf_model(tmp_path / "sure", seed=0)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.norm.weight": 40 * weights["model.norm.weight"]}, folder / "model.safetensors")
+    folders, domains = {"sure": folder}, {"sure": ("math", "code")}
+    right, _ = judged(folders, {"sure": "sure"}, domains, hidden=TorchEngine, compares=False)["sure"]
+    assert right.status == "ok", right
+    found, limit = map(float, re.findall(r"folder differ by (\S+) \(mean, limit (\S+)\)", right.detail)[0])
+    assert 0.05 < found < limit < 10 * found
+    wrong, _ = judged(folders, {"sure": "sure"}, domains, hidden=OtherStates, compares=False)["sure"]
+    assert wrong.status == "failed" and "has another output matrix than the engine, or" in wrong.detail
 
 
 def test_the_student_is_as_far_from_a_teacher_as_its_model_says(folders: dict[str, Path]) -> None:

@@ -106,6 +106,13 @@ def test_a_student_without_vision_is_told_before_anything_starts(recipe: Callabl
         inputs_of(path)
 
 
+def test_samples_with_images_are_not_stored(recipe: Callable[..., Path]) -> None:
+    path = recipe()
+    path.write_text(path.read_text() + "metrics: {keep_samples: true}\n")
+    (problem,) = static_failures(path)
+    assert "metrics.keep_samples, data.scored: student.model sees images" in problem
+
+
 def test_damaged_images_end_the_checks_with_their_row(recipe: Callable[..., Path]) -> None:
     whole = image_bytes(300, 300, kind="JPEG")
     images = [image_bytes(seed=i) for i in range(5)]
