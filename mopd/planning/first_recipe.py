@@ -187,8 +187,9 @@ def detect_columns(path: Path, shown: str) -> ShippedColumns:
     if "messages" in columns:
         return "messages"
     raise UserError(
-        f"{shown_path(shown)}: no shipped mapping fits its columns {listed(sorted(columns))}: write the entry by hand, "
-        "with columns: {prompt: COLUMN, ground_truth: COLUMN, domain: COLUMN} (docs/data.md)"
+        f"{shown_path(shown)}: no shipped mapping fits its columns {listed(sorted(columns))}: rename them, "
+        "or write data.train of a recipe by hand, with columns: {prompt: COLUMN, ground_truth: COLUMN, domain: COLUMN} "
+        "beside the path (docs/data.md)"
     )
 
 

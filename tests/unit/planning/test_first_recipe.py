@@ -206,5 +206,6 @@ def test_what_is_not_clear_is_one_line(given: dict[str, Any], line: str) -> None
 
 def test_columns_that_nobody_knows() -> None:
     write("odd.jsonl", [{"input": "x", "output": "y"}])
-    with pytest.raises(UserError, match="no shipped mapping fits its columns 'input', 'output'"):
+    known = "no shipped mapping fits its columns 'input', 'output': rename them, or write data.train"
+    with pytest.raises(UserError, match=known):
         first_recipe(names(train=["odd.jsonl"]), LAYOUT)
