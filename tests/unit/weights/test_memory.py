@@ -92,6 +92,6 @@ def test_memory_that_others_open_is_no_expandable_segment(
         monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
         monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     during: list[list[str]] = []
-    monkeypatch.setattr(memory.torch, "empty", lambda *sizes, **options: during.append([*told]) or torch.zeros(sizes))
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: during.append([*told]) or torch.zeros(sizes))
     SharedMemory(16, torch.device("cuda", 0))
     assert during == [written] and told == [*written, *([settings] if written else [])]
