@@ -66,7 +66,9 @@ def is_there(name: str) -> bool:
 def start(command: Sequence[str], device: str, *, stdout: IO[str] | None = None) -> subprocess.Popen[str]:
     """A child that sees the first GPU, or none. What it says is kept for its end, ``stdout`` where it is given."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(ROOT), **hidden}
+    # Packages that gpu_check.sh was brought (--wheels) stand on its own path.
+    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": places, **hidden}
     if stdout is not None:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen(

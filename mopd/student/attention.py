@@ -320,7 +320,8 @@ def _fused(
     GPU torch raises if no such kernel fits."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     mask: Any = None
-    if has_sink or (window is not None and window < num_keys):
+    is_masked = has_sink or (window is not None and window < num_keys)
+    if is_masked:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         past = num_keys - num_queries  # keys before the first query's own
         mask = mask.tril(past)
@@ -330,7 +331,8 @@ def _fused(
             mask[:, 0] = True
     elif num_queries != num_keys:
         mask = causal_lower_right(num_queries, num_keys)
-    if query.is_cuda and query.dtype not in _HALVES:  # the fp32 kernel (memory-efficient) does not know groups
+    if query.is_cuda and (is_masked or query.dtype not in _HALVES):
+        # the memory-efficient kernel, the one that takes fp32, and masks for heads of any size, does not know groups
         key, value = _ungrouped(query, key, value)
     with sdpa_kernel(_FUSED_KERNELS) if query.is_cuda else nullcontext():
         out: Tensor = scaled_dot_product_attention(

@@ -12,14 +12,19 @@ import base64
 import json
 import mmap
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mopd.base.files.json_text import parse_json
+from mopd.base.text import first_line
 
 _NAME = "mopd-weights"
+_EXPANDABLE = re.compile(r"\bexpandable_segments:\s*(True|1)\b", re.IGNORECASE)
 
 
 class SharedMemory:
@@ -28,7 +33,8 @@ class SharedMemory:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._descriptor: int | None = None
         if device.type == "cuda":
-            self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            with _whole_segments():
+                self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         else:
             self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
             os.posix_fallocate(self._descriptor, 0, num_bytes)  # reserved now: a lack is an error, not a later signal
@@ -71,8 +77,32 @@ def open_memory(handles: str, place: int, device: torch.device) -> Tensor:
         if not all(type(number) is int and number >= 0 for number in (pid, descriptor, num_bytes)) or not num_bytes:
             raise ValueError("pid, descriptor and num_bytes are not numbers")
         return _open_file(f"/proc/{pid}/fd/{descriptor}", num_bytes)
-    except (ValueError, TypeError, KeyError, IndexError, OSError, OverflowError) as error:
-        raise ValueError(f"the sender's memory cannot be opened: {error}") from error
+    except (ValueError, TypeError, KeyError, IndexError, OSError, OverflowError, RuntimeError) as error:
+        # RuntimeError: CUDA's, of a handle whose owner is gone or lets nobody in
+        raise ValueError(f"the sender's memory cannot be opened: {first_line(error)}") from error
+
+
+@contextmanager
+def _whole_segments() -> Iterator[None]:
+    """Let torch allocate by ``cudaMalloc`` inside, whatever PYTORCH_CUDA_ALLOC_CONF says.
+
+    The handle of an expandable segment is a file descriptor that the receiver takes out of the owner's process
+    (``pidfd_getfd``), as a debugger would: Linux refuses that to a process that is neither root nor the parent.
+    """
+    read, write = (getattr(torch._C, f"_accelerator_{word}AllocatorSettings", None) for word in ("get", "set"))
+    if read is None or write is None:  # an older torch, which knows CUDA's alone
+        settings = str(torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
+        write = torch.cuda.memory._set_allocator_settings
+    else:
+        settings = str(read())
+    if not _EXPANDABLE.search(settings):
+        yield
+        return
+    write(_EXPANDABLE.sub("expandable_segments:False", settings))  # the whole line: torch resets what it does not name
+    try:
+        yield
+    finally:
+        write(settings)
 
 
 def _open_file(path: str, num_bytes: int) -> Tensor:

@@ -32,6 +32,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors
 
@@ -155,8 +156,9 @@ class GroupTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         model: Any = getattr(
             self.model, "language_model", self.model
         )  # a model that sees images wraps the language model
-        if model.config.get_text_config().tie_word_embeddings:
-            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+        head = model.lm_head  # of the last pipeline stage alone
+        if model.config.get_text_config().tie_word_embeddings and not isinstance(head, PPMissingLayer):
+            head.quant_method.process_weights_after_loading(head)
 
     def _abandon(self) -> None:
         """Leave the group and restore the old tensors of incomplete layers, so that a full update can begin."""

@@ -60,8 +60,8 @@ from mopd.student.model.gpt import StudentModel
 from mopd.student.parallel import Layout, raise_together
 
 _OPTIMIZER, _EXPERTS_OPTIMIZER = "optimizer", "optimizer_experts"
-_KEPT_OPTIONS = ("max_lr", "min_lr", "betas", "eps")
-"""Options of a parameter group that come from the recipe, not from the checkpoint."""
+_OF_CHECKPOINT = {"params", "step"}
+"""What a parameter group has from a checkpoint; all else are options, which the recipe and this machine's Adam set."""
 
 
 class CheckpointThread:
@@ -204,7 +204,7 @@ def load(
     Raises ``UserError`` on every rank as ``restricted.load`` does.
     """
     state = read_state(folder)
-    options = [{name: group[name] for name in _KEPT_OPTIONS} for group in optimizer.param_groups]
+    options = [{name: group[name] for name in group.keys() - _OF_CHECKPOINT} for group in optimizer.param_groups]
     sharded, _ = _sharded_state(chunks, optimizer, averages, is_loading=True)
     # The big states of distributed optimizers are taken out and loaded a few at a time, after everything else.
     distributed = {
@@ -218,12 +218,15 @@ def load(
     for part, key in _parts(optimizer):
         if key == _EXPERTS_OPTIMIZER:
             _add_common_state(part, loaded.setdefault(key, {}), loaded[_OPTIMIZER])
+        _count_as_here(part, loaded[key])
+    for part, key in _parts(optimizer):  # not above: it takes the main part's count out of what was loaded
         part.load_state_dict(loaded[key])
     with _without_steps(optimizer):
         load_states(distributed, partial(restricted.load, folder=folder, is_part=True), layout.control_group)
-    for group, kept in zip(optimizer.param_groups, options, strict=True):
-        # Learning rate and Adam's constants are those of the recipe that resumes.
-        group.update(kept)
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        for name in group.keys() - own.keys() - _OF_CHECKPOINT:
+            del group[name]
+        group.update(own)
     return state
 
 
@@ -351,6 +354,22 @@ def _add_common_state(part: Any, loaded: dict[str, Any], main: Mapping[str, Any]
     (loaded.setdefault("optimizer", {}) if "optimizer" in own else loaded)["param_groups"] = groups
     if "common_step" in main_inner.get("state", {}):
         inner.setdefault("state", {})["common_step"] = main_inner["state"]["common_step"]
+
+
+def _count_as_here(part: Any, loaded: dict[str, Any]) -> None:
+    """Put the count of steps where this machine's Adam looks for it: a checkpoint may come from a machine with another
+    one. torch's AdamW counts by parameter (Megatron: once for all, or with a distributed optimizer by group), the fused
+    ones of TransformerEngine and apex by group, in whole numbers."""
+    inner = loaded.get("optimizer", loaded)
+    groups, states = inner["param_groups"], inner.get("state", {})
+    count = float(states.pop("common_step", groups[0].get("step", 0)))
+    is_fused = not isinstance(part.optimizer, torch.optim.AdamW)
+    for group in groups:
+        group.pop("step", None)
+        if is_fused or isinstance(part, DistributedOptimizer):
+            group["step"] = int(count) if is_fused else count
+    if not is_fused and not isinstance(part, DistributedOptimizer) and count:
+        states["common_step"] = torch.tensor(count)
 
 
 def _create_states(part: Any) -> None:

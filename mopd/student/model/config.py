@@ -114,6 +114,7 @@ def check_attention(student: StudentConfig, dims: ModelDims, layout: Layout, *, 
         attn_mask_type="padding_causal" if is_packed else "causal",
         window_size=(-1, 0),
         context_parallel=layout.cp_size > 1,
+        deterministic=bool(student.megatron_overrides.get("deterministic_mode")),
     )
     has_flash, _, has_fused, _, has_unfused, _ = get_attention_backend(params)
     if has_flash or has_fused or (has_unfused and not is_packed and max_length <= UNFUSED_MAX_LENGTH):

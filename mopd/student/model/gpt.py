@@ -42,6 +42,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from mopd.base.text import one_line
+from mopd.base.types import UserError
 from mopd.config.student import StudentConfig
 from mopd.conversion.models.dims import ModelDims
 from mopd.student.attention import CoreAttention, EngineAttention, PackedSequences, RowParams, RowRotary
@@ -202,10 +204,17 @@ def build_chunks(student: StudentConfig, dims: ModelDims, layout: Layout) -> lis
     share one configuration. The weights are uninitialised memory.
 
     Raises:
-        UserError: the layout or an override does not fit the model, as ``transformer_config`` says.
+        UserError: the layout or an override does not fit the model, as ``transformer_config`` says; or a variable of
+            TransformerEngine's (``NVTE_…``) does not fit the overrides.
     """
     config = transformer_config(student, dims, layout)
-    return [_build_chunk(student, dims, layout, config, chunk) for chunk in range(layout.vp_size)]
+    try:
+        return [_build_chunk(student, dims, layout, config, chunk) for chunk in range(layout.vp_size)]
+    except (AssertionError, RuntimeError, ValueError) as error:
+        if "NVTE_" not in str(error):
+            raise
+        named = dict(student.megatron_overrides)
+        raise UserError(f"student.megatron_overrides {named}: Megatron refuses: {one_line(error)}") from error
 
 
 def _build_chunk(

@@ -1,10 +1,12 @@
-"""vLLM's processes end with the process that started them, however it ended."""
+"""vLLM's processes end with the process that started them, however it ended; what a worker derives from new weights."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -44,3 +46,22 @@ def test_a_killed_owner_takes_vllm_with_it() -> None:
     owner.stdout.close()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("is_last", [True, False])
+def test_the_tied_head_is_refreshed_where_it_is(is_last: bool) -> None:
+    """Of a replica with pipeline stages, which only GPUs have, the last one holds it."""
+    pytest.importorskip("vllm")
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    from mopd.engines.vllm.worker import GroupTransferEngine
+
+    refreshed: list[Any] = []
+    method = SimpleNamespace(process_weights_after_loading=refreshed.append)
+    head: Any = SimpleNamespace(quant_method=method) if is_last else PPMissingLayer()
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(tie_word_embeddings=True))
+    engine: Any = object.__new__(GroupTransferEngine)
+    engine.model = SimpleNamespace(config=config, lm_head=head)
+    engine._refresh_tied_head()
+    assert refreshed == ([head] if is_last else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,28 @@ def test_the_kernel_of_gpus_gets_what_the_loop_takes(
     with cpu_shim.activate():
         core = attention.CoreAttention(config=make_model(layout, DIMS, "none").config, pg_collection=groups)
     torch.testing.assert_close(core._varlen(query, key, value, rows), core._looped(query, key, value, rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "has_sink"), [(None, False), (3, False), (None, True), (3, True)])
+def test_what_the_memory_efficient_kernel_is_asked(
+    dtype: torch.dtype, window: int | None, has_sink: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it alone takes fp32, and masks where cuDNN does not take the heads (above 128 channels before Hopper);
+    it wants as many heads of keys as of queries."""
+    torch.manual_seed(0)
+    query, (key, value) = torch.randn(2, 4, 6, 8, dtype=dtype), torch.randn(2, 2, 2, 6, 8, dtype=dtype)
+    expected = attention._fused(query, key, value, None, window, has_sink=has_sink)
+
+    def on_gpu(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, **options: Any) -> Tensor:
+        if attn_mask is not None or dtype == torch.float32:
+            assert query.shape[1] == key.shape[1] and not options["enable_gqa"]
+        return scaled_dot_product_attention(query, key, value, attn_mask, **options)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda kernels: nullcontext())
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", on_gpu)
+    torch.testing.assert_close(attention._fused(query, key, value, None, window, has_sink=has_sink), expected)
 
 
 def test_context_parallel_ranks_have_equal_work() -> None:

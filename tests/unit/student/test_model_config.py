@@ -15,6 +15,7 @@ from mopd.config.student import MoeConfig, ParallelConfig, StudentConfig, Vision
 from mopd.conversion.models.dims import MlaDims, ModelDims, MoeDims
 from mopd.conversion.models.reading import read_dims
 from mopd.conversion.models.stages import Stages
+from mopd.student import cpu_shim
 from mopd.student.model import config as model_config
 from mopd.student.model.config import (
     TRANSFORMER_ENGINE,
@@ -23,6 +24,7 @@ from mopd.student.model.config import (
     transformer_config,
     uses_transformer_engine,
 )
+from mopd.student.model.gpt import build_model
 from mopd.student.parallel import Layout
 from tests.fixtures import transformer_engine as stand_in
 from tests.fixtures.vision import make_vision_model
@@ -214,6 +216,9 @@ def test_what_transformer_engine_cannot_is_refused(
         transformer_config(student(), seeing, replace(layout, cp_size=2))
 
 
+DETERMINISTIC = {"megatron_overrides": {"deterministic_mode": True}}
+
+
 @pytest.mark.parametrize(
     ("keys", "dims", "length", "capability", "line"),
     [
@@ -226,6 +231,9 @@ def test_what_transformer_engine_cannot_is_refused(
         ({}, DIMS, 8192, (12, 0), "packed sequences of up to 8192 tokens"),
         ({"packing": False}, DIMS, 8192, (12, 0), None),
         ({"dtype": "float32", "transformer_impl": "local"}, DEEPSEEK, 8192, (8, 0), None),
+        ({"packing": False}, DIMS, 8192, (8, 0), None),
+        ({"packing": False, **DETERMINISTIC}, DIMS, 8192, (8, 0), "padded sequences of up to 8192 tokens"),
+        ({"packing": False, **DETERMINISTIC}, DIMS, 8192, (9, 0), None),
     ],
 )
 def test_attention_without_a_kernel_is_refused(
@@ -244,6 +252,16 @@ def test_attention_without_a_kernel_is_refused(
         return
     with pytest.raises(UserError, match=line) as error:
         check_attention(student(**keys), dims, layout, max_length=length)
+    assert "\n" not in str(error.value)
+
+
+def test_a_variable_of_transformer_engine_that_megatron_refuses_is_one_line(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron sets these itself, and stops where a user's value is another."""
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    with pytest.raises(UserError, match="NVTE_FUSED_ATTN set to 0, but expected 1") as error, cpu_shim.activate():
+        build_model(student(), DIMS, layout)
     assert "\n" not in str(error.value)
 
 

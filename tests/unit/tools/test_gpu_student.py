@@ -115,6 +115,13 @@ def test_a_stage_that_cannot_run_is_skipped_with_its_reason(tmp_path: Path, monk
     assert (lacking.status, lacking.reason) == ("skipped", "this interpreter lacks no_such_package, no_such.core")
 
 
+def test_children_see_the_packages_that_were_brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``gpu_check.sh --wheels`` puts them on PYTHONPATH; Megatron is among them."""
+    (tmp_path / "brought.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    wait(start([sys.executable, "-c", "import brought, tools.gpu_stage"], "cpu"), "a child", time.monotonic() + 60)
+
+
 @pytest.mark.parametrize("name", ["training", "scoring"])
 def test_full_size_is_for_a_gpu(name: str, tmp_path: Path) -> None:
     seen = run_stage(name, "cpu", "float32", tmp_path, time.monotonic() + 60)
