@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from torch import Tensor
 
 from mopd.student.batch import MicroBatch
@@ -33,14 +34,22 @@ class Neighbours(P2PCommunicator):
     previous stage first on both sides, so that what is sent forward would arrive as what is sent back (its own trainer
     refuses two stages without ``overlap_p2p_comm``). With the sends swapped, they pair.
 
-    Not interleaved, micro-batches and their gradients arrive in order, in shapes that every rank knows from the plan.
-    Megatron would send the shapes first, and wait for the device each time.
+    Hidden states and their gradients arrive in an order and in shapes that every rank knows from the plan. Megatron
+    would send the shapes first, and wait for the device each time; interleaved, with as many micro-batches as stages,
+    one stage would wait for a shape that its neighbour sends after it has a tensor of that stage's.
     """
 
-    def __init__(self, group: dist.ProcessGroup, config: Any, shapes: Sequence[Shape], *, is_interleaved: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, config: Any, shapes: Sequence[Shape], *, num_chunks: int) -> None:
+        """``shapes``: of the micro-batches' hidden states; ``num_chunks``: of every stage."""
         super().__init__(group, config)
-        self._is_interleaved = is_interleaved
-        self._from_previous, self._from_next = iter(shapes), iter(shapes)
+        self._is_interleaved = num_chunks > 1
+        table = get_schedule_table(len(shapes), num_chunks, config.microbatch_group_size_per_vp_stage or len(shapes))
+        rank, last = group.rank(), group.size() - 1
+        # The first stage gets nothing for its first chunk, on the way back the last one nothing for its last: the way
+        # back takes the chunks the other way round, and the micro-batches as they came.
+        coming = [shapes[number] for number, chunk in table if chunk > 0]
+        self._from_previous = iter(coming if rank == 0 else [shapes[number] for number, _ in table])
+        self._from_next = iter(coming if rank == last else [shapes[number] for number, _ in table])
 
     def _communicate(self, *, tensor_send_next: Any, tensor_send_prev: Any, **rest: Any) -> Any:
         """Swap the two sends if both neighbours are the same rank."""
@@ -49,34 +58,8 @@ class Neighbours(P2PCommunicator):
         return super()._communicate(tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **rest)
 
     def _communicate_shapes(self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: Any, recv_next: Any) -> Any:
-        """Return the shapes of what comes from the previous and the next stage, without waiting for the own shapes to
-        be received.
-
-        With as many micro-batches as stages, one stage sends and then receives where its neighbour does both at once.
-        If that neighbour waited for its shape to be received, it would not yet receive the tensor that the first one
-        sends. Over NCCL, which buffers so few bytes, Megatron's own method does not wait.
-        """
-        if not self._is_interleaved:
-            return next(self._from_previous) if recv_prev else None, next(self._from_next) if recv_next else None
-        if torch.cuda.is_available():
-            return super()._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
-        self._sent: list[tuple[Tensor, Any]] = []  # kept alive until they are sent
-        coming: list[tuple[int, Tensor, Any]] = []
-        found = [[0, 0, 0], [0, 0, 0]]
-        # Nothing waits until both directions are under way.
-        for number, (tensor, wanted, rank) in enumerate(
-            ((tensor_send_prev, recv_prev, self.prev_rank), (tensor_send_next, recv_next, self.next_rank))
-        ):
-            if tensor is not None:
-                shape = torch.tensor(tensor.shape)
-                self._sent.append((shape, dist.isend(shape, rank, group=self.pp_group)))
-            if wanted:
-                shape = torch.empty(3, dtype=torch.int64)
-                coming.append((number, shape, dist.irecv(shape, rank, group=self.pp_group)))
-        for number, shape, work in coming:
-            work.wait()
-            found[number] = shape.tolist()
-        return found
+        """Return the shapes of what comes from the previous and the next stage."""
+        return next(self._from_previous) if recv_prev else None, next(self._from_next) if recv_next else None
 
 
 def run_schedule(
@@ -122,7 +105,7 @@ def run_schedule(
     if groups.pp.size() > 1:
         # Megatron takes a communicator of the caller's only together with all the groups that it would look up.
         options |= {
-            "p2p_communicator": Neighbours(groups.pp, config, shapes, is_interleaved=len(chunks) > 1),
+            "p2p_communicator": Neighbours(groups.pp, config, shapes, num_chunks=len(chunks)),
             "pg_collection": groups,
         }
     get_forward_backward_func()(
