@@ -13,7 +13,7 @@ TORCHVISION_CPU := $(BIN)/python -c 'import shutil, sysconfig, torch; \
 	torch.version.cuda or shutil.copy("tools/torchvision_cpu.pth", sysconfig.get_path("purelib"))'
 ENGINES_STAMP := $(VENV)/.installed-engines-$(VLLM)
 
-.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test long fuzz parity families disk-full kills kills-weights soak scale weights slurm sglang openenv verifiers mutations docs dist screenshot image-cpu image-jobs lint clean
+.PHONY: install install-vllm- install-vllm-cpu install-vllm-gpu quickstart test long fuzz parity families disk-full kills kills-weights soak scale weights emulated-gpu slurm sglang openenv verifiers mutations docs dist screenshot image-cpu image-jobs lint clean
 
 $(STAMP): pyproject.toml constraints.txt tools/torchvision_cpu.pth
 	$(PYTHON) -m venv $(VENV)
@@ -77,6 +77,11 @@ scale: $(STAMP)  ## one orchestrator over 64 ranks and 10,048 prompts a step, wi
 weights: $(ENGINES_STAMP)  ## updates of every family from every layout to torch and vLLM engines, and from one network to another (make test: a few to torch)
 	MOPD_WEIGHTS=all $(BIN)/python -m pytest tests/parity/student/test_weights.py -k "on_" --timeout=900 -s
 	MOPD_WEIGHTS=all $(BIN)/python -m pytest tests/integration/test_weight_networks.py tests/integration/test_weight_network_faults.py --timeout=900 -s -rs
+
+emulated-gpu: $(STAMP)  ## branches for CUDA on emulated devices: the student at every layout, the GPU check's first stages (make test: one rank); wants g++
+	$(BIN)/python -m tests.emulated_gpu.start --gpus 8 -- $(BIN)/python -m pytest tests/emulated_gpu/on_devices.py $(addprefix tests/parity/student/test_,$(addsuffix .py,$(EMULATED))) --timeout=1200 -rs
+	$(BIN)/python -m tests.emulated_gpu.start -- $(BIN)/python tools/gpu_student.py --stages quickstart,student,families
+EMULATED := layouts context hidden moe custom lora checkpoints vision averages freeze non_finite
 
 families: $(ENGINES_STAMP)  ## families that are like others, in every layout beside transformers, random configs, served by vLLM (make test: one layout each)
 	MOPD_FAMILIES=all $(BIN)/python -m pytest tests/parity/student/test_families.py tests/parity/student/test_delta.py tests/parity/conversion/test_random_configs.py tests/integration/test_export_serves.py --timeout=900

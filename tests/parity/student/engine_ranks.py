@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.fixtures.transformer_engine import install
+from tests.fixtures.engine_stand_in import install
 
 install(as_on_cuda=True)
 

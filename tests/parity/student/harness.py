@@ -33,7 +33,13 @@ def run_ranks(
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command = [*within, *torchrun, "--nproc-per-node", str(num_ranks), str(script), str(job_path)]
     root = Path(__file__).parents[3]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(root)}
+    paths = [os.environ.get("PYTHONPATH", ""), str(root)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     results: dict[str, Any] = json.loads(out_path.read_text())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -205,7 +206,9 @@ class Case:
     def __init__(self, model: str, case: dict[str, Any]) -> None:
         self.case = case
         self.recipe = recipe = make_recipe(model, case)
-        layout = parallel.initialize(recipe.student.parallel, timeout_s=120, seed=0)
+        layout = parallel.initialize(
+            recipe.student.parallel, timeout_s=120, seed=0, local_rank=int(os.environ.get("LOCAL_RANK", "0"))
+        )
         self.plane = LocalDataPlane() if layout.rank == 0 else None
         self.reader = open_plane(self.plane, layout)
         with patch.object(optimizer, "BUCKET_SIZE", case.get("bucket_size")):
@@ -261,7 +264,7 @@ class Case:
         tower = getattr(self.worker._chunks[0].module, "vision_model", None)
         digest = hashlib.sha256()
         for parameter in () if tower is None else tower.parameters():
-            digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+            digest.update(parameter.detach().view(torch.uint8).cpu().numpy().tobytes())
         found: list[str | None] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(found, None if tower is None else digest.hexdigest())
         return [one for one in found if one is not None]
@@ -305,7 +308,7 @@ class Case:
         optimizer.prepare_grads()
         squares = 0.0
         for part in optimizer.chained_optimizers:  # experts' are the second
-            total = torch.zeros((), dtype=torch.float64)
+            total = torch.zeros((), dtype=torch.float64, device=self.worker.layout.device)
             for grad in part.get_main_grads_for_grad_norm():
                 total += grad.double().square().sum()
             torch.distributed.all_reduce(total, group=part.get_grad_stats_parallel_group())
@@ -323,7 +326,7 @@ class Case:
         chunks = worker._chunks
         whole = dict(iter_adapter_weights(chunks, worker.dims, worker.layout, lora, instead=gradients))
         if worker.layout.rank == 0:
-            save_file({name: tensor.contiguous() for name, tensor in whole.items()}, file)
+            save_file({name: tensor.cpu().contiguous() for name, tensor in whole.items()}, file)
         trained = [p for chunk in chunks for p in chunk.parameters() if hasattr(p, "main_grad")]
         return {
             "loss": sum(one.sums["weighted_loss"] for one in sums.values()),
@@ -334,7 +337,7 @@ class Case:
 
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` holds on some rank."""
-        total = torch.tensor(int(flag))
+        total = torch.tensor(int(flag), device=self.worker.layout.device)
         torch.distributed.all_reduce(total)
         return bool(total)
 

@@ -38,11 +38,11 @@ def refused_saves(worker: StudentWorker, exported: Path) -> dict[str, Any]:
 
 def _told(worker: StudentWorker, target: Path) -> dict[str, Any]:
     worker.save(target, {}, is_async=True)
-    refused, line = torch.zeros(1), ""
+    refused, line = torch.zeros(1, device=worker.layout.device), ""
     try:
         worker.saving.finish()
     except WriteRefusedError as error:
-        refused, line = torch.ones(1), str(error)
+        refused, line = torch.ones_like(refused), str(error)
     torch.distributed.all_reduce(refused)
     return {"num_refused": int(refused), "line": line, "is_left": target.exists()}
 

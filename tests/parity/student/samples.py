@@ -87,5 +87,7 @@ def make_routes(metas: Sequence[SampleMeta], shape: RouteShape, *, seed: int) ->
 
 def hash_of(weights: Iterable[tuple[str, Tensor]]) -> str:
     """Of weights by name, bit by bit, in whatever order they come."""
-    own = {name: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() for name, tensor in weights}
+    own = {
+        name: hashlib.sha256(tensor.view(torch.uint8).cpu().numpy().tobytes()).hexdigest() for name, tensor in weights
+    }
     return hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()

@@ -39,10 +39,12 @@ from mopd.student.worker import StudentWorker
 from tests.fixtures.servers import RunningServer, running_server
 from tests.fixtures.updates import unpacked
 
-WAYS = (
+WAYS: tuple[BucketsConfig, ...] = (
     CollectiveConfig(type="collective", bucket_mib=1, timeout_s=30.0),
     IpcConfig(type="ipc", bucket_mib=1, timeout_s=30.0),
 )
+if torch.cuda.is_available():  # engines have devices of their own here, whose memory ``ipc`` does not reach
+    WAYS = WAYS[:1]
 NUM_WAYS = 1 + len(WAYS)
 """HTTP too."""
 NUM_VERSIONS = 3
@@ -66,8 +68,12 @@ def run_sends(
         urls, servers = list(sends.get("urls", ())), list[RunningServer]()
         if urls:
             engine = VllmEngineConfig(type="vllm", dtype=sends["dtype"])
-        for _ in range(0 if urls else NUM_REPLICAS):
-            server = stack.enter_context(running_server(TorchEngine.empty(recipe.student.model, engine), "rollout"))
+        for number in range(0 if urls else NUM_REPLICAS):
+            device = torch.device("cpu")
+            if torch.cuda.is_available():  # the last ones: the ranks have the first
+                device = torch.device("cuda", torch.cuda.device_count() - 1 - number)
+            made = TorchEngine.empty(recipe.student.model, engine, device)
+            server = stack.enter_context(running_server(made, "rollout"))
             urls.append(server.url)
             servers.append(server)
         rollout = dataclasses.replace(recipe.rollout, engine=engine, placement=LocalConfig(type="local"))
@@ -119,7 +125,7 @@ class Sender:
         engine: Any = TorchEngineConfig(dtype=self._recipe.student.dtype)
         rollout = dataclasses.replace(self._recipe.rollout, engine=engine)
         exact = self._facts(dataclasses.replace(self._recipe, rollout=rollout))["announced"]["tensors"]
-        by_group, by_ipc = (self._group(ranks, router, way, sends) for way in WAYS)
+        by_group, *by_ipc = (self._group(ranks, router, way, sends) for way in WAYS)
         by_http = StudentGroup(self._recipe, ranks, self._facts(self._recipe), GroupWeightSync(router))
         found: dict[str, Any] = {
             "apart": 0.0,
@@ -129,9 +135,9 @@ class Sender:
             "is_same": True,
             "num_skipped": [],
         }
-        ways = (by_group, by_ipc, by_http)
+        ways = (by_group, *by_ipc, by_http)
         if sends.get("sees"):  # an engine leaves the group of one way for the next
-            ways = (by_group, by_group, by_ipc, by_ipc)
+            ways = (by_group, by_group, *by_ipc, *by_ipc)
         elif token is not None:
             ways = (by_group, by_http)  # they cannot map the student's memory
         version, before, last = sends.get("first", 0), list[Tensor](), by_http
@@ -159,7 +165,7 @@ class Sender:
             if before and said:
                 found["moved"].append(float((said[0][0] - before[0]).abs().max()))
             before = said[0] if said else []
-        for student in (by_group, by_ipc, by_http):
+        for student in (by_group, *by_ipc, by_http):
             await student.close()
         await router.close()
         for engine in engines:
@@ -193,6 +199,6 @@ def _hold(weights: list[tuple[str, Tensor]], slots: list[Any]) -> bool:
     """Every replica every bit; where the rollout computes in a narrower dtype than the student, rounded."""
     return all(
         slot.keys() == dict(weights).keys()
-        and all(torch.equal(slot[name], tensor.to(slot[name].dtype)) for name, tensor in weights)
+        and all(torch.equal(slot[name].cpu(), tensor.to(slot[name].dtype)) for name, tensor in weights)
         for slot in slots
     )

@@ -69,6 +69,9 @@ def test_states_are_loaded_a_few_at_a_time(saved_ranks: Results, student_folder:
     assert max(rounds) <= 3 * max(largest, 2**13) < sum(rounds)
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="torch writes a device's tensors in another order than the host's"
+)
 def test_bytes_do_not_depend_on_when_they_are_written(saved_ranks: Results, student_folder: Path) -> None:
     """Two students that have trained alike, saved either way: but for a number that torch draws into ``.metadata``."""
     beside, waiting = (student_folder / name for name in ("saved_tp2", "saved_tp2_waiting"))

@@ -26,7 +26,7 @@ from mopd.student.model.config import (
 )
 from mopd.student.model.gpt import build_model
 from mopd.student.parallel import Layout
-from tests.fixtures import transformer_engine as stand_in
+from tests.fixtures import engine_stand_in as stand_in
 from tests.fixtures.vision import make_vision_model
 
 DIMS = ModelDims(

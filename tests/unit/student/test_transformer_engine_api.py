@@ -12,7 +12,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from mopd.student.model.config import TRANSFORMER_ENGINE
-from tests.fixtures import transformer_engine as stand_in
+from tests.fixtures import engine_stand_in as stand_in
 from tests.fixtures.transformer_engine_api import CALLED, as_recorded, imported, record
 
 
