@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,13 @@ import torch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+
+
+def missing() -> str | None:
+    """Return why there can be no emulated GPUs here, if so."""
+    if torch.version.cuda is not None:
+        return f"torch {torch.__version__} has devices of its own: take a CPU build"
+    return None if shutil.which("g++") else "no g++ to build them: apt-get install g++"
 
 
 def library() -> Path:
@@ -64,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--triton", action="store_true", help="let Triton's interpreter run the kernels")
     parser.add_argument("command", nargs="+", help="what to run, after --")
     options = parser.parse_args(argv)
+    if why := missing():
+        parser.error(why)
     return subprocess.run(
         options.command, env=environment(options.gpus, has_triton=options.triton), check=False
     ).returncode

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.emulated_gpu.start import ROOT, environment
+import pytest
+
+from tests.emulated_gpu.start import ROOT, environment, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 
 def run(num_gpus: int, *command: str) -> str:
