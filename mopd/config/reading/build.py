@@ -43,6 +43,7 @@ HINTS = {
     "data.domain_key": "set columns: {prompt: COLUMN, domain: COLUMN, …}",
     "data.extra_info_key": "set columns: {prompt: COLUMN, extra_info: COLUMN, …}",
     "data.seed": "the recipe's seed also shuffles and mixes prompts: set seed",
+    "student.precision": "the weights' numbers are of student.dtype: set that",
     "validation.reward": "rewards are a section of their own, by domain: set rewards.default",
     "validation.domain_rewards": "rewards are a section of their own, by domain: set rewards.DOMAIN",
 }
@@ -164,7 +165,7 @@ class Builder:
         if annotation is Any and isinstance(node, Section):
             return self._mapping(node, Any, path)
         if isinstance(node, Section):
-            self.fail(node.origin, path, f"expected {_expected(annotation)}, got a section")
+            self.fail(node.origin, path, f"expected {_expected(annotation)}, got {_shown_section(node)}")
         try:
             for member in members:
                 converted = _convert(node.value, member)
@@ -176,7 +177,8 @@ class Builder:
 
     def _mapping(self, node: Node, annotation: Any, path: Path_) -> dict[str, Any]:
         if not isinstance(node, Section):
-            self.fail(node.origin, path, f"expected a section of named values, got {_shown(node.value)}")
+            cure = "; {} empties it" if node.value is None else ""
+            self.fail(node.origin, path, f"expected a section of named values, got {_shown(node.value)}{cure}")
         self.origins[path] = node.origin
         made = {}
         known = [key for key, item in node.items.items() if not removes_entry(item, annotation)]
@@ -205,7 +207,7 @@ class Builder:
     def _items(self, node: Node, whole: Any, annotation: Any, path: Path_) -> tuple[Any, ...]:
         """A list whose items may be sections; ``whole`` is the list's own annotation."""
         if not isinstance(node, Leaf) or not isinstance(node.value, list):
-            shown = "a section" if isinstance(node, Section) else _shown(node.value)
+            shown = _shown_section(node) if isinstance(node, Section) else _shown(node.value)
             self.fail(node.origin, path, f"expected {_expected(whole)}, got {shown}")
         made = []
         for i, item in enumerate(node.value):
@@ -335,6 +337,13 @@ def _shown(value: Any) -> str:
     names = {True: "true", False: "false"}
     text = "null" if value is None else names[value] if isinstance(value, bool) else without_credentials(repr(value))
     return shortened(text)
+
+
+def _shown_section(section: Section) -> str:
+    """A section that stands where none may."""
+    if section.items and all(key.isdecimal() for key in section.items):
+        return "numbers of items: give the whole list"
+    return "a section"
 
 
 def _schema_paths(cls: type, path: Path_) -> list[Path_]:

@@ -165,7 +165,16 @@ def test_null_takes_an_optional_section_away(write: Write) -> None:
         ("rewards.math={path: r.py}", "missing key type: set one of exact_match, math, multiple_choice, regex"),
         ("rewards.math={type: regex, pattern: '(a'}", "rewards.math.pattern is no regular expression of Python"),
         ("rewards.math={type: regex, pattern: '(a)(b)'}", "rewards.math.pattern has 2 groups: keep the answer's one"),
-        ("rewards=null", "expected a section of named values"),
+        ("rewards=null", "expected a section of named values, got null; {} empties it"),
+        ("student.precision=bf16", "unknown key 'student.precision'; the weights' numbers are of student.dtype"),
+        (
+            "data.train.0.path=a.jsonl",
+            "data.train: expected a list (text or a section each), got numbers of items: give the",
+        ),
+        (
+            "slurm.options.0=--x",
+            "slurm.options: expected a list (text each), got numbers of items: give the whole list",
+        ),
         (
             "validation.reward={type: exact_match}",
             "unknown key 'validation.reward'; rewards are a section of their own, by domain: set rewards.default",
