@@ -78,10 +78,10 @@ weights: $(ENGINES_STAMP)  ## updates of every family from every layout to torch
 	MOPD_WEIGHTS=all $(BIN)/python -m pytest tests/parity/student/test_weights.py -k "on_" --timeout=900 -s
 	MOPD_WEIGHTS=all $(BIN)/python -m pytest tests/integration/test_weight_networks.py tests/integration/test_weight_network_faults.py --timeout=900 -s -rs
 
+EMULATED := $(addprefix test_,$(addsuffix .py,layouts context hidden moe custom lora checkpoints vision averages freeze non_finite))
 emulated-gpu: $(STAMP)  ## branches for CUDA on emulated devices: the student at every layout, the GPU check's first stages (make test: one rank); wants g++
-	$(BIN)/python -m tests.emulated_gpu.start --gpus 8 -- $(BIN)/python -m pytest tests/emulated_gpu/on_devices.py $(addprefix tests/parity/student/test_,$(addsuffix .py,$(EMULATED))) --timeout=1200 -rs
+	$(BIN)/python -m tests.emulated_gpu.start --gpus 8 -- $(BIN)/python -m pytest tests/emulated_gpu/on_devices.py $(EMULATED:%=tests/parity/student/%) --timeout=1200 -rs
 	$(BIN)/python -m tests.emulated_gpu.start -- $(BIN)/python tools/gpu_student.py --stages quickstart,student,families
-EMULATED := layouts context hidden moe custom lora checkpoints vision averages freeze non_finite
 
 families: $(ENGINES_STAMP)  ## families that are like others, in every layout beside transformers, random configs, served by vLLM (make test: one layout each)
 	MOPD_FAMILIES=all $(BIN)/python -m pytest tests/parity/student/test_families.py tests/parity/student/test_delta.py tests/parity/conversion/test_random_configs.py tests/integration/test_export_serves.py --timeout=900

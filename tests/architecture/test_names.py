@@ -41,6 +41,7 @@ CALLED_BY_LIBRARIES = {
     "mopd/serving/server.py": {"capture_signals", "eof_received", "data_received", "send_400_response"},
     "mopd/student/attention.py": {"get_rotary_seq_len"},
     "mopd/student/model/gated_delta_net.py": {"_apply_output_gate"},
+    "mopd/student/schedule.py": {"_communicate_shapes"},
     "mopd/student/model/replay.py": {"get_replay_topk"},
     "mopd/student/checkpoints/restricted.py": {"load_common", "read_metadata", "load_bytes"},
     "mopd/student/checkpoints/checkpoint.py": {"create_stream"},

@@ -106,6 +106,7 @@ def test_a_worker_that_ends_as_vllm_kills_it_leaves_no_process(
     assert engine._llm.engine_core.resources.output_socket.closed
 
 
+@pytest.mark.long
 def test_workers_whose_engine_core_was_killed_end_with_the_engine(
     tmp_path: Path, loop: asyncio.AbstractEventLoop
 ) -> None:
@@ -121,6 +122,7 @@ def test_workers_whose_engine_core_was_killed_end_with_the_engine(
     assert not alive(workers)
 
 
+@pytest.mark.long
 def test_an_error_of_vllms_shutdown_is_raised_and_leaves_no_process(
     tmp_path: Path, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +142,7 @@ def test_an_error_of_vllms_shutdown_is_raised_and_leaves_no_process(
     engine._llm.engine_core.shutdown()  # what is left of it, lest its sockets outlive this test
 
 
+@pytest.mark.long
 def test_a_start_that_fails_says_why_and_leaves_no_process(
     tmp_path: Path,
     loop: asyncio.AbstractEventLoop,
