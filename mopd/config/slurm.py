@@ -76,7 +76,7 @@ class SlurmConfig(Checked):
     student_nodes: Processes | None = None
     """Nodes of the student; absent: as few as possible, all without GPUs."""
     gpus_per_node: Annotated[int, at_least(0, MAX_PROCESSES)] = 0
-    """GPUs of each node."""
+    """GPUs of each node; may be absent where nodes have none."""
     cpus_per_node: Processes | None = None
     """CPUs of each node; absent: all."""
     time: str | None = None

@@ -149,7 +149,10 @@ MISTAKES = {
         says=("slurm.nodes", "nothing would run on ", "registered"),
     ),
     "no login node": Mistake(
-        keys={"slurm": {"nodes": 2, "student_nodes": 2}, "student__parallel": {"tensor_model_parallel_size": 2}},
+        keys={
+            "slurm": {"nodes": 2, "student_nodes": 2, "gpus_per_node": 0},
+            "student__parallel": {"tensor_model_parallel_size": 2},
+        },
         command=("slurm", "RECIPE"),
         prepare=no_slurm,
         says=("sbatch is not on this machine: ", "--dry-run"),

@@ -64,7 +64,11 @@ class Site:
         """``mopd slurm --wait`` of a recipe whose run folder is ``runs/NAME``, by the jobs' user."""
         mounts = [f"{sysconfig.get_path('purelib')}:{PACKAGES}:ro"]
         container = {"type": "pyxis", "image": str(self.image), "mounts": mounts}
-        tree = {"run_dir": f"runs/{name}", **recipe, "slurm": {"time": "20", "container": container, **section}}
+        tree = {
+            "run_dir": f"runs/{name}",
+            **recipe,
+            "slurm": {"gpus_per_node": 0, "time": "20", "container": container, **section},
+        }
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(tree), encoding="utf-8")
         return subprocess.Popen(

@@ -118,7 +118,15 @@ def test_two_nodes_train_as_one_machine(nodes: slurm.Cluster, world: World, one_
     ("slurm_keys", "says"),
     [
         ({"nodes": 2, "partition": "nowhere"}, "sbatch refused the job: invalid partition specified: nowhere"),
-        ({"nodes": 4}, "slurm: sbatch refused the job: allocation failure: Requested node configuration is not"),
+        (
+            {"nodes": 2},
+            "slurm.gpus_per_node is missing, and nodes of the default partition have gpu:8: set it, to 0 for",
+        ),
+        ({"nodes": 2, "partition": "wide"}, "gpus_per_node is missing, and nodes of partition 'wide' have gpu:8"),
+        (
+            {"nodes": 4, "gpus_per_node": 0},
+            "slurm: sbatch refused the job: allocation failure: Requested node configuration is not",
+        ),
     ],
 )
 def test_what_is_refused_leaves_nothing(
@@ -138,7 +146,7 @@ def test_a_fault_of_node2_is_named_and_nothing_is_left(nodes: slurm.Cluster, wor
     hide = f'mount -t tmpfs tmpfs {world.teachers["right"]} && exec "$@"'
     nodes.restart_node("node2", ["unshare", "--mount", "sh", "-c", hide, "sh"])
     run_dir = tmp_path / "run"
-    recipe = world.write_recipe(run_dir, slurm={"nodes": 2, "student_nodes": 2, "time": "10"})
+    recipe = world.write_recipe(run_dir, slurm={"nodes": 2, "student_nodes": 2, "gpus_per_node": 0, "time": "10"})
     code, output, errors = ended(command(nodes, "slurm", recipe, "--wait"))
     nodes.restart_node("node2", [])
     assert code == 2, output + errors + job_logs(run_dir)
@@ -159,7 +167,7 @@ def test_each_group_in_a_component_of_its_own(
     nodes: slurm.Cluster, world: World, one_machine: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    keys = {"form": "heterogeneous", "partition": "wide", "student_nodes": 2, "time": "10"}
+    keys = {"form": "heterogeneous", "partition": "wide", "student_nodes": 2, "gpus_per_node": 0, "time": "10"}
     code, output, errors = ended(command(nodes, "slurm", world.write_recipe(run_dir, **ON_NODES, slurm=keys), "--wait"))
     assert code == 0, output + errors + job_logs(run_dir)
     assert_trained_as_on_one_machine(run_dir, one_machine)
@@ -174,7 +182,7 @@ def test_ray_inside_the_job(nodes: slurm.Cluster, world: World, one_machine: Pat
     run_dir = tmp_path / "run"
     engine = {"type": "torch", "dtype": "float32"}
     keys = {**ON_NODES, "teacher_defaults": {"placement": {"type": "ray"}, "engine": engine}}
-    recipe = world.write_recipe(run_dir, **keys, slurm={"form": "ray", "nodes": 2, "time": "10"})
+    recipe = world.write_recipe(run_dir, **keys, slurm={"form": "ray", "nodes": 2, "gpus_per_node": 0, "time": "10"})
     code, output, errors = ended(command(nodes, "slurm", recipe, "--wait"))
     assert code == 0, output + errors + job_logs(run_dir)
     assert_trained_as_on_one_machine(run_dir, one_machine)
@@ -217,7 +225,9 @@ def test_what_interrupts_a_job_queues_it_again(
     interrupt: Callable[[slurm.Cluster, Path], None],
 ) -> None:
     run_dir = tmp_path / "run"
-    recipe = world.write_recipe(run_dir, **ALL_ON_RANK_0, slurm={"nodes": 2, "time": "10", "stop_before_s": 30})
+    recipe = world.write_recipe(
+        run_dir, **ALL_ON_RANK_0, slurm={"nodes": 2, "gpus_per_node": 0, "time": "10", "stop_before_s": 30}
+    )
     process = command(nodes, "slurm", recipe, "--wait")
     until(lambda: num_steps(run_dir) >= 30)
     interrupt(nodes, run_dir)
@@ -234,7 +244,9 @@ def test_stop_from_another_node(nodes: slurm.Cluster, world: World, tmp_path: Pa
     run_dir = tmp_path / "run"
     never = {"checkpoint__every_steps": 1000, "validation__every_steps": 1000}  # which may save a best step, too
     keys = {**ON_NODES, "schedule__steps": 1000, **never}
-    recipe = world.write_recipe(run_dir, **keys, slurm={"nodes": 2, "time": "10", "stop_before_s": 30})
+    recipe = world.write_recipe(
+        run_dir, **keys, slurm={"nodes": 2, "gpus_per_node": 0, "time": "10", "stop_before_s": 30}
+    )
     process = command(nodes, "slurm", recipe, "--wait")
     until(lambda: num_steps(run_dir) >= 3)
     step = ["srun", f"--jobid={job_id(run_dir)}", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=node2"]

@@ -72,6 +72,21 @@ def submit(script: Path, *, where: str) -> str:
     return found[1]
 
 
+def gpus_of(partition: str | None) -> str:
+    """Return what Slurm says of the GPUs of a partition's nodes, such as ``gpu:h100:8``; empty where it has none.
+
+    Args:
+        partition: names with commas; ``None`` is the cluster's default.
+    """
+    said = _call(["sinfo", "--noheader", "--format=%P %G", *([] if partition is None else ["--partition", partition])])
+    for line in said.stdout.splitlines():
+        name, _, resources = line.strip().partition(" ")
+        found = re.search(r"\bgpu(:[\w.-]+)?:\d+", resources)
+        if found is not None and (partition is not None or name.endswith("*")):
+            return found[0]
+    return ""
+
+
 def state_of(job_id: str) -> JobState | None:
     """Ask for the job's state; ``None`` for one that Slurm has forgotten, minutes after its end.
 

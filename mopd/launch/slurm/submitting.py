@@ -27,13 +27,13 @@ from mopd.base.files.writing import write_json, write_text, writing
 from mopd.base.text import file_name, one_line, visible
 from mopd.base.types import UserError
 from mopd.config.data import TransferQueueConfig
-from mopd.config.load import Loaded, dump
+from mopd.config.load import DEFAULT_ORIGIN, Loaded, dump
 from mopd.config.machine.places import Tenant, engine_groups, path_of
 from mopd.config.placements import RayConfig
 from mopd.config.reading.tree import STANDARD_INPUT, dotted
 from mopd.config.slurm import SlurmConfig
 from mopd.launch.preparing import check_student_layout
-from mopd.launch.slurm.job import JobState, kept_id, state_of, submit
+from mopd.launch.slurm.job import JobState, gpus_of, kept_id, state_of, submit
 from mopd.launch.slurm.layout import JobComponent, JobLayout, lay_out, slurm_of
 from mopd.report.run_files import CURE, RunFiles
 from mopd.run.folder import RunDir
@@ -286,8 +286,8 @@ def submit_job(job: PreparedJob) -> str:
     """Write the script into the run's folder, submit it, and return the job's id.
 
     Raises:
-        UserError: a job of this run is in the queue, the folder cannot be written, or sbatch refuses; a folder that was
-            made for this is removed.
+        UserError: a job of this run is in the queue, nobody said whether it wants the nodes' GPUs, the folder cannot be
+            written, or sbatch refuses; a folder that was made for this is removed.
     """
     id_file, script, recipe = (job.folder / name for name in ("job.json", SCRIPT, RECIPE))
     before = kept_id(id_file)
@@ -297,6 +297,7 @@ def submit_job(job: PreparedJob) -> str:
             f"{job.loaded.where('run_dir')}: {state} is this run's: stop it (mopd stop {job.folder.parent}, or "
             f"scancel {before}), or set another run_dir"
         )
+    _check_gpus(job.loaded)
     logs = job.folder.parent / "logs" / "job"
     made = [path for path in (logs, *logs.parents, job.folder) if not path.exists()]
     written = [path for path in (script, recipe) if not path.exists()]
@@ -317,6 +318,20 @@ def submit_job(job: PreparedJob) -> str:
         raise
     write_json(id_file, {"id": job_id})
     return job_id
+
+
+def _check_gpus(loaded: Loaded) -> None:
+    """Raise ``UserError`` for a recipe that does not say whether it wants the GPUs that its nodes have."""
+    config = slurm_of(loaded)
+    if loaded.origins.get("slurm.gpus_per_node") != DEFAULT_ORIGIN:
+        return
+    found = gpus_of(config.partition)
+    if found:
+        where = "the default partition" if config.partition is None else f"partition {config.partition!r}"
+        raise UserError(
+            f"{loaded.where('slurm', 'gpus_per_node')} is missing, and nodes of {where} have {found}: set it, to 0 for "
+            "a job without GPUs"
+        )
 
 
 POLL_S = 2.0
