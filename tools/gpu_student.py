@@ -156,7 +156,9 @@ def _beside_the_cpu(
         for child in children.values():
             child.kill()
     reference, tested = (json.loads((work / name / "result.json").read_text()) for name in runs)
-    stage.checks = compare(reference, tested, _angles(work), is_exact=device == "cpu", slack=slack)
+    is_on_it = (tested["device"] == reference["device"]) == (device == "cpu")  # a child may have lost sight of the GPU
+    stage.checks = [Check(name=f"ran on {device}", value=is_on_it, limit=True, ok=is_on_it)]
+    stage.checks += compare(reference, tested, _angles(work), is_exact=device == "cpu", slack=slack)
     stage.figures = {
         name: {key: result[key] for key in ("device", "dtype", "steps", "peak_gib", "seconds")}
         for name, result in (("reference", reference), ("tested", tested))

@@ -43,7 +43,7 @@ class Neighbours(P2PCommunicator):
         """``shapes``: of the micro-batches' hidden states; ``num_chunks``: of every stage."""
         super().__init__(group, config)
         self._is_interleaved = num_chunks > 1
-        table = get_schedule_table(len(shapes), num_chunks, config.microbatch_group_size_per_vp_stage or len(shapes))
+        table = get_schedule_table(len(shapes), num_chunks, config.microbatch_group_size_per_vp_stage)
         rank, last = group.rank(), group.size() - 1
         # The first stage gets nothing for its first chunk, on the way back the last one nothing for its last: the way
         # back takes the chunks the other way round, and the micro-batches as they came.

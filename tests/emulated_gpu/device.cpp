@@ -9,14 +9,15 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <ATen/native/Resize.h>
-#include <c10/util/Exception.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <set>
 #include <string>
 
@@ -222,6 +223,23 @@ at::Tensor& set_nothing(at::Tensor& self) {
 
 at::Scalar local_scalar_dense(const at::Tensor& self) { return on_cpu(self).item(); }
 
+/// The same value with `change` of each of its tensors: it is one, or a list of them, or a list of lists.
+template <class Change>
+IValue each(const IValue& value, Change change) {
+  if (value.isTensor()) return change(value.toTensor());
+  if (value.isTensorList()) {
+    List<at::Tensor> list;
+    for (const auto& one : value.toTensorVector()) list.push_back(change(one));
+    return list;
+  }
+  if (value.isList() && value.toListRef().size() && value.toListRef()[0].isTensorList()) {
+    List<List<at::Tensor>> lists;
+    for (const auto& inner : value.toListRef()) lists.push_back(each(inner, change).toTensorList());
+    return lists;
+  }
+  return value;
+}
+
 /// One call's tensors: which of the GPU's became which of the CPU's.
 struct Call {
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // the GPU's, the CPU's
@@ -246,7 +264,6 @@ struct Call {
   }
 
   IValue lower(const IValue& value) {
-    if (value.isTensor()) return lower(value.toTensor());
     if (value.isDevice() && value.toDevice().type() == GPU) {
       if (device.index() < 0) device = Device(GPU, value.toDevice().has_index() ? value.toDevice().index() : current);
       return Device(kCPU);
@@ -254,23 +271,13 @@ struct Call {
     if (value.isGenerator() && value.toGenerator().device().type() != GPU) has_cpu = true;
     if (value.isGenerator() && value.toGenerator().device().type() == GPU)
       return static_cast<DeviceGenerator*>(value.toGenerator().unsafeGetGeneratorImpl())->cpu;
-    if (value.isTensorList()) {
-      List<at::Tensor> list;
-      for (const auto& one : value.toTensorVector()) list.push_back(lower(one));
-      return list;
-    }
     if (value.isOptionalTensorList()) {
       List<std::optional<at::Tensor>> list;
       for (const std::optional<at::Tensor>& one : value.toOptionalTensorVector())
         list.push_back(one ? std::optional<at::Tensor>(lower(*one)) : std::nullopt);
       return list;
     }
-    if (value.isList() && value.toListRef().size() && value.toListRef()[0].isTensorList()) {
-      List<List<at::Tensor>> lists;
-      for (const auto& inner : value.toListRef()) lists.push_back(lower(inner).toTensorList());
-      return lists;
-    }
-    return value;
+    return each(value, [this](const at::Tensor& one) { return lower(one); });
   }
 
   at::Tensor raise(const at::Tensor& cpu) {
@@ -298,18 +305,7 @@ struct Call {
   }
 
   IValue raise(const IValue& value) {
-    if (value.isTensor()) return raise(value.toTensor());
-    if (value.isTensorList()) {
-      List<at::Tensor> list;
-      for (const auto& one : value.toTensorVector()) list.push_back(raise(one));
-      return list;
-    }
-    if (value.isList() && value.toListRef().size() && value.toListRef()[0].isTensorList()) {
-      List<List<at::Tensor>> lists;
-      for (const auto& inner : value.toListRef()) lists.push_back(raise(inner).toTensorList());
-      return lists;
-    }
-    return value;
+    return each(value, [this](const at::Tensor& one) { return raise(one); });
   }
 };
 

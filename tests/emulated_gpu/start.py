@@ -68,7 +68,7 @@ def environment(num_gpus: int, *, has_triton: bool = False) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1, help="number of devices (default: 1)")
+    parser.add_argument("--gpus", type=int, default=1, choices=range(1, 9), help="number of devices (default: 1)")
     parser.add_argument("--triton", action="store_true", help="let Triton's interpreter run the kernels")
     parser.add_argument("command", nargs="+", help="what to run, after --")
     options = parser.parse_args(argv)

@@ -39,4 +39,5 @@ def test_the_student_on_a_gpu_is_the_students_on_the_cpu(tmp_path: Path) -> None
     out = tmp_path / "student.json"
     run(1, "tools/gpu_student.py", "--stages", "student", "--out", str(out))
     (stage,) = json.loads(out.read_text())["stages"]
-    assert stage["status"] == "passed" and len(stage["checks"]) == 10
+    assert stage["status"] == "passed" and len(stage["checks"]) == 11
+    assert stage["figures"]["tested"]["device"] == "Emulated GPU"

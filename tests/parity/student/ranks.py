@@ -485,6 +485,7 @@ def layout_of(case: dict[str, Any]) -> tuple[int, ...]:
 
 def main(job_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
+    assert torch.cuda.is_available() or "EMULATED_GPUS" not in os.environ, "what is asked of GPUs would pass on a CPU"
     torch._dynamo.config.disable = True  # Megatron has small functions compiled, for seconds each
     results, active = {}, None
     # Loads follow all saves; within each, one layout after another: building the process groups is dear.

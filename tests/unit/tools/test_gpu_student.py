@@ -90,10 +90,10 @@ def test_the_stages_that_run_on_this_cpu(
     assert main(options) == 0, capsys.readouterr().out
     result = json.loads(out.read_text())
     stage, families, ipc = result["stages"]
-    assert (families["status"], len(families["checks"])) == ("passed", 11)
+    assert (families["status"], len(families["checks"])) == ("passed", 12)
     assert (result["device"], stage["name"], stage["status"]) == ("cpu", "student", "passed")
     assert (ipc["name"], ipc["status"], len(ipc["checks"])) == ("ipc", "passed", 2)
-    assert len(stage["checks"]) == 11 and all(check["ok"] for check in stage["checks"])
+    assert len(stage["checks"]) == 12 and all(check["ok"] for check in stage["checks"])
     assert stage["figures"]["tested"]["steps"][0]["grad_norm"] > 0
 
 
